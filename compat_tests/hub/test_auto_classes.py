@@ -9,7 +9,9 @@ import transformers
 
 import trl_jax
 from compat_tests.parity.dpo_cases import CHAT, SMALL
+from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+from trl_jax.hub.find import with_adapter
 
 torch = pytest.importorskip("torch")
 IDS = np.arange(8)[None]
@@ -59,7 +61,22 @@ def test_what_scripts_ask_a_model(checkpoint):
         assert np.array_equal(head.weight, theirs.get_output_embeddings().weight.detach().numpy())
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+        assert model.get_memory_footprint() == theirs.get_memory_footprint(return_buffers=False)
+        assert model.can_generate() and theirs.can_generate() and model.cpu() is model.cuda() is model
+        model.tie_weights()
     assert AutoModelForSequenceClassification.from_pretrained(checkpoint()).get_output_embeddings() is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_dtype_of_a_model_beneath_an_adapter_and_of_an_exported_one(checkpoint, dtype, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL), dtype=dtype)
+    adapted = with_adapter(model, trl_jax.LoraConfig(r=2), 0)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL), dtype=dtype)
+    theirs = peft.get_peft_model(loaded, peft.LoraConfig(r=2))
+    assert adapted.dtype == theirs.dtype == vars(torch)[dtype]
+    exported = AutoModelForSequenceClassification.from_pretrained(tiny_model(tmp_path, "bloom"), dtype=dtype)
+    assert exported.dtype == vars(torch)[dtype]
 
 
 def test_a_template_is_cloned_for_a_torch_model(checkpoint):

@@ -46,6 +46,7 @@ class AutoModelForSequenceClassification:
                 for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
                 its like are warned of. quantization_config holds the weights in few bits, for an adapter that trains
                 beside them or for a reference. config is one that was read from there: what is changed in it is saved.
+                Others are values of the config, as in transformers: rms_norm_eps=1e-5, say.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.

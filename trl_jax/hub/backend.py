@@ -79,6 +79,11 @@ class Backend(abc.ABC):
     heads: Mapping[str, int] | None
 
     @property
+    def main_dtype(self) -> str:
+        """The dtype that the first of its tensors is saved in."""
+        return next(iter(self.dtypes.values()))
+
+    @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         """The logical axes of parameters, by path; a parameter without any is left out."""
         return {}

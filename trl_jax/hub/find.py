@@ -9,13 +9,13 @@ from typing import Any
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint.resizing import resized_config, tables_of_tokens
 from trl_jax.hub.checkpoint.sharded_reading import Placement
-from trl_jax.hub.config.native import NativeConfig, native_config, transformers_config
+from trl_jax.hub.config.native import NativeConfig, native_config, transformers_config, with_values
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
 from trl_jax.hub.families import families
 from trl_jax.hub.heads import HeadName, check_labels
-from trl_jax.hub.load_arguments import checked_arguments
+from trl_jax.hub.load_arguments import checked_arguments, not_taken
 from trl_jax.hub.native_backend import NativeBackend, heads_of, load_native, outline_native
 from trl_jax.hub.network.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
@@ -27,6 +27,7 @@ from trl_jax.hub.placing import check_heads
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.sharding import ShardingPlan
 
+_FOR_ALL = {"use_cache"}  # values of a config with which nothing is computed here
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -182,12 +183,16 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
     """Find a checkpoint, its weights on the Hub if need be; other arguments as in `from_pretrained`."""
     if head == "score":
         check_labels(kwargs.pop("num_labels", 1))
-    fetch, dtype = checked_arguments(dict(kwargs), dtype)
+    fetch, dtype, values = checked_arguments(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
-        return _find_adapted(folder, repository, head, dtype, fetch)
+        return _find_adapted(folder, repository, head, dtype, fetch, values)
     raw, path = read_config(folder), folder / "config.json"
-    if is_exported(raw, families(), path, head):
+    exported = is_exported(raw, families(), path, head)
+    if exported and (unheard := values.keys() - _FOR_ALL):
+        raise not_taken(unheard, " for other models: this one is exported as that says")
+    raw = with_values(raw, values, path, head)
+    if exported:
         config = transformers_config(raw, path, head)
         size = config.get_text_config().vocab_size
         return Checkpoint(name, folder, repository, config, head, dtype, None, size, max_positions(config, head))
@@ -227,9 +232,14 @@ def with_adapter(
 
 
 def _find_adapted(
-    folder: Path, repository: Repository | None, head: HeadName, dtype: str, fetch: dict[str, Any]
+    folder: Path,
+    repository: Repository | None,
+    head: HeadName,
+    dtype: str,
+    fetch: dict[str, Any],
+    values: dict[str, Any],
 ) -> Checkpoint:
-    """An adapter's folder: the checkpoint is that of its base model."""
+    """An adapter's folder: the checkpoint is that of its base model, whose config has these `values`."""
     lora = read_adapter_config(folder)
     if repository is not None:
         repository.fetch_adapter()
@@ -239,7 +249,7 @@ def _find_adapted(
     if not base:
         raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
     try:
-        checkpoint = find_checkpoint(base, head=head, dtype=dtype, **options)
+        checkpoint = find_checkpoint(base, head=head, dtype=dtype, **options, **values)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
     tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native.head)

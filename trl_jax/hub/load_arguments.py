@@ -1,10 +1,10 @@
-"""The arguments of `from_pretrained`: those that say what to fetch, and those that have no effect or are refused."""
+"""The arguments of `from_pretrained`: those that say what to fetch, those without effect, and values of the config."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +12,15 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
-_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes", "use_flash_attention_2")
+_WITHOUT_EFFECT = ("use_safetensors", "ignore_mismatched_sizes", "use_flash_attention_2")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?")  # torch's, which computes the same attention
 _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
 
-def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
-    """The arguments that say where to fetch from, and the dtype's name; every other one is checked by name."""
+def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """The arguments that say where to fetch from, the dtype's name, and those that may be values of the config
+    (`config.native.with_values`); the others are checked by name."""
     dtype = kwargs.pop("torch_dtype", dtype)
     dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
     if dtype not in _DTYPES:
@@ -43,13 +44,16 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
             "run, where its tokenizer_config.json names some (auto_map)."
         )
     fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
-    if kwargs:
-        raise TypeError(
-            f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
-            f"dtype, attn_implementation, {', '.join(_FETCH)}."
-        )
     fetch = {key: value for key, value in fetch.items() if value is not None}
-    return fetch | {"code": code}, dtype
+    return fetch | {"code": code}, dtype, kwargs
+
+
+def not_taken(names: Iterable[str], why: str = "") -> TypeError:
+    """The error of arguments that are none of from_pretrained's, and no values of the config."""
+    return TypeError(
+        f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(names))}. It takes num_labels, dtype, "
+        f"attn_implementation, {', '.join(_FETCH)}, and values of the checkpoint's config.json{why}."
+    )
 
 
 @contextmanager

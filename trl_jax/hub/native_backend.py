@@ -95,6 +95,10 @@ class NativeBackend(Backend):
         halves = form is not None and form.kind in HALVES
         return jax.lax.bitcast_convert_type(array, jnp.dtype(form.kind)) if halves else array
 
+    @property
+    def main_dtype(self) -> str:
+        return self.source.dtype
+
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
         if path not in self.formats:
             return jnp.asarray(arrays[path], jnp.float32)

@@ -179,9 +179,20 @@ class TransformersModelApi:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that weights are saved in: torch's where torch is imported, otherwise its name, as "bfloat16"."""
-        name = self.source.dtype
+        """The dtype that weights are saved in, those beneath an adapter: torch's where torch is imported, otherwise its
+        name, as "bfloat16"."""
+        name = self.backend.main_dtype
         return vars(sys.modules["torch"])[name] if "torch" in sys.modules else name
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of all arrays that the model is computed with; it has no others, so `return_buffers` changes nothing."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def can_generate(self) -> bool:
+        return self.backend.head == "lm" and self.backend.causal
+
+    def tie_weights(self) -> None:
+        """Without effect: where the config ties them, they are one array."""
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
         """Without effect: `gradient_checkpointing` of the trainer's arguments, on by default, decides."""
@@ -223,6 +234,8 @@ class TransformersModelApi:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself: arrays stay where JAX puts them, in the dtype they have."""
         return self
+
+    cpu = cuda = to
 
 
 class _Embedding:

@@ -17,6 +17,7 @@ from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import read_config, with_floats
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
+from trl_jax.hub.load_arguments import not_taken
 from trl_jax.models.functional import abstract
 
 # What is saved decides them, whatever the config object says.
@@ -104,6 +105,23 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
     if head == "score":
         config.use_cache = False
     return config
+
+
+def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
+    """A config.json in which `values` that its config object has stand in the place of its own, as transformers'
+    from_pretrained takes them among its arguments.
+
+    Raises:
+        TypeError: the config object has no such value.
+    """
+    if not values:
+        return raw
+    config = transformers_config(raw, path, head)
+    if unknown := [name for name in values if not hasattr(config, name) or callable(getattr(config, name))]:
+        raise not_taken(unknown)
+    named = {config.attribute_map.get(name, name): value for name, value in values.items()}
+    older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # which say the same
+    return {name: value for name, value in raw.items() if name not in older} | named
 
 
 def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:

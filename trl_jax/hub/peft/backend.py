@@ -46,6 +46,11 @@ class AdaptedBackend(Backend):
         self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
         self.takes_stripes, self.draws_experts, self.drops_out = base.takes_stripes, base.draws_experts, base.drops_out
 
+    @property
+    def main_dtype(self) -> str:
+        """That of the model without the adapter."""
+        return self.base.main_dtype
+
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         """Names alone: a script cannot freeze an adapter's parameters."""
         return dict.fromkeys(self.dtypes, [])

@@ -1,0 +1,73 @@
+"""Values of a checkpoint's config among the arguments of from_pretrained, as transformers takes them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import trl_jax
+from compat_tests.models import causal
+from compat_tests.tiny import tiny_model
+
+IDS = np.arange(5, 45).reshape(2, 20)
+CASES = [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    ("llama", {"rms_norm_eps": 0.1, "use_cache": False}),
+    ("qwen3", {"hidden_act": "gelu", "pad_token_id": 7}),
+    ("mistral", {"sliding_window": 3}),
+    ("gpt2", {"layer_norm_epsilon": 0.1, "activation_function": "relu"}),
+    ("gemma3_text", {"sliding_window": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def build(model_type):
+        if model_type not in made:
+            made[model_type] = causal.build(tmp_path_factory.mktemp(model_type), model_type, tie=False)
+        return made[model_type]
+
+    return build
+
+
+@pytest.mark.parametrize(("model_type", "values"), CASES, ids=str)
+def test_they_are_computed_with_and_saved_as_in_transformers(model_type, values, folder, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder(model_type), **values).eval()
+    ours = trl_jax.AutoModelForCausalLM.from_pretrained(folder(model_type), **values)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(IDS)).logits.numpy()
+    found = np.asarray(ours(IDS).logits)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    plain = np.asarray(trl_jax.AutoModelForCausalLM.from_pretrained(folder(model_type))(IDS).logits)
+    assert np.abs(plain - wanted).max() > 1e-3 * np.abs(wanted).max()
+    ours.save_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    saved, other = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs"))
+    assert {name: saved[name] for name in values} == {name: other[name] for name in values} == values
+
+
+def test_another_name_of_a_value_is_the_configs_own(folder):
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folder("gpt2"), max_position_embeddings=512)
+    assert model.config.n_positions == 512
+
+
+@pytest.mark.parametrize("values", [{"colour": 1}, {"to_dict": 1}, {"rope_theta": 50.0, "sliding_window": 3}], ids=str)
+def test_what_the_config_does_not_have_is_refused_as_in_transformers(values, folder):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(TypeError):
+        transformers.AutoModelForCausalLM.from_pretrained(folder("llama"), **values)
+    with pytest.raises(TypeError, match=f"does not take {', '.join(sorted(values))}. It takes .* values of the check"):
+        trl_jax.AutoModelForCausalLM.from_pretrained(folder("llama"), **values)
+
+
+def test_models_that_are_exported_take_none_that_is_computed_with(tmp_path):
+    pytest.importorskip("torch")
+    tiny_model(tmp_path, "bloom")
+    with pytest.raises(TypeError, match="does not take layer_norm_epsilon. .*this one is exported as that says"):
+        trl_jax.AutoModelForSequenceClassification.from_pretrained(tmp_path, layer_norm_epsilon=0.1)
+    trl_jax.hub.find.find_checkpoint(str(tmp_path), use_cache=False)
