@@ -56,7 +56,7 @@ HOST_OF_TASK = frozenset("""
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""
     args task batch_size model reference rollout sharding_plan processing_class train_dataset eval_dataset events
-    finish_rows progress vocab_size max_positions ended
+    finish_rows progress vocab_size max_positions assembled
 """.split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 # Rooms and files that only the host goes through: patched, they leave every program as it is.

@@ -57,7 +57,8 @@ def _apart(case: str, kind: str, args: Any, scratch: Path) -> list[dict[str, Any
             found.append(name | _gaps(run, base))
         except Exception as error:
             traceback.print_exc()
-            found.append(name | _gaps(base, base) | {"failed": f"{type(error).__name__}: {error}"[:200]})
+            unknown = dict.fromkeys(("loss", "grad_norm", "weights"), float("nan"))
+            found.append(name | unknown | {"failed": f"{type(error).__name__}: {error}"[:200]})
     return found
 
 

@@ -58,6 +58,10 @@ def test_a_script_under_both(tmp_path, capsys):
         ("s.py --lr 1 --steps 3", 10, "--lr 1 --steps 3"),
         ("s.py --steps 3 -- --steps 5", 3, "--steps 5"),
         ("s.py -- --steps 5", 10, "--steps 5"),
+        ("-- s.py --steps 5", 10, "--steps 5"),
+        ("--steps 3 -- s.py --lr 1", 3, "--lr 1"),
+        ("s.py --lr 1 -- b", 10, "--lr 1 -- b"),
+        ("--step 3 s.py --lr 1", 3, "--lr 1"),
     ],
 )
 def test_its_own_flags_stand_before_the_script_or_right_behind_it(line, steps, flags):

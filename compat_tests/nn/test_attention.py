@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from trl_jax.core.packed import Packed, RowView
+from trl_jax.models.stack import checkpointed
 from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.attend import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
@@ -211,17 +213,75 @@ def of_texts(length, longest):
     return Packed(first, end, np.ones_like(first), None, RowView(places, view)), text
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="older releases of JAX do not say where texts lie")
-def test_gpus_read_texts_that_share_nothing_where_they_lie(hopper):
-    shapes = [jax.ShapeDtypeStruct((2, 192, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+PACKS = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="older releases of JAX do not say where texts lie")
+
+
+def lowered_packed(packed, channels=64, values=None, dtype=jnp.bfloat16, layers=0, **options):
+    """The program for GPUs of the gradients of attention along packed rows of TEXTS; in `layers` of a scan that keeps
+    what the layers of models do."""
+    shapes = [(2, 192, heads, wide) for heads, wide in ((4, channels), (2, channels), (2, values or channels))]
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    inputs = AttentionInputs(0.5, window=options.pop("window", None))
+
+    def attended(packed, *qkv):
+        return attend(*qkv, inputs._replace(packed=packed), **options)
 
     def total(q, k, v, packed):
-        return attend(q, k, v, AttentionInputs(0.5, packed=packed)).astype(jnp.float32).sum()
+        if not layers:
+            return attended(packed, q, k, v).astype(jnp.float32).sum()
 
-    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, of_texts(192, 128)[0])
-    program = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
+        def layer(h, _):
+            return jnp.sin(attended(packed, jnp.sin(h), k, v)), None
+
+        body = checkpointed(layer, remat=False, turns=layers)
+        return jax.lax.scan(body, q, None, length=layers)[0].astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, packed)
+    return traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
+
+
+@PACKS
+def test_gpus_read_texts_that_share_nothing_where_they_lie(hopper):
+    program = lowered_packed(of_texts(192, 128)[0])
     assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"max_seg_per_batch": 3' in program
     assert "x128x4x64xbf16" not in program  # as rows of one text each
+
+
+@PACKS
+@pytest.mark.parametrize("texts", [3, 40])
+def test_the_kernel_runs_once_where_its_sums_are_smaller_than_its_results(hopper, texts):
+    packed = of_texts(192, 128)[0]
+    places, rows = packed.texts
+    places = np.pad(places, ((0, 0), (0, texts - 3), (0, 0)), constant_values=192)
+    program = lowered_packed(packed._replace(texts=RowView(places, rows)), layers=2)
+    assert program.count("fmhaSoftmaxBackward(") == 1 and f'"max_seg_per_batch": {texts}' in program
+    assert program.count("fmhaSoftmax(") == (1 if 2 * texts <= 64 else 2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"window": jnp.int32(9)}, {"softcap": 5.0}, {"sinks": jnp.zeros(4)}, {"causal": False}, {"values": 32},
+        {"channels": 256}, {"dtype": jnp.float32}, {"prompt": True}, {"context": True}, {"alone": True},
+        {"capability": 8.0}, {"release": (0, 10, 2)}, {"release": (0, 13, 0)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_it_does_not_compute_along_packed_rows_is_laid_out_as_rows(hopper, asked, monkeypatch):
+    packed, options = of_texts(192, 128)[0], dict(asked)
+    if options.pop("prompt", False):
+        packed = packed._replace(prompt=packed.first)
+    if options.pop("context", False):
+        packed = packed._replace(context=packed.first, context_end=packed.first)
+    if options.pop("alone", False):
+        places, rows = packed.texts
+        packed = packed._replace(texts=RowView(places[:, :1], rows))
+    capability = options.pop("capability", 9.0)
+    monkeypatch.setattr(cudnn, "_capability", lambda: capability)
+    monkeypatch.setattr(jax, "__version_info__", options.pop("release", jax.__version_info__))
+    program = lowered_packed(packed, **options)
+    found = [int(count) for count in re.findall(r'"max_seg_per_batch": (\d+)', program)]
+    assert set(found) <= {1} and "stablehlo.gather" in program
 
 
 def test_the_kernel_is_told_where_texts_lie(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerCallback
 
 import trl_jax
-from compat_tests.trainer.trainers import FACTS, make, table
+from compat_tests.trainer.trainers import FACTS, make, stream, table
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +185,6 @@ def test_figures_that_scripts_ask_for(folder, tmp_path):
             trainer.get_total_train_batch_size(trainer.args),
         )  # fmt: skip
     assert found["trl_jax"] == found["trl"] == ([3e-4, 3e-4], [16, 5, 12], 8)
+    streamed = make(trl_jax, folder, tmp_path / "streamed", train=stream(16), config={"max_steps": 1})
+    with pytest.raises(TypeError, match="has no len"):  # as of TRL's
+        streamed.num_examples(streamed.get_train_dataloader())

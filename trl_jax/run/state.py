@@ -55,7 +55,7 @@ class RunProgress:
 
 @dataclass
 class RunState:
-    """The set-up that the parts of a run share. The constructor of a trainer fills it in, and `freeze` ends that:
+    """The set-up that the parts of a run share. The constructor of a trainer fills it in, and `end_setup` ends that:
     afterwards a script may set what the trainer shows of it (SETTABLE), and train() changes `progress`.
 
     args, task: how to train, and what to learn.
@@ -72,7 +72,7 @@ class RunState:
     finish_rows: adds columns that the model computes to a prepared dataset of this name; None before the model is
         there, and where there are none.
     progress: what train() changes.
-    ended: whether the set-up has.
+    assembled: whether the set-up has ended.
     """
 
     args: BaseConfig
@@ -93,16 +93,16 @@ class RunState:
     router_aux_loss_coef: float = 0.0
     finish_rows: Callable[[Any, str], Any] | None = None
     progress: RunProgress = field(default_factory=RunProgress)
-    ended: bool = False
+    assembled: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if vars(self).get("ended") and name not in SETTABLE:
+        if vars(self).get("assembled") and name not in SETTABLE:
             raise AttributeError(f"The run is assembled, and {name} of it is set no more.")
         super().__setattr__(name, value)
 
-    def freeze(self) -> None:
-        """End the set-up."""
-        self.ended = True
+    def end_setup(self) -> None:
+        """Let nothing but SETTABLE be set from here on."""
+        self.assembled = True
 
     @property
     def state(self) -> TrainerState:

@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.packed import Packed
+from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.platform import platform
 
 _AMPERE, _HOPPER = 8.0, 9.0  # the least compute capabilities that it runs on, on padded rows and on packed ones
-_PACKS = (0, 11, 2)  # the first release of JAX that is known to tell it where texts lie if heads share keys
-_CALL = "jax._src.cudnn.fused_attention_stablehlo"  # jax.nn's own call of it does not say where texts lie
+# Releases of JAX whose own call tells it rightly where texts lie, if heads share keys, too; jax.nn's does not tell it.
+_PACKS, _UNTRIED = (0, 11, 2), (0, 13)
+_CALL = "jax._src.cudnn.fused_attention_stablehlo"
 
 
 def attends(q_RTHC: jax.Array) -> bool:
@@ -41,8 +44,8 @@ def _capability() -> float:
 
 
 def _packing() -> Any:
-    """JAX's call that takes packed rows; None where this release has none that is known to be right."""
-    if jax.__version_info__ < _PACKS:
+    """JAX's call that takes packed rows; None where this release is not known to have one that is right."""
+    if not _PACKS <= jax.__version_info__ < _UNTRIED:
         return None
     try:
         return importlib.import_module(_CALL)
@@ -75,7 +78,8 @@ def attend_cudnn_packed(
 ) -> jax.Array:
     """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros where there is no text.
 
-    What lies between texts is neither read nor written, gradients neither: it is masked on both sides.
+    What lies between texts is neither read nor written, gradients neither: it is masked on both sides. A checkpoint
+    policy finds what the backward pass is to keep: all that the kernel gave (`keeps`), or the result by its name.
     """
     call, length = _packing(), q_RTHC.shape[1]
     places = packed.texts.places
@@ -91,10 +95,19 @@ def attend_cudnn_packed(
     out = call.dot_product_attention(
         *qkv, None, None, sizes, sizes, offsets, offsets, scale=scale, mask_type=call.MaskType.PADDING_CAUSAL
     )
-    return jnp.where(inside, out, 0)
+    out = jnp.where(inside, out, 0)
+    return out if _sums_are_small(sizes, q_RTHC) else checkpoint_name(out, SAVED)
 
 
 def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
-    """A checkpoint policy: the results along packed rows, with the sums that the backward pass wants of them. Those of
-    padded rows are larger than the rest of a layer together."""
-    return primitive.name.startswith("dot_product_attention_fwd") and inputs[6].ndim == 2  # offsets of texts
+    """A checkpoint policy: what the kernel gave of packed rows, with the sums that its backward pass wants, for which
+    it would run twice. Results of padded rows are larger than the rest of a layer together."""
+    if not primitive.name.startswith("dot_product_attention_fwd"):
+        return False
+    queries, sizes = inputs[0], inputs[4]
+    return sizes.ndim == 2 and _sums_are_small(sizes, queries)
+
+
+def _sums_are_small(sizes_RX: jax.Array, q_RTHC: jax.Array) -> bool:
+    """Whether the kernel's sums, a float32 for each token, head and text of a row, take no more than its result."""
+    return 2 * sizes_RX.shape[1] <= q_RTHC.shape[-1]

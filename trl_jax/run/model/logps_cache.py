@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 60  # between two parts: what a run that is killed loses
 _NO_PART = ("_name_or_path", "use_cache")  # of a config in the numbers
-_FORMAT = 2  # raised when this package computes other numbers of the same model and rows
+_FORMAT = 3  # raised when this package computes other numbers of the same model and rows
 _PIECE = 1 << 28  # bytes of weights that come to the host at a time
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -156,7 +156,7 @@ class Setup(Surface):
         self._balance_experts()
         own_rows = None if rollout is None else rollout(run)
         self.parts = assemble(run, self._hooks(), self._publisher, choose, torch_model, own_rows)
-        run.freeze()
+        run.end_setup()
         run.events.fire("on_init_end")
         check_noise(args, run.model.backend)
         layout_choice.check_layout(args, run.model.backend, compares=run.compares)

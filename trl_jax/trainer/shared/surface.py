@@ -122,7 +122,11 @@ class Surface(abc.ABC):
         return self._run.step_examples
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of a dataloader's dataset; of a stream, as many as its batches have at most."""
+        """Rows of a dataloader's dataset; of what has none, as many as its batches have at most.
+
+        Raises:
+            TypeError: the dataset is a stream.
+        """
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError):

@@ -67,7 +67,7 @@ class TrainerWithReference(HeldReference, BaseTrainer):
             )
         own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
-        comparing = dataclasses.replace(run, ended=False)  # a set-up of its own, whose passes have the reference
+        comparing = dataclasses.replace(run, assembled=False)  # a set-up of its own, whose passes have the reference
         construction.attach_reference(comparing, reference)
         facts = {name: getattr(self, name) for name in self._changes_logps}
         options = {"batch_size": batch_size, "name": name, "facts": facts}
