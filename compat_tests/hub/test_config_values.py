@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ CASES = [
     ("mistral", {"sliding_window": 3}),
     ("gpt2", {"layer_norm_epsilon": 0.1, "activation_function": "relu"}),
     ("gemma3_text", {"sliding_window": 2}),
+    ("llama", {"num_hidden_layers": 1}),
 ]
 
 
@@ -51,9 +53,32 @@ def test_they_are_computed_with_and_saved_as_in_transformers(model_type, values,
     assert {name: saved[name] for name in values} == {name: other[name] for name in values} == values
 
 
-def test_another_name_of_a_value_is_the_configs_own(folder):
+def test_another_name_of_a_value_is_the_configs_own(folder, caplog):
     model = trl_jax.AutoModelForCausalLM.from_pretrained(folder("gpt2"), max_position_embeddings=512)
     assert model.config.n_positions == 512
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folder("gpt2"), num_hidden_layers=1)
+    assert model.config.n_layer == 1 and "the first 1 are taken, as was asked for" in caplog.text
+
+
+def test_kinds_of_layers_are_those_of_the_layers_that_are_taken(folder, tmp_path):
+    """What transformers then writes, it cannot read."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder("qwen3"), num_hidden_layers=2).eval()
+    ours = trl_jax.AutoModelForCausalLM.from_pretrained(folder("qwen3"), num_hidden_layers=2)
+    ours.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        wanted, read = (model(input_ids=torch.tensor(IDS)).logits.numpy() for model in (theirs, again))
+    np.testing.assert_array_equal(read, wanted)
+    np.testing.assert_allclose(ours(IDS).logits, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_config_json_of_fewer_layers_than_the_weights_have_is_refused_all_the_same(folder, tmp_path):
+    shutil.copytree(folder("llama"), tmp_path / "cut")
+    config = json.loads((tmp_path / "cut" / "config.json").read_text())
+    (tmp_path / "cut" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="the weights do not fit config.json"):
+        trl_jax.AutoModelForCausalLM.from_pretrained(tmp_path / "cut", use_cache=False)
 
 
 @pytest.mark.parametrize("values", [{"colour": 1}, {"to_dict": 1}, {"rope_theta": 50.0, "sliding_window": 3}], ids=str)

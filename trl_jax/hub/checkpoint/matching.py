@@ -12,7 +12,7 @@ from trl_jax.hub.checkpoint import head_tensors
 from trl_jax.hub.checkpoint.array_reader import Files
 from trl_jax.hub.checkpoint.fused_experts import with_fused_experts
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
-from trl_jax.hub.config.native import NativeConfig
+from trl_jax.hub.config.native import NativeConfig, read_native_config
 from trl_jax.hub.heads import ONE_LABEL
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
     files.check_dtypes(on_disk.values())
     embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
     head_tensors.check_dropped(config, files, on_disk, embedding)
+    _leave_layers_out(config, on_disk, set(wanted))
     _check(config, files, on_disk, wanted)
     return Matched(tensor_map, on_disk)
 
@@ -83,6 +84,18 @@ def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[st
                 head_tensors.architecture(family, config.head.kind),
             )  # fmt: skip
     return names
+
+
+def _leave_layers_out(config: NativeConfig, on_disk: dict[str, str], wanted: set[str]) -> None:
+    """Take the last layers out of `on_disk` where from_pretrained was told to have fewer than config.json says."""
+    count, folder = config.arch.num_layers, config.path.parent
+    numbers = {name: re.search(r"\.(\d+)\.", name) for name in on_disk.keys() - wanted}
+    beyond = [name for name, number in numbers.items() if number and int(number[1]) >= count]
+    if not beyond or read_native_config(folder, config.head.kind).arch.num_layers <= count:
+        return
+    logger.warning("%s: of its layers the first %d are taken, as was asked for.", folder, count)
+    for name in beyond:
+        del on_disk[name]
 
 
 def _check(

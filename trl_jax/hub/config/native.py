@@ -121,7 +121,10 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
         raise not_taken(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
     older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # which say the same
-    return {name: value for name, value in raw.items() if name not in older} | named
+    found = {name: value for name, value in raw.items() if name not in older} | named
+    if "num_hidden_layers" in named and isinstance(found.get("layer_types"), list):
+        found["layer_types"] = found["layer_types"][: named["num_hidden_layers"]]
+    return found
 
 
 def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
