@@ -46,7 +46,7 @@ def _answering(name: str, plain: Callable) -> Callable:
 
 
 def refusal(name: str, kind: type) -> str:
-    """What is said of a method of transformers' Trainer that our trainer, of this `kind`, does not have."""
+    """The refusal of a method of transformers' Trainer that our trainer, of this `kind`, does not have."""
     never_called: Mapping[str, str] = getattr(kind, "_never_called", {})
     instead = never_called.get(name, "Leave it out, or call a method that the trainer has.")
     return f"transformers.Trainer.{name} was called with a {kind.__name__}; trainers of trl_jax have none. {instead}"

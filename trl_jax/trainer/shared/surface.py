@@ -64,8 +64,8 @@ class Surface(abc.ABC):
 
     @property
     def _memory_tracker(self) -> NoReturn:
-        """What transformers' evaluate, predict and train ask for first, where a script that imported them late calls
-        them by name."""
+        """Refuses transformers' evaluate, predict and train, which ask for it first, where a script that imported them
+        late calls them by name."""
         raise TypeError(
             f"A method of transformers.Trainer was called by name with a {type(self).__name__} of trl_jax. Import it "
             "before the trainer's class is defined (from transformers import Trainer), or call super()'s."
