@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,15 +74,12 @@ def _started(arms: list[tuple[str, str]], args: Any, models: dict, folder: Path)
     """All arms, built at the same time."""
     waiting = []
     for work, name in arms:
-        here, there = get_context("spawn").Pipe()
         side, config, change = ARMS[name]
         config = config | {"output_dir": str(folder / f"{work} {name}")}
         trace = None if args.traces is None or side == "trl" else args.traces / f"{work} {name}.json"
         model, turns = models[accelerator_turns.WORKS[work].model], args.warm_up + args.turns + 1
-        told = (there, side, work, model, turns, args, config, change, trace)
-        get_context("spawn").Process(target=accelerator_turns.take, args=told, daemon=True).start()
-        there.close()
-        waiting.append((f"{work}: {name}", here))
+        pipe = lanes.begin(accelerator_turns.take, side, work, model, turns, args, config, change, trace)
+        waiting.append((f"{work}: {name}", pipe))
     started = []
     for name, pipe in waiting:
         try:

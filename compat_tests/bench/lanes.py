@@ -35,12 +35,18 @@ def start(name: str, take: Callable[..., None], *work: Any, checkout: Path | Non
     Args:
         checkout: another one of the repository that the arm is of.
     """
+    with _importing_from(checkout):
+        pipe = begin(take, *work)
+    return Lane(name, pipe, pipe.recv())
+
+
+def begin(take: Callable[..., None], *work: Any) -> Connection:
+    """Start an arm, and do not wait: its facts come through the pipe."""
     context = get_context("spawn")
     here, there = context.Pipe()
-    with _importing_from(checkout):
-        context.Process(target=take, args=(there, *work), daemon=True).start()
+    context.Process(target=take, args=(there, *work), daemon=True).start()
     there.close()
-    return Lane(name, here, here.recv())
+    return here
 
 
 @contextlib.contextmanager

@@ -90,6 +90,12 @@ def test_what_the_config_does_not_have_is_refused_as_in_transformers(values, fol
         trl_jax.AutoModelForCausalLM.from_pretrained(folder("llama"), **values)
 
 
+@pytest.mark.parametrize("model_type", ["distilbert", "modernbert"])
+def test_what_nothing_is_computed_with_is_passed_over_where_a_config_has_none(model_type, tmp_path):
+    tiny_model(tmp_path, model_type)
+    trl_jax.AutoModelForSequenceClassification.from_pretrained(tmp_path, use_cache=False)
+
+
 def test_models_that_are_exported_take_none_that_is_computed_with(tmp_path):
     pytest.importorskip("torch")
     tiny_model(tmp_path, "bloom")

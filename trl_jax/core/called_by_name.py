@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 _ANSWERED = "_answers_for_trl_jax"
@@ -27,7 +27,7 @@ def answer_by_name(kind: type) -> None:
 
 def answer_if_loaded() -> None:
     """The same where transformers' Trainer is imported already: without torch, it cannot be."""
-    if (module := sys.modules.get("transformers.trainer")) is not None and hasattr(module, "Trainer"):
+    if (module := sys.modules.get("transformers.trainer")) is not None:
         answer_by_name(module.Trainer)
 
 
@@ -47,6 +47,5 @@ def _answering(name: str, plain: Callable) -> Callable:
 
 def refusal(name: str, kind: type) -> str:
     """The refusal of a method of transformers' Trainer that our trainer, of this `kind`, does not have."""
-    never_called: Mapping[str, str] = getattr(kind, "_never_called", {})
-    instead = never_called.get(name, "Leave it out, or call a method that the trainer has.")
+    instead = kind._never_called.get(name, "Leave it out, or call a method that the trainer has.")
     return f"transformers.Trainer.{name} was called with a {kind.__name__}; trainers of trl_jax have none. {instead}"

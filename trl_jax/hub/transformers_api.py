@@ -185,7 +185,7 @@ class TransformersModelApi:
         return vars(sys.modules["torch"])[name] if "torch" in sys.modules else name
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of all arrays that the model is computed with; of whole layers, it has no buffers beside them."""
+        """Bytes of all arrays that the model is computed with; none of them is a buffer of torch's."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def can_generate(self) -> bool:

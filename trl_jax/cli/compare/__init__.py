@@ -20,26 +20,24 @@ _OWN = ("--steps", "--json", "--picture")
 class Parser(argparse.ArgumentParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[argparse.Namespace]:
         """Its own flags may stand right behind the script, too, before the script's; a first `--` ends them."""
-        own, rest = self._own(argv)
-        ended, rest = rest[:1] == ["--"], rest[1:] if rest[:1] == ["--"] else rest
+        own, ended, rest = self._own(argv)
         if not rest or (rest[0].startswith("-") and not ended):
             return (self.parse_args(argv),)  # --help, or what is wrong
-        script, rest = rest[0], rest[1:]
-        if not ended:
-            behind, rest = self._own(rest)
-            own, rest = [*own, *behind], rest[1:] if rest[:1] == ["--"] else rest
-        args = self.parse_args([*own, "--", script])
-        args.flags = rest
+        script, *flags = rest
+        behind, _, flags = ([], True, flags) if ended else self._own(flags)
+        args = self.parse_args([*own, *behind, "--", script])
+        args.flags = flags
         return (args,)
 
-    def _own(self, argv: list[str]) -> tuple[list[str], list[str]]:
-        """The flags of the command that a line begins with, and the rest of it."""
+    def _own(self, argv: list[str]) -> tuple[list[str], bool, list[str]]:
+        """The flags of the command that a line begins with, whether `--` ends them, and the rest of the line."""
         end = 0
         while end < len(argv) and argv[end].partition("=")[0] in _OWN:
             end += 1 if "=" in argv[end] else 2
         if end > len(argv):
             self.error(f"argument {argv[-1]}: expected one argument")
-        return argv[:end], argv[end:]
+        ended = argv[end : end + 1] == ["--"]
+        return argv[:end], ended, argv[end + ended :]
 
 
 def make_parser(prog: str | None = None) -> Parser:

@@ -20,6 +20,7 @@ from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 from trl_jax.hub.load_arguments import not_taken
 from trl_jax.models.functional import abstract
 
+INERT = {"use_cache"}  # values with which nothing is computed here
 # What is saved decides them, whatever the config object says.
 _OF_FILES = {
     "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
@@ -111,13 +112,17 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
     """A config.json in which `values` that its config object has stand in the place of its own, as transformers'
     from_pretrained takes them among its arguments.
 
+    A value of INERT is passed over where the config object has none.
+
     Raises:
         TypeError: the config object has no such value.
     """
     if not values:
         return raw
     config = transformers_config(raw, path, head)
-    if unknown := [name for name in values if not hasattr(config, name) or callable(getattr(config, name))]:
+    known = config.to_dict().keys() | config.attribute_map.keys()
+    values = {name: value for name, value in values.items() if name in known or name not in INERT}
+    if unknown := values.keys() - known:
         raise not_taken(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
     older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # which say the same
