@@ -9,7 +9,7 @@ from typing import Any
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint.resizing import resized_config, tables_of_tokens
 from trl_jax.hub.checkpoint.sharded_reading import Placement
-from trl_jax.hub.config.native import INERT, NativeConfig, native_config, transformers_config, with_values
+from trl_jax.hub.config.native import PASSED_OVER, NativeConfig, native_config, transformers_config, with_values
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
@@ -26,6 +26,7 @@ from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.placing import check_heads
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.sharding import ShardingPlan
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -187,7 +188,7 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
         return _find_adapted(folder, repository, head, dtype, fetch, values)
     raw, path = read_config(folder), folder / "config.json"
     exported = is_exported(raw, families(), path, head)
-    if exported and (unheard := values.keys() - INERT):
+    if exported and (unheard := values.keys() - PASSED_OVER):
         raise not_taken(unheard, " for other models: this one is exported as that says")
     raw = with_values(raw, values, path, head)
     if exported:

@@ -20,7 +20,7 @@ from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 from trl_jax.hub.load_arguments import not_taken
 from trl_jax.models.functional import abstract
 
-INERT = {"use_cache"}  # values with which nothing is computed here
+PASSED_OVER = {"use_cache"}  # values that scripts give any model, also one whose config has none: nothing reads them
 # What is saved decides them, whatever the config object says.
 _OF_FILES = {
     "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
@@ -112,7 +112,7 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
     """A config.json in which `values` that its config object has stand in the place of its own, as transformers'
     from_pretrained takes them among its arguments.
 
-    A value of INERT is passed over where the config object has none.
+    A value of PASSED_OVER is left out where the config object has none.
 
     Raises:
         TypeError: the config object has no such value.
@@ -121,7 +121,7 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
         return raw
     config = transformers_config(raw, path, head)
     known = config.to_dict().keys() | config.attribute_map.keys()
-    values = {name: value for name, value in values.items() if name in known or name not in INERT}
+    values = {name: value for name, value in values.items() if name in known or name not in PASSED_OVER}
     if unknown := values.keys() - known:
         raise not_taken(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
