@@ -41,6 +41,7 @@ _NAME = re.compile(r"""(?:\\*["'])?\b(?P<name>[A-Za-z][\w.-]{0,80})(?P<closed>\\
 _VALUE = re.compile(r"""\\*(?P<mark>["']).*?(?P=mark)|["'\[({][^\n]*|(?:(?:Bearer|Basic) )?[^\s"'&,;}\])]+""")
 _NO_SECRET = re.compile(r"(?i)none|null|true|false|<[A-Z0-9_]+>")
 _FOLDERS = ("PWD", "OLDPWD")  # of the environment: where a shell is, and was
+_Forms = list[tuple[str, str]]
 _known: dict[str, list[str]] = {}  # secrets that were read -> what stands for them, by each of their names
 
 
@@ -62,48 +63,58 @@ def masked(value: Any, name: str = "") -> Any:
     Secrets are told by the names of keys and fields, at any depth and in JSON in strings, too; by their shapes (hf_...,
     Bearer ..., user:password in URLs); and by having been read as one.
     """
-    hidden = is_secret(name)
-    if value is None or isinstance(value, bool | Enum):
-        return value
-    if isinstance(value, Mapping):
-        return {_text(key): masked(entry, name if hidden else str(key)) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        entries = [masked(entry, name if hidden else "") for entry in value]
-        named = isinstance(value, tuple) and type(value) is not tuple
-        return type(value)(*entries) if named else type(value)(entries)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: vars(value).get(f.name) for f in dataclasses.fields(value)}
-        shown = masked(fields, name if hidden else "")
-        return value if shown == fields else shown
-    if hidden and value != "" and not (isinstance(value, int | float) and name.lower().endswith("token")):
-        return placeholder(name)
-    return _text(value)
+    return _masked(value, name, _known_forms())
 
 
 def scrubbed(text: str) -> str:
     """A text without secrets: those that are known, those of a secret's shape, and those that stand behind a name."""
+    return _scrubbed(text, _known_forms())
+
+
+def _masked(value: Any, name: str, known: _Forms) -> Any:
+    hidden = is_secret(name)
+    if value is None or isinstance(value, bool | Enum):
+        return value
+    if isinstance(value, Mapping):
+        return {_text(key, known): _masked(entry, name if hidden else str(key), known) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        entries = [_masked(entry, name if hidden else "", known) for entry in value]
+        named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*entries) if named else type(value)(entries)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: vars(value).get(f.name) for f in dataclasses.fields(value)}
+        shown = _masked(fields, name if hidden else "", known)
+        return value if shown == fields else shown
+    if hidden and value != "" and not (isinstance(value, int | float) and name.lower().endswith("token")):
+        return placeholder(name)
+    return _text(value, known)
+
+
+def _scrubbed(text: str, known: _Forms) -> str:
     if text.lstrip()[:1] in ("{", "["):
         try:
             held = json.loads(text)
         except (ValueError, RecursionError):
             pass
         else:
-            shown = masked(held)
+            shown = _masked(held, "", known)
             return text if shown == held else json.dumps(shown, ensure_ascii=False)
-    return _SHAPES.sub("<SECRET>", _without_named(_without_known(text)))
+    for form, instead in known:
+        text = text.replace(form, instead)
+    return _SHAPES.sub("<SECRET>", _without_named(text))
 
 
-def _without_known(text: str) -> str:
-    """A text without the secrets of the environment, and without those that were read."""
-    if len(text) < _SHORTEST:  # most values of arguments: they are many, and so may be the environment's
-        return text
-    secrets = {value.strip(): placeholder(key) for key, value in os.environ.items() if _hides(key)}
+def _known_forms() -> _Forms:
+    """How each secret of the environment, and each that was read, may be written, the longest secrets first; with what
+    is written in its place. Made once for a whole value: an environment has many variables, a run many arguments."""
+    secrets = {os.environ.get(key, "").strip(): placeholder(key) for key in os.environ if _hides(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
-    for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0])):
-        if len(secret) >= _SHORTEST:
-            for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe=""))):
-                text = text.replace(form, instead)
-    return text
+    return [
+        (form, instead)
+        for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0]))
+        if len(secret) >= _SHORTEST
+        for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe="")))
+    ]
 
 
 def _hides(key: str) -> bool:
@@ -193,11 +204,11 @@ def _meant(name: str, token: str) -> str | None:
     return stood_for[0]
 
 
-def _text(value: Any) -> Any:
+def _text(value: Any, known: _Forms) -> Any:
     """Scrubbed where it is text; the object itself where nothing is to hide."""
     if not isinstance(value, str):
         return value
-    told = scrubbed(value)
+    told = _scrubbed(value, known)
     return value if told == value else told
 
 
