@@ -505,6 +505,8 @@ def test_a_deepspeed_file_that_agrees_is_read_and_the_rest_of_it_warned_of(tmp_p
     ({"reference_free": False}, {}, {},
      ["reference_free=False asks for nothing: TRL no longer has it. Leave it out."]),
     ({"padding_value": 0}, {}, {}, ["padding_value has no effect any more; leave it out: TRL no longer has it."]),
+    ({"optim": "adamw_hf"}, {"optim": "adamw_torch"}, {},
+     ["optim='adamw_hf' is an old value: use optim='adamw_torch'."]),
 ])  # fmt: skip
 def test_old_names_are_translated(given, now, environment, notes):
     before = dict(given)

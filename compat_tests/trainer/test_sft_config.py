@@ -75,6 +75,17 @@ def test_names_of_earlier_releases(old, new, value):
     assert new is None or vars(args)[new] == value
 
 
+def test_names_of_earlier_releases_are_read_and_set():
+    args = SFTConfig("out", max_length=7)
+    assert args.max_seq_length == 7 and args.use_liger is False and args.evaluation_strategy == "no"
+    with pytest.warns(FutureWarning, match="^max_seq_length is an old name: use max_length") as seen:
+        args.max_seq_length = 9
+    assert args.max_length == 9 and seen[0].filename == __file__ and "max_seq_length" not in vars(args)
+    for name in ("response_length", "warmup_ratio", "max_sequence"):  # another trainer's, no same value, nobody's
+        with pytest.raises(AttributeError, match=f"'SFTConfig' object has no attribute '{name}'"):
+            getattr(args, name)
+
+
 def test_padding_free_is_a_layout():
     assert SFTConfig("out", padding_free=True).batch_layout == "packed"
     assert SFTConfig("out", padding_free=True, batch_layout="padded").batch_layout == "padded"

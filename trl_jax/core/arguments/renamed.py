@@ -89,6 +89,8 @@ _SAME = {
     "warmup_ratio": "warmup_steps",
     **OF_GENERATION,
 }
+# Old value of an argument -> today's.
+OLD_VALUES = {"optim": {"adamw_apex_fused": "adamw_torch_fused", "adamw_hf": "adamw_torch"}}
 _IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), *IDLE_OF_GENERATION, "dispatch_batches", "split_batches"}
 TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
@@ -101,15 +103,20 @@ def way_out(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else "no argument has a name like it."
 
 
+def todays_name(name: str) -> str | None:
+    """Today's name of an argument that takes the same values; None of a name that is no old one of such an argument."""
+    return None if name == "warmup_ratio" else _SAME.get(name)  # the steps are no ratio
+
+
 def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Translate old names of keyword arguments.
+    """Translate old names and values of keyword arguments.
 
     Args:
         given: name -> value, as the script passed them.
         known: today's names.
 
     Returns:
-        The arguments by today's names, environment variables to set, and a warning for each old name.
+        The arguments by today's names, environment variables to set, and a warning for each old name and value.
 
     Raises:
         TypeError: a name both old and new, save_safetensors=False, or what is told otherwise today.
@@ -128,6 +135,10 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
         notes.append(f"{name} is an old name: {RENAMED[name]}")
         environment |= {key: value for key, value in new.items() if key == TENSORBOARD}
         now |= {key: value for key, value in new.items() if key != TENSORBOARD}
+    for name, values in OLD_VALUES.items():
+        if isinstance(old := now.get(name), str) and old in values:
+            now[name] = values[old]
+            notes.append(f"{name}={old!r} is an old value: use {name}={now[name]!r}.")
     return now, environment, notes
 
 

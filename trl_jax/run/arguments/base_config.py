@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trl_jax.core.arguments.renamed import RENAMED, todays_name
 from trl_jax.core.arguments.table import Handling, defaults_of, validate
 from trl_jax.core.arguments.tables.base import BASE, COMMON
 from trl_jax.core.arguments.values import as_pad_multiple
@@ -164,6 +165,21 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
                 FutureWarning,
                 stacklevel=self._frames_to_caller(),
             )
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer an old name of an argument, which scripts read, too."""
+        new = todays_name(name)
+        if new not in type(self).__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self, new)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an argument by an old name, which would otherwise change nothing."""
+        new = todays_name(name)
+        if new in self.__dataclass_fields__ and name not in self.__dataclass_fields__:
+            warnings.warn(f"{name} is an old name: {RENAMED[name]}", FutureWarning, stacklevel=2)
+            name = new
+        super().__setattr__(name, value)
 
     def settle_sizes(self) -> None:
         """Set the sizes that depend on how many devices the run has; most configs have none."""
