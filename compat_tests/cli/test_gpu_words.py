@@ -13,6 +13,7 @@ from compat_tests.cli.test_front import ROOT, run
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.hub.torch.gpu_words import load_anywhere
 
 BF16 = """
 import json, sys, torch
@@ -52,6 +53,20 @@ def test_bf16_flash_attention_and_placement_train_as_the_plain_script(checkpoint
     with_words, by_name, plain = json.loads(done.stdout.splitlines()[-1])
     assert with_words == by_name == plain and len(plain) == 2
     assert done.stderr.count("torch has no GPU here") == 1
+
+
+def test_kernels_of_a_model_are_passed_over_where_torch_has_no_gpu():
+    torch = pytest.importorskip("torch")
+
+    class Loaded:
+        @classmethod
+        def from_pretrained(cls, name, **kwargs):
+            return name, kwargs
+
+    load_anywhere(Loaded)
+    kernels = dict(flash_attn=True, flash_rotary=True, fused_dense=True, use_flash_attention_2=True)
+    kept = kernels if torch.cuda.is_available() else {}
+    assert Loaded.from_pretrained("phi", revision="main", **kernels) == ("phi", {"revision": "main", **kept})
 
 
 TENSORS = """

@@ -26,6 +26,8 @@ _NOTHING = ("empty_cache", "ipc_collect", "init", "manual_seed", "manual_seed_al
 _ZERO = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
 _CAPABILITY = (8, 0)  # the first with bfloat16, which JAX has on every device
 _PLACEMENT = ("device_map", "max_memory", "offload_folder")
+# The last three were phi-2's, while its code lay on the Hub.
+_KERNELS = {"use_flash_attention_2", "flash_attn", "flash_rotary", "fused_dense"}
 
 
 def answer(torch: ModuleType) -> None:
@@ -95,12 +97,12 @@ def _quantized_as_today(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without a placement and without FlashAttention, which are GPUs'."""
+    """The arguments without a placement and without FlashAttention and other kernels, which are GPUs'."""
     import torch
 
     if torch.cuda.is_available():  # asked by a library, so the truth
         return kwargs
-    gone = {name for name in _PLACEMENT if kwargs.get(name) not in (None, "cpu")} | {"use_flash_attention_2"}
+    gone = {name for name in _PLACEMENT if kwargs.get(name) not in (None, "cpu")} | _KERNELS
     if "flash" in str(kwargs.get("attn_implementation")):
         gone.add("attn_implementation")
     if gone & kwargs.keys():
