@@ -20,6 +20,7 @@ from trl_jax.scripts.datasets import load_splits
 from trl_jax.scripts.utils import ScriptArguments, TrlParser
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.rloo_config import RLOOConfig
 
 
 @dataclass
@@ -212,6 +213,24 @@ def test_old_names_in_yaml_and_beside_flags(tmp_path, monkeypatch):
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == "logs"
     args, _ = told(["--warmup_steps", "5"], yaml_file(tmp_path, text))
     assert args.warmup_steps == 5
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_an_argument_that_trl_lacks_is_left_to_a_script_that_has_one_of_its_name(ours_first):
+    @dataclass
+    class Script:
+        reward_model_path: str | None = None
+        max_prompt_length: int = 7
+
+    kinds = (RLOOConfig, Script) if ours_first else (Script, RLOOConfig)
+    words = ["--output_dir", "out", "--reward_model_path", "judge", "--max_completion_length", "9"]
+    parsed = TrlParser(kinds).parse_args_and_config(words)
+    config, script = parsed if ours_first else parsed[::-1]
+    assert (script.reward_model_path, script.max_prompt_length) == ("judge", 7)
+    assert isinstance(config, RLOOConfig) and config.max_completion_length == 9
+    assert config.reward_model_path is None and config.max_prompt_length is None
+    [alone] = TrlParser(RLOOConfig).parse_args_and_config(words)
+    assert alone.reward_model_path == "judge" and type(alone) is RLOOConfig
 
 
 def test_config_is_a_taken_name():

@@ -134,6 +134,27 @@ def test_transformers_own_arguments_take_old_names_there(tmp_path):
     ], done.stderr
 
 
+DOUBLES = """
+from dataclasses import dataclass
+from transformers import HfArgumentParser
+from trl import RLOOConfig
+
+@dataclass
+class Script:
+    reward_model_path: str = "unset"
+
+words = ["--output_dir", "out", "--reward_model_path", "judge"]
+script, config = HfArgumentParser((Script, RLOOConfig)).parse_args_into_dataclasses(words)
+print(script.reward_model_path, config.reward_model_path, isinstance(config, RLOOConfig))
+print(HfArgumentParser(RLOOConfig).parse_args_into_dataclasses(words)[0].reward_model_path)
+"""
+
+
+def test_a_scripts_own_argument_may_have_the_name_of_one_that_trl_lacks(tmp_path):
+    done = run(tmp_path, DOUBLES)
+    assert done.stdout.splitlines() == ["judge None True", "judge"], done.stderr
+
+
 CHILDREN = """
 import multiprocessing, subprocess, sys
 

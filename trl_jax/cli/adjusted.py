@@ -51,7 +51,14 @@ def _let_arguments_be_old(module: ModuleType) -> None:
 
 def _let_flags_be_old(module: ModuleType) -> None:
     kind = module.HfArgumentParser
-    plain = kind.parse_args_into_dataclasses
+    plain, plain_init = kind.parse_args_into_dataclasses, kind.__init__
+
+    @functools.wraps(plain_init)
+    def init(self, dataclass_types: Any = None, **options: Any) -> None:
+        from trl_jax.scripts.utils import without_doubles  # which imports what is adjusted here
+
+        kinds = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
+        plain_init(self, without_doubles(kinds), **options)
 
     @functools.wraps(plain)
     def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
@@ -63,7 +70,7 @@ def _let_flags_be_old(module: ModuleType) -> None:
         _tell(environment, notes)
         return plain(self, flags, *others, **options)
 
-    kind.parse_args_into_dataclasses = parse
+    kind.__init__, kind.parse_args_into_dataclasses = init, parse
 
 
 def _tell(environment: dict[str, str], notes: list[str]) -> None:

@@ -16,6 +16,7 @@ from transformers.hf_argparser import string_to_bool
 from trl_jax.core.arguments.renamed import translated, way_out
 from trl_jax.core.arguments.renamed_flags import is_of_training, modern_flags
 from trl_jax.core.secrets import learn, learn_flags, masked, scrubbed, shown
+from trl_jax.run.arguments.old_names import OldNames
 from trl_jax.scripts.help_format import HelpFormatter
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trl_jax.scripts.quiet import init_zero_verbose
@@ -59,6 +60,31 @@ def take_bare(actions: Iterable[argparse.Action]) -> None:
             action.nargs, action.const = "?", True
 
 
+class _FewerFlags(OldNames):
+    """Metaclass of a config with fewer flags: its instances are the config's own."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.__base__(*args, **kwargs)
+
+
+def without_doubles(kinds: Iterable[type]) -> list[type]:
+    """The dataclasses of a parser, in which an argument that our config has and TRL's has not, as its keyword-only ones
+    are, is left to the dataclass of a script that has one of that name."""
+    kinds = list(kinds)
+    return [
+        _without(kind, {name for other in kinds if other is not kind for name in other.__dataclass_fields__})
+        if isinstance(kind, OldNames) else kind
+        for kind in kinds
+    ]  # fmt: skip
+
+
+def _without(kind: type, taken: set[str]) -> type:
+    fields = {name: found for name, found in kind.__dataclass_fields__.items() if not (found.kw_only and name in taken)}
+    if len(fields) == len(kind.__dataclass_fields__):
+        return kind
+    return _FewerFlags(kind.__name__, (kind,), {"__dataclass_fields__": fields})
+
+
 class TrlParser(HfArgumentParser):
     """Parses flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
 
@@ -71,7 +97,7 @@ class TrlParser(HfArgumentParser):
             dataclass_types = ()
         elif isinstance(dataclass_types, type):
             dataclass_types = (dataclass_types,)
-        dataclass_types = tuple(dataclass_types)
+        dataclass_types = without_doubles(dataclass_types)
         for kind in dataclass_types:
             if "config" in kind.__dataclass_fields__:
                 raise ValueError(
