@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from trl_jax.cli.front import install
+from trl_jax.cli.notes import noting
 from trl_jax.hub.torch.models_aside import leave_models_aside
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
@@ -27,7 +28,8 @@ def main(argv: list[str]) -> int:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path[0] = os.getcwd()
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        with noting():
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return 0
     script = Path(argv[0])
     if not script.is_file():
@@ -35,7 +37,8 @@ def main(argv: list[str]) -> int:
         return 2
     leave_models_aside()  # before the script imports transformers' callbacks, as many do before trl
     sys.argv, sys.path[0] = argv, str(script.parent.absolute())
-    runpy.run_path(str(script), run_name="__main__")
+    with noting():
+        runpy.run_path(str(script), run_name="__main__")
     return 0
 
 

@@ -155,6 +155,26 @@ def test_a_scripts_own_argument_may_have_the_name_of_one_that_trl_lacks(tmp_path
     assert done.stdout.splitlines() == ["judge None True", "judge"], done.stderr
 
 
+TEMPLATES = """
+import sys
+from compat_tests.tiny import tiny_tokenizer
+
+chat = [{"role": "user", "content": "bread"}]
+tokenizer = tiny_tokenizer(chat_template=True)
+ids = tokenizer.apply_chat_template(chat, **eval(sys.argv[1]))
+print(len(ids) > 2)
+ids["nothing"]
+"""
+
+
+@pytest.mark.parametrize("options, noted", [
+    ("{}", True), ("{'return_dict': True}", False), ("{'tokenize': False}", False),
+])  # fmt: skip
+def test_an_error_has_a_note_where_a_chat_template_gives_another_result_than_it_did(options, noted, tmp_path):
+    done = run(tmp_path, TEMPLATES, options)
+    assert done.returncode == 1 and ("return_dict=False gives the token ids alone" in done.stderr) == noted, done.stderr
+
+
 CHILDREN = """
 import multiprocessing, subprocess, sys
 

@@ -79,6 +79,8 @@ moved = [x.to("cuda"), x.to(device=torch.device("cuda")), x.to(0), x.to("cuda", 
 assert all(one.device.type == "cpu" for one in moved) and moved[3].dtype is torch.float32
 assert torch.nn.Linear(2, 2).cuda().weight.device.type == torch.nn.Linear(2, 2).to("cuda:0").weight.device.type == "cpu"
 assert x.to(torch.float16).dtype is torch.float16 and torch.zeros(2, dtype=torch.int8).dtype is torch.int8
+with torch.cuda.device("cuda:0"):
+    assert torch.ones(1).cuda().device.type == "cpu"
 free, total = torch.cuda.mem_get_info()
 assert free == total == torch.cuda.get_device_properties(0).total_memory > 2**20
 assert torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from trl_jax.cli.notes import watching_templates
 from trl_jax.core.arguments.renamed import translated
 from trl_jax.core.arguments.renamed_flags import modern_flags
 from trl_jax.core.called_by_name import answer_by_name
@@ -85,6 +86,12 @@ def _arguments(module: ModuleType) -> None:
     _let_arguments_be_old(module)
 
 
+def _tokenizers(module: ModuleType) -> None:
+    _let_tokenizers_encode(module)
+    kind = module.PreTrainedTokenizerBase
+    kind.apply_chat_template = watching_templates(kind.apply_chat_template)
+
+
 def _let_tokenizers_encode(module: ModuleType) -> None:
     """Give tokenizers `encode_plus` and `batch_encode_plus` again, which transformers 5 no longer has: to call the
     tokenizer was always the same."""
@@ -119,7 +126,7 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.hf_argparser": _let_flags_be_old,
     "transformers.modeling_utils": lambda module: gpu_words.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: gpu_words.load_anywhere(module._BaseAutoModelClass),
-    "transformers.tokenization_utils_base": _let_tokenizers_encode,
+    "transformers.tokenization_utils_base": _tokenizers,
     "transformers.trainer": lambda module: answer_by_name(module.Trainer),
     "transformers.training_args": _arguments,
     "transformers.utils": gpu_words.answer_bf16,

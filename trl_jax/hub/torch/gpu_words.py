@@ -6,6 +6,7 @@ Libraries that ask torch.cuda go on hearing the truth: they would put tensors th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -50,6 +51,7 @@ def answer(torch: ModuleType) -> None:
     torch.set_default_device = _passing_over_cuda(torch.set_default_device)
     torch.Generator = _generator_on_cpu(torch.Generator)
     torch.load = _loading_onto_cpu(torch.load)
+    torch.cuda.device = _Device  # which pipelines of transformers enter, too
     _on_cpu(torch).__enter__()  # for as long as the process lives
 
 
@@ -115,7 +117,7 @@ def _answering(truth: Callable, value: Any, *, quietly: bool) -> Callable:
 
     @functools.wraps(truth)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        if not _of_script(sys._getframe(1).f_code.co_filename):
+        if not of_script(sys._getframe(1).f_code.co_filename):
             return truth(*args, **kwargs)
         if not quietly:
             _tell()
@@ -124,7 +126,7 @@ def _answering(truth: Callable, value: Any, *, quietly: bool) -> Callable:
     return answered
 
 
-def _of_script(file: str) -> bool:
+def of_script(file: str) -> bool:
     """Whether a file is no library's."""
     path = Path(file)
     return not ("site-packages" in file or path.is_relative_to(_PACKAGE) or path.is_relative_to(_STANDARD))
@@ -152,6 +154,10 @@ def _generator_on_cpu(plain: type) -> type:
             return isinstance(instance, plain)
 
     return Called(plain.__name__, (plain,), {"__module__": plain.__module__})
+
+
+class _Device(contextlib.nullcontext):
+    """torch.cuda.device, which has a GPU compute for a while; there is none to do so."""
 
 
 def _loading_onto_cpu(plain: Callable) -> Callable:
