@@ -53,7 +53,7 @@ def drawn(count, longest=30):
     return [dice.integers(5, 60, length).tolist() for length in dice.integers(1, longest, count)]
 
 
-@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("memory", [thorough(None), 1])  # all at once, as the completions of a prompt below
 @pytest.mark.parametrize("mesh", usually(lambda mesh: "tensor:2" in mesh and "fsdp" in mesh, MESHES))
 def test_each_device_writes_its_own(mesh, memory, load, gathers):
     """Nine prompts, of which six are computed at a time: some devices get more, and the next ones come in there."""

@@ -10,7 +10,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
-from compat_tests.effort import only_thorough, thorough  # noqa: E402
+from compat_tests.effort import only_thorough  # noqa: E402
 from compat_tests.parity.kto_cases import SMALL, kto_rows  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.tiny import preference_rows  # noqa: E402
@@ -46,12 +46,13 @@ def alone(make):
     return numbers(make(DPO, "data:1", 1))
 
 
+@only_thorough  # usually eight_branches.py has a reference that is divided, and eight_rollouts.py a teacher
 @pytest.mark.parametrize(
     ("mesh", "shards", "config"),
     [
         ("data:2,fsdp:2,tensor:2", 4, {}),
-        thorough("fsdp:4,tensor:2", 4, {"precompute_ref_log_probs": True}),
-        thorough("data:8", 8, {"batch_layout": "padded"}),
+        ("fsdp:4,tensor:2", 4, {"precompute_ref_log_probs": True}),
+        ("data:8", 8, {"batch_layout": "padded"}),
     ],
 )
 def test_the_numbers_of_one_device(mesh, shards, config, make, alone):
