@@ -45,6 +45,16 @@ COMBINED = {
     ("llama", "old_llama3"), ("qwen2", "tied"), ("qwen2", "yarn"), ("qwen3", "tied"), ("qwen3", "yarn"),
     ("qwen3", "max_window_layers"), ("qwen3", "long_window"),
 }  # fmt: skip
+# What these have, another variant of the family and one of another family have: layers of one kind, rotations of an odd
+# width, keys as they were once written. Gemma 2's caps are in test_causal_families.
+TOLD_ELSEWHERE = {
+    ("apertus", "another_activation"), ("apertus", "rope_of_the_class"), ("exaone4", "no_window"),
+    ("gemma2", "plain"), ("gemma4_text", "no_sharing"), ("glm4_moe", "odd"), ("gpt_neox", "odd_linear"),
+    ("gpt_neox", "old"), ("gpt_oss", "original"), ("granitemoehybrid", "no_experts"),
+    ("granitemoehybrid", "no_positions"), ("llama4_text", "not_normed"), ("nemotron_h", "no_experts"),
+    ("olmo3", "pattern"), ("opt", "normed_sums"), ("phimoe", "alone"),
+}  # fmt: skip
+SELDOM = COMBINED | TOLD_ELSEWHERE
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
 
 
@@ -52,7 +62,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the ti
 @pytest.mark.parametrize(
     ("family", "name"),
     usually(
-        lambda *case: case not in COMBINED and (case[1] != "plain" or case[0] in {"llama", "gpt2", "gemma2"}),
+        lambda *case: case not in SELDOM and (case[1] != "plain" or case[0] in {"llama", "gpt2", "gemma2"}),
         [case for case in variants.CASES if case not in GRADIENTS],
     ),
 )
