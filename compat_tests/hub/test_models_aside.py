@@ -64,18 +64,3 @@ def test_what_does_not_wait_is_imported_as_ever(tmp_path):
     pytest.importorskip("torch")
     ran = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_a_script_that_imports_transformers_first_is_as_quick(tmp_path):
-    pytest.importorskip("peft")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "from transformers import AutoTokenizer, TrainerCallback, TrainingArguments\n"
-        "from trl import SFTConfig, SFTTrainer\n"
-        "assert SFTTrainer.__module__.startswith('trl_jax')\n"
-        "assert not {'peft', 'transformers.modeling_utils'} & sys.modules.keys()\n"
-    )
-    command = [sys.executable, "-m", "trl_jax", str(script)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
