@@ -120,9 +120,10 @@ def test_a_memory_of_vectors_is_torchs(layers):
     ours, weight = Lstm(4, 6, 5, layers), np.arange(24, dtype=np.float32).reshape(4, 6)
     assert {name: array.shape for name, array in arrays.items()} == ours.shapes
     wanted = theirs(torch.arange(4)[None])[0]
-    np.testing.assert_allclose(ours(arrays), wanted.detach().numpy(), atol=1e-6)
+    found, back = jax.vjp(jax.jit(ours), arrays)
+    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-6)
     (wanted * torch.tensor(weight)).sum().backward()
-    for name, gradient in jax.grad(lambda own: jnp.sum(ours(own) * weight))(arrays).items():
+    for name, gradient in back(jnp.asarray(weight))[0].items():
         wanted = theirs.get_parameter(name).grad.numpy()
         np.testing.assert_allclose(gradient, wanted, atol=1e-4, err_msg=name)
 
@@ -243,7 +244,7 @@ def test_a_prefix_trains_where_layers_are_computed_twice(checkpoint, tmp_path):
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)
 
 
-@usual("SFT-drawn", "DPO-mlp")
+@usual("DPO-mlp")
 @pytest.mark.parametrize(("kind", "name"), [("SFT", "drawn"), ("SFT", "prefix"), ("DPO", "mlp"), ("KTO", "zero")])
 def test_predictions_are_logits_of_the_texts(kind, name, checkpoint, tmp_path):
     assert CASES[name][0] == kind
@@ -446,6 +447,7 @@ def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
     np.testing.assert_allclose([float(loss) for loss in line.split()[1:]], losses(*given, None), atol=1e-5)
 
 
+@usual("PromptTuning")
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
 def test_before_a_frozen_model_in_few_bits(kind, checkpoint):
     """Vectors that are sampled are those of the table as it is held."""

@@ -33,7 +33,7 @@ raise SystemError("a script goes on after train(), a comparison does not")
 
 def test_a_script_under_both(tmp_path, capsys):
     pytest.importorskip("trl")
-    tiny_model(tmp_path / "model", head="causal")
+    tiny_model(tmp_path / "model", head="causal", num_hidden_layers=1)
     (tmp_path / "script.py").write_text(SCRIPT)
     flags = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     ways = ["--steps", "3", "--json", str(tmp_path / "both.json"), "--picture", str(tmp_path / "both.svg")]

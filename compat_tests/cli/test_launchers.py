@@ -40,7 +40,7 @@ def given(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
     Dataset.from_list(preference_rows(16)).to_json(folder / "rows.jsonl")
-    return folder, str(checkpoint("llama"))
+    return folder, str(checkpoint("llama", num_hidden_layers=1))
 
 
 def run(launcher: list[str], given, out: Path) -> str:

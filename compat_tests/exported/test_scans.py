@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough, usual
+from compat_tests.effort import THOROUGH, thorough, usual
 from compat_tests.exported import configs
 from trl_jax.nn.aten import recurrences
 
@@ -64,6 +64,10 @@ def test_logits_and_gradients_are_transformers_and_one_program_serves_every_leng
         ids, mask = configs.rows(length)
         made.zero_grad()
         wanted = made(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits
+        if length == 40 and not THOROUGH:  # the same program: its logits alone
+            found, wanted = np.asarray(ours(ids, mask).logits).reshape(wanted.shape), wanted.detach().numpy()
+            assert np.abs((found - wanted) * mask[..., None]).max() < 1e-5 * np.abs(wanted).max()
+            continue
         pull = np.random.default_rng(1).normal(size=wanted.shape).astype(np.float32) * mask[..., None]
         (wanted * torch.tensor(pull)).sum().backward()
         found, gradients = _ours(ours, ids, mask, pull)

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import STEPS, length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
@@ -38,7 +39,7 @@ def taken_up_again(package, kind, folder, out, step, rows, last):
     return [timeless(log) for log in trainer.state.log_history if "loss" in log], seen
 
 
-@pytest.mark.parametrize(("kind", "step", "last"), [("GRPO", 2, 4), ("SFT", 2, 4), ("SFT", 4, 5)])
+@pytest.mark.parametrize(("kind", "step", "last"), [("GRPO", 2, 4), thorough("SFT", 2, 4), ("SFT", 4, 5)])
 def test_the_epoch_begins_again_as_trls_does(kind, step, last, checkpoint, tmp_path):
     trl, folder = pytest.importorskip("trl"), checkpoint(**SMALL)
     (ours, mine), (theirs, other) = (
@@ -51,7 +52,7 @@ def test_the_epoch_begins_again_as_trls_does(kind, step, last, checkpoint, tmp_p
 
 
 # TRL begins each resumed epoch with the first one's order.
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("rows", [thorough(8), 5])
 def test_behind_an_epoch_the_next_one_begins_with_prompts_that_there_are(rows, checkpoint, tmp_path):
     logs, seen = taken_up_again(trl_jax, "GRPO", checkpoint(**SMALL), tmp_path, 4, prompt_rows(20)[-rows:], 6)
     assert [log["step"] for log in logs] == [1, 2, 3, 4, 5, 6] and logs[4]["epoch"] == 1 + 1 / (rows // 2)

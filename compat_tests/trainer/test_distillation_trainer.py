@@ -88,7 +88,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_with_both_sizes(make, checkp
 
 
 def test_a_student_learns_and_its_teacher_stays(make, checkpoint):
-    trainer = make(config={"max_steps": 25, "learning_rate": 1e-2, "logging_steps": 5, "beta": 0.5})
+    trainer = make(config={"max_steps": 15, "learning_rate": 1e-2, "logging_steps": 5, "beta": 0.5})
     before = jax.tree.map(np.asarray, trainer.teacher_model.params)
     trainer.train()
     losses = [loss for (loss,) in numbers(trainer, "loss")]
