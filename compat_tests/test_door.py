@@ -103,20 +103,20 @@ def test_every_name_on_trls_door_is_ours_or_says_that_it_is_not_here_when_it_is_
 def test_a_script_that_mentions_a_trainer_of_trls_and_never_uses_it_goes_on():
     from transformers import HfArgumentParser
 
-    from trl_jax import ORPOConfig, ORPOTrainer, SFTConfig
+    from trl_jax import PPOConfig, PPOTrainer, SFTConfig
 
-    assert not isinstance(SFTConfig("out"), ORPOConfig) and ORPOTrainer.__name__ == "ORPOTrainer"
-    said = "^ORPOConfig of TRL's is not built in trl_jax. Near it: DPOTrainer, which trains on preference pairs.$"
+    assert not isinstance(SFTConfig("out"), PPOConfig) and PPOTrainer.__name__ == "PPOTrainer"
+    said = "^PPOConfig of TRL's is not built in trl_jax. Near it: GRPOTrainer or RLOOTrainer, which train"
     with pytest.raises(NotImplementedError, match=said):
-        ORPOConfig("out", beta=0.1)
+        PPOConfig("out", kl_coef=0.1)
     with pytest.raises(NotImplementedError, match=said):
-        HfArgumentParser(ORPOConfig)
-    mine = dataclass(type("Mine", (ORPOConfig,), {"__annotations__": {"beta": float}, "beta": 0.1}))
+        HfArgumentParser(PPOConfig)
+    mine = dataclass(type("Mine", (PPOConfig,), {"__annotations__": {"beta": float}, "beta": 0.1}))
     for use in (lambda: mine("out"), lambda: HfArgumentParser(mine)):
         with pytest.raises(NotImplementedError, match=said):
             use()
-    own = type("Mine", (ORPOTrainer,), {})
-    with pytest.raises(NotImplementedError, match="^ORPOTrainer of TRL's"):
+    own = type("Mine", (PPOTrainer,), {})
+    with pytest.raises(NotImplementedError, match="^PPOTrainer of TRL's"):
         own.from_pretrained("model")
 
 

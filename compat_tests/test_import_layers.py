@@ -29,6 +29,7 @@ FLOORS = {
     "run": 5,
     "trainer": 6,
     "dryrun": 7,
+    "experimental": 7,
     "scripts": 8,
     "cli": 8,
 }

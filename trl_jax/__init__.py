@@ -57,6 +57,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.callbacks import BEMACallback, LogCompletionsCallback, RichProgressCallback
     from trl_jax.trainer.collators.constant_length import ConstantLengthDataset
     from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
+    from trl_jax.trainer.cpo_config import CPOConfig
+    from trl_jax.trainer.cpo_trainer import CPOTrainer
     from trl_jax.trainer.distillation_config import DistillationConfig
     from trl_jax.trainer.distillation_trainer import DistillationTrainer
     from trl_jax.trainer.dpo_config import DPOConfig
@@ -66,6 +68,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.kto_config import KTOConfig
     from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.orpo_config import ORPOConfig
+    from trl_jax.trainer.orpo_trainer import ORPOTrainer
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
     from trl_jax.trainer.rloo_config import RLOOConfig

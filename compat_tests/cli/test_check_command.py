@@ -14,7 +14,7 @@ import os
 import torch
 import trl
 import trl_jax.tasks as tasks
-from trl import ORPOConfig, PPOTrainer, RewardTrainr, SFTConfig, SFTTrainer, setup_chat_format
+from trl import OnlineDPOConfig, PPOTrainer, RewardTrainr, SFTConfig, SFTTrainer, setup_chat_format
 from trl.trainer.utils import get_peft_config, pad
 from trl_jax.tasks import Batch
 
@@ -33,7 +33,7 @@ trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fi
 WORKS, CHANGED, REFUSED = "works", "changed", "refused"
 WANTED = {
     "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
-    "trl.ORPOConfig": (CHANGED, "It can be imported, but not used: it is not built. Near it: DPOTrainer"),
+    "trl.OnlineDPOConfig": (CHANGED, "It can be imported, but not used: it is not built. Near it: GRPOTrainer"),
     "trl.PPOTrainer": (REFUSED, "it is not built"), "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
     "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl's"),
     "trl_jax.tasks.Batch": (WORKS, ""),

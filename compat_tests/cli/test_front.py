@@ -72,7 +72,7 @@ import trl, trl.trainer.base_trainer
 from trl import WeaveCallback, add_response_schema
 assert add_response_schema.__module__ == "trl.chat_template_utils"  # which knows more templates than ours
 from trl.trainer.utils import pad
-from trl.experimental.orpo import ORPOConfig
+from trl.experimental.utils import pad_to_length
 import trl.import_utils as own, trl.generation as another
 own.is_vllm_available = another.nothing = lambda: False
 from trl.trainer.utils import SIMPLE_CHAT_TEMPLATE

@@ -86,6 +86,7 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         shuffle_dataset completion_only_loss assistant_only_loss average_tokens_across_devices loss_type
         label_smoothing_factor router_aux_loss_coef max_prompt_length
         beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha
+        alpha cpo_alpha simpo_gamma
         loss_weights precompute_ref_log_probs use_weighting desirable_weight undesirable_weight
         cast_lm_head_to_fp32 chat_template_kwargs delta entropy_coef entropy_coef_delta entropy_coef_max
         entropy_coef_min entropy_target epsilon epsilon_high generation_batch_size generation_kwargs

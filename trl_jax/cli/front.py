@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from trl_jax.cli.adjusted import ADJUSTMENTS, Adjusting
-from trl_jax.core.trainers import WHERE
+from trl_jax.core.trainers import EXPERIMENTAL, WHERE
 
 # TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -25,6 +25,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.core": (),
     "trl.data_utils": ("trl_jax.data_utils",),
     "trl.env_utils": ("trl_jax.scripts.old_arguments",),
+    "trl.experimental": (),
+    **{f"trl.experimental.{name}": (f"trl_jax.experimental.{name}",) for name in EXPERIMENTAL},
     "trl.extras": (),
     "trl.extras.dataset_formatting": ("trl_jax.trainer.dataset_formatting",),
     "trl.rewards": ("trl_jax.rewards",),
@@ -36,7 +38,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.trainer.old_templates", "trl_jax.trainer"),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
-_PACKAGES = ("trl", "trl.commands", "trl.extras", "trl.scripts", "trl.trainer")
+_PACKAGES = (
+    "trl", "trl.commands", "trl.experimental", "trl.extras", "trl.scripts", "trl.trainer",
+    *(f"trl.experimental.{name}" for name in EXPERIMENTAL),
+)  # fmt: skip
 _RATHER_THEIRS = {"add_response_schema"}  # ours knows fewer templates than the installed trl's
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"

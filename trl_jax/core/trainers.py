@@ -44,6 +44,8 @@ _TABLE = (
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
     TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
     TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
+    TrainerNames("orpo", "ORPOTrainer", "ORPOConfig", "pairs", "the same without a reference, by the ratio of odds"),
+    TrainerNames("cpo", "CPOTrainer", "CPOConfig", "pairs", "the same without a reference: CPO, SimPO or AlphaPO"),
     TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns"),
     TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out"),
     TrainerNames(
@@ -52,6 +54,7 @@ _TABLE = (
     ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
+EXPERIMENTAL = ("cpo", "orpo")  # commands of trainers that TRL has in trl.experimental
 DEFAULT = "reward"  # of `trl-jax plan`
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}
 

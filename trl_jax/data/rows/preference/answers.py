@@ -99,11 +99,13 @@ def without_full_prompts(
     max_prompt_length: int | None,
     where: str,
     options: Options,
+    column: str = "prompt_ids",
 ) -> Dataset | IterableDataset:
     """Leave out rows whose prompt alone has `max_length` tokens or more, and say how many these are.
 
     Args:
         max_prompt_length: how many tokens will stay of a prompt that is too long; None: all.
+        column: of the prompts' tokens.
 
     Raises:
         ValueError: no row of a table is left.
@@ -113,7 +115,7 @@ def without_full_prompts(
     words = options("Dropping fully truncated rows from")
     if max_prompt_length is not None and max_prompt_length < max_length:
         return dataset
-    kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length}, **words)
+    kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length, "column": column}, **words)
     if isinstance(dataset, IterableDataset) or len(kept) == len(dataset):
         return kept
     missing, total = len(dataset) - len(kept), len(dataset)
@@ -179,5 +181,5 @@ def warn_of_rows(
     return dataset
 
 
-def _has_room(row: dict[str, Any], max_length: int) -> bool:
-    return len(row["prompt_ids"]) < max_length
+def _has_room(row: dict[str, Any], max_length: int, column: str) -> bool:
+    return len(row[column]) < max_length

@@ -1,0 +1,41 @@
+"""The runs of ORPO and CPO that are compared: a checkpoint, rows and a config each."""
+
+from __future__ import annotations
+
+from compat_tests.parity.cases import Case
+from compat_tests.parity.dpo_cases import CHAT, SMALL, case
+
+BOS = SMALL | {"tokenizer": {"chat_template": True, "bos": "<s>"}}
+FEW = {"max_steps": 3}
+
+
+def _evaluated(**config) -> Case:
+    rows = {"n": 12, "kind": "prompt", "seed": 9}
+    return case(eval_rows=rows, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=16, **config)
+
+
+ORPO = {
+    "default": case(),
+    "padded": case(batch_layout="padded"),
+    "packed": case(batch_layout="packed"),
+    "implicit_prompts": case(rows={"n": 24}, beta=0.5),
+    "conversations": case(rows={"n": 24, "kind": "chat"}, model=CHAT),
+    "conversations_with_bos": case(rows={"n": 24, "kind": "chat_prompt"}, model=BOS, **FEW),
+    "truncated": case(max_length=20),
+    # 4 micro-batches an epoch, the last of one pair: steps of three, and of one.
+    "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
+    "evaluated": _evaluated(),
+}
+CPO = {
+    "default": case(),
+    "packed": case(batch_layout="packed"),
+    "smoothed": case(label_smoothing=0.1, cpo_alpha=0.5, **FEW),
+    "hinge": case(loss_type="hinge", **FEW),
+    "ipo": case(loss_type="ipo", **FEW),
+    "simpo": case(loss_type="simpo", simpo_gamma=0.7, cpo_alpha=0.0, **FEW),
+    "alphapo": case(loss_type="alphapo", alpha=0.25, **FEW),
+    "conversations": case(rows={"n": 24, "kind": "chat"}, model=CHAT),
+    "truncated": case(max_length=20, **FEW),
+    "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
+    "evaluated": _evaluated(loss_type="simpo"),
+}

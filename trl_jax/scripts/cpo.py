@@ -1,0 +1,32 @@
+"""The command `trl-jax cpo`: trains a language model on preference pairs without a reference."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from trl_jax.scripts.training import parser_of, train
+
+if TYPE_CHECKING:
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_jax.trainer.cpo_config import CPOConfig
+    from trl_jax.trainer.model_config import ModelConfig
+
+
+def main(
+    script_args: ScriptArguments,
+    training_args: CPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig | None = None,
+) -> None:
+    """Train, save to training_args.output_dir, and say so. Changes none of its arguments."""
+    train("cpo", script_args, training_args, model_args, dataset_args)
+
+
+def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str | None = None) -> TrlParser:
+    """Parser of (ScriptArguments, CPOConfig, ModelConfig, DatasetMixtureConfig), alone or as `cpo`."""
+    return parser_of("cpo", subparsers, prog)
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())

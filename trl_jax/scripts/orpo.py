@@ -1,0 +1,32 @@
+"""The command `trl-jax orpo`: trains a language model on preference pairs without a reference."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from trl_jax.scripts.training import parser_of, train
+
+if TYPE_CHECKING:
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.orpo_config import ORPOConfig
+
+
+def main(
+    script_args: ScriptArguments,
+    training_args: ORPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig | None = None,
+) -> None:
+    """Train, save to training_args.output_dir, and say so. Changes none of its arguments."""
+    train("orpo", script_args, training_args, model_args, dataset_args)
+
+
+def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str | None = None) -> TrlParser:
+    """Parser of (ScriptArguments, ORPOConfig, ModelConfig, DatasetMixtureConfig), alone or as `orpo`."""
+    return parser_of("orpo", subparsers, prog)
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())

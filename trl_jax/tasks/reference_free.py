@@ -1,0 +1,135 @@
+"""Preference pairs without a reference: what ORPO and CPO share."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.token_outputs import TokenOutputs
+from trl_jax.data.example import Columns, LossBatch
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.rows.preference import reference_free as rows
+from trl_jax.losses.sums import of_texts, real_examples, summed
+from trl_jax.tasks.metrics import joined
+from trl_jax.tasks.task import Sums, TokenTask
+
+_SIDES = ("chosen", "rejected")
+_SUMS = (
+    *(f"{name}_{side}" for name in ("reward", "logps", "logits", "tokens") for side in _SIDES),
+    "wins", "nll", "nll_tokens", "examples",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReferenceFreeTask(TokenTask):
+    """Pairs whose loss is that of `compared_answers` and, times `nll_weight`, the mean negative log-likelihood of the
+    chosen texts' targets in a micro-batch.
+
+    max_length, max_prompt_length: how a prompt with its answer is cut, whichever set it is of.
+    further: the numbers of pairs that `compared_answers` gives to be logged, in their order.
+    """
+
+    max_length: int | None = None
+    max_prompt_length: int | None = None
+
+    further: ClassVar[tuple[str, ...]] = ()
+    head: ClassVar[Literal["lm"]] = "lm"
+    axis: ClassVar[Literal["text"]] = "text"
+    compared: ClassVar[tuple[str, ...]] = ()
+    temperature: ClassVar[float] = 1.0
+    per_token: ClassVar[bool] = False
+    by_micro_batch: ClassVar[bool] = True  # the negative log-likelihood is a mean over its tokens
+    num_tokens_after: ClassVar[str] = "nll_loss"
+    columns: ClassVar[Columns] = Columns(rows.TEXTS, labels=rows.LABELS)
+
+    @property
+    @abc.abstractmethod
+    def of_mean_token(self) -> bool:
+        """Whether an answer's log-probability is the mean over its tokens, and not the sum."""
+
+    @property
+    @abc.abstractmethod
+    def nll_weight(self) -> float:
+        """The factor of the negative log-likelihood."""
+
+    @abc.abstractmethod
+    def compared_answers(
+        self, chosen: jax.Array, rejected: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Sums]:
+        """The loss of each pair, the rewards of its answers, and the numbers of `further`, all `[E]`, from the
+        log-probabilities of the answers, `[E]` each."""
+
+    def prepare(
+        self,
+        dataset: Dataset | IterableDataset,
+        tokenizer: Any,
+        *,
+        max_length: int | None,
+        num_proc: int | None,
+        name: str,
+    ) -> Dataset | IterableDataset:
+        """Add the texts and labels of `columns`, and TRL's `prompt_input_ids`."""
+        del max_length  # a set to predict is cut as the others are
+        limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
+        return rows.prepare(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
+
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over the reads of each text, `[X]`: of its answer, and under `nll` of all its targets."""
+        ones = jnp.ones(len(batch.text))
+        in_answer = batch.extras.read.get("in_answer", ones)
+        values = {
+            "logps": outputs.logps * in_answer,
+            "tokens": in_answer,
+            "logits": jax.lax.stop_gradient(outputs.mean_logits) * in_answer,
+            "nll": -outputs.logps,
+            "nll_tokens": ones,
+        }
+        return {name: of_texts(value, batch.text, 2 * len(batch.weight)) for name, value in values.items()}
+
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, Sums]:
+        """The weighted sum of the losses of pairs, and sums over the micro-batches."""
+        halves = {name: jnp.split(values, 2) for name, values in outputs.items()}
+        there, real = batch.weight > 0, real_examples(batch.weight, batch.micro_batch)
+        logps = []
+        for sums, tokens in zip(halves["logps"], halves["tokens"], strict=True):
+            means = sums / jnp.maximum(tokens, 1) if self.of_mean_token else sums
+            logps.append(jnp.where(there, means, -1.0))  # of what fills the shape any number that odds have
+        losses, rewards, further = self.compared_answers(*logps)
+        nll, nll_tokens = halves["nll"][0], halves["nll_tokens"][0]
+        of_tokens = jnp.sum(jnp.where(there, nll, 0)) / jnp.maximum(1, jnp.sum(jnp.where(there, nll_tokens, 0)))
+        numbers = {"wins": rewards[0] > rewards[1], "nll": nll, "nll_tokens": nll_tokens} | further
+        for side, reward, logp, i in zip(_SIDES, rewards, logps, range(2), strict=True):
+            numbers |= {f"reward_{side}": reward, f"logps_{side}": logp}
+            numbers |= {f"logits_{side}": halves["logits"][i], f"tokens_{side}": halves["tokens"][i]}
+        sums = {name: summed(values, real) for name, values in numbers.items()} | {"examples": summed(1.0, real)}
+        return jnp.sum(batch.weight * (losses + self.nll_weight * of_tokens)), sums
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics: means over the micro-batches of their means; in an evaluation, means over the set.
+
+        Logits are means over the answers' tokens, `nll_loss` over its own, the others over pairs.
+        """
+        totals = joined(sums, dict.fromkeys((*_SUMS, *self.further), np.sum), count="examples")
+        if not totals["examples"].size:
+            return {}
+        if split != "train":
+            totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
+
+        def mean(name: str, count: str = "examples") -> float:
+            return float(np.mean(totals[name] / np.maximum(totals[count], 1)))
+
+        return {
+            **{f"rewards/{side}": mean(f"reward_{side}") for side in _SIDES},
+            "rewards/accuracies": mean("wins"),
+            "rewards/margins": mean("reward_chosen") - mean("reward_rejected"),
+            **{f"logps/{side}": mean(f"logps_{side}") for side in _SIDES[::-1]},
+            **{f"logits/{side}": mean(f"logits_{side}", f"tokens_{side}") for side in _SIDES[::-1]},
+            "nll_loss": mean("nll", "nll_tokens") if self.nll_weight else 0.0,
+            **{name: mean(name) for name in self.further},
+        }

@@ -1,0 +1,35 @@
+"""Contrastive preference optimisation of language models: TRL's CPOTrainer on JAX."""
+
+from __future__ import annotations
+
+from trl_jax.losses.reference_free import ContrastiveLoss
+from trl_jax.tasks.cpo import CpoTask
+from trl_jax.trainer.cpo_config import CPOConfig
+from trl_jax.trainer.shared.kept_arguments import Kept
+from trl_jax.trainer.shared.reference_free import ReferenceFreeTrainer
+
+
+class CPOTrainer(ReferenceFreeTrainer):
+    """Trains a language model to prefer the chosen answer of each pair, without a reference model: CPO, SimPO and
+    AlphaPO.
+
+    The arguments are those of `trainer.shared.reference_free.ReferenceFreeTrainer`, as TRL's
+    in `trl.experimental.cpo`.
+    """
+
+    _name, _tag_names = "CPO", ["trl", "cpo"]
+    _paper = (
+        "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+        "2401.08417",
+    )
+    config_class = CPOConfig
+    beta, label_smoothing, loss_type, cpo_alpha, alpha = map(
+        Kept, ("beta", "label_smoothing", "loss_type", "cpo_alpha", "alpha")
+    )
+    simpo_gamma = Kept("simpo_gamma")
+
+    def make_task(self) -> CpoTask:
+        objective = ContrastiveLoss(
+            self.loss_type, self.beta, self.label_smoothing, self.simpo_gamma, self.alpha
+        )
+        return CpoTask(self.args.max_length, self.args.max_prompt_length, objective, self.cpo_alpha)

@@ -1,0 +1,25 @@
+"""Odds ratio preference optimisation of language models: TRL's ORPOTrainer on JAX."""
+
+from __future__ import annotations
+
+from trl_jax.tasks.orpo import OrpoTask
+from trl_jax.trainer.orpo_config import ORPOConfig
+from trl_jax.trainer.shared.kept_arguments import Kept
+from trl_jax.trainer.shared.reference_free import ReferenceFreeTrainer
+
+
+class ORPOTrainer(ReferenceFreeTrainer):
+    """Fine-tunes a language model on the chosen texts of preference pairs, and has their answers beat the rejected
+    ones by their odds: no reference model.
+
+    The arguments are those of `trainer.shared.reference_free.ReferenceFreeTrainer`, as TRL's
+    in `trl.experimental.orpo`.
+    """
+
+    _name, _tag_names = "ORPO", ["trl", "orpo"]
+    _paper = "ORPO: Monolithic Preference Optimization without Reference Model", "2403.07691"
+    config_class = ORPOConfig
+    beta = Kept("beta")
+
+    def make_task(self) -> OrpoTask:
+        return OrpoTask(self.args.max_length, self.args.max_prompt_length, self.beta)
