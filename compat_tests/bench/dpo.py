@@ -1,4 +1,4 @@
-"""How fast trl_jax trains with a reference, DPO and KTO, against TRL: live trainers taking turns, as in `sft`.
+"""How fast trl_jax trains on preferences, DPO, KTO, ORPO and CPO, against TRL: live trainers taking turns, as in `sft`.
 
 "pairs" are those of a file: conversations that begin alike; KTO takes one answer of each, chosen and rejected in turn.
 "control" are texts of one length behind prompts of one word, where no layout can win anything. TRL tuned has no
@@ -46,7 +46,8 @@ def _arguments() -> Any:
     lanes.add_options(options, "chosen and rejected")
     lanes.add_steps(options, warm_up=12, steps=24)
     options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    options.add_argument("--trainers", nargs="+", default=["DPO", "KTO"], choices=["DPO", "KTO"])
+    trainers = ["DPO", "KTO"]
+    options.add_argument("--trainers", nargs="+", default=trainers, choices=[*trainers, *dpo_turns.REFERENCE_FREE])
     options.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     return options.parse_args()
 

@@ -1,7 +1,8 @@
-"""The far side of `dpo`: a trainer with a reference in a process of its own that trains when it is told to."""
+"""The far side of `dpo`: a trainer of preferences in a process of its own that trains when it is told to."""
 
 from __future__ import annotations
 
+import importlib
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 from compat_tests.bench import common, sft_turns, turns
 
+REFERENCE_FREE = ("ORPO", "CPO")  # which TRL has in trl.experimental
+
 
 def take(
     pipe: Connection, side: str, trainer: str, model: Path, rows: dict, config: dict, segment: int, stop: int
 ) -> None:
-    """Build a "DPO" or "KTO" trainer, say so, then train as `turns.train` does."""
+    """Build a "DPO", "KTO", "ORPO" or "CPO" trainer, say so, then train as `turns.train` does."""
     package = turns.package_of(side)
+    if trainer in REFERENCE_FREE:
+        package = importlib.import_module(f"{package.__name__}.experimental.{trainer.lower()}")
     compiling = turns.count_compilation() if side == "trl_jax" else []
     built = getattr(package, f"{trainer}Trainer")(
         model=str(model),
@@ -30,7 +35,7 @@ def dataset(model: Path, trainer: str, *, kind: str, data: Path, count: int, len
     from datasets import Dataset
 
     rows = list(islice(_pairs(data) if kind == "pairs" else _control(model, count, length), count))
-    if trainer == "DPO":
+    if trainer != "KTO":
         return Dataset.from_list(rows)
     kinds = (number % 2 == 0 for number in range(len(rows)))
     return Dataset.from_list(
