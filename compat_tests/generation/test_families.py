@@ -103,7 +103,10 @@ def test_near_ties_are_told_from_other_differences():
 
 def test_steps_of_time_are_limited_in_generation_as_in_training(tmp_path):
     """transformers does so without a cache alone."""
-    folder = causal.build(tmp_path, "granitemoehybrid", tie=False, time_step_limit=[0.6, 0.7])
+    folder = causal.build(
+        tmp_path, "granitemoehybrid", tie=False, num_hidden_layers=2, time_step_limit=[0.6, 0.7],
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
     ours, theirs = AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
     options = {"eos_token_id": None, "max_new_tokens": 20}
     assert compared(ours, theirs, use_cache=False, **options)[0] == 0

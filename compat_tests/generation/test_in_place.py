@@ -17,7 +17,8 @@ from trl_jax.generation.weights import Weights
 
 @pytest.mark.parametrize(("family", "by_layer"), [("llama", True), ("gemma3_text", False), ("deepseek_v3", True)])
 def test_no_step_copies_the_cache(family, by_layer, monkeypatch, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    facts = {"num_hidden_layers": 1} if by_layer else {}  # each layer is compiled, with a cache of its own
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, **facts))
     weights = Weights.of(model.graph, model.arrays)
     weights = weights if by_layer else weights._replace(layers=None)
     compute, programs = generator.next_tokens, []

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.parity import distillation_cases, golden, reference
 from compat_tests.parity.distillation_cases import CASES
 from compat_tests.parity.grpo_cases import prompt_rows
@@ -126,6 +126,8 @@ BROKEN = {
 }
 
 
+# The temperature is read where the direction is.
+@usual("order of the micro-batches", "direction of the divergence", "what is learned from")
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_run_is_noticed(curves, monkeypatch, what):
     name, place, attribute, instead = BROKEN[what]

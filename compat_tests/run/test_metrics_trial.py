@@ -70,7 +70,7 @@ def likeliest(logits, labels):
     return logits.argmax(-1)
 
 
-@usual("SFT-likeliest", "DPO-None", "KTO-None")
+@usual("SFT-likeliest", "DPO-None")
 @pytest.mark.parametrize("preprocess", [None, likeliest], ids=["None", "likeliest"])
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO"])
 def test_what_it_is_given_has_the_shapes_of_an_evaluation(name, preprocess, checkpoint, tmp_path):

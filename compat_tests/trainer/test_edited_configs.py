@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
@@ -60,8 +61,9 @@ PADLESS = SMALL | {"tokenizer": {"pad": None, "chat_template": True}}
 PADDED = SMALL | {"tokenizer": {"pad": "</s>", "chat_template": True}}
 
 
+@usual("padless-True", "padded-False")
 @pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize(("facts", "named"), [(PADLESS, True), (PADDED, False)])
+@pytest.mark.parametrize(("facts", "named"), [(PADLESS, True), (PADDED, False)], ids=["padless", "padded"])
 def test_a_pad_token_that_a_torch_model_got_later_trains_like_any_other(facts, named, adapter, checkpoint, tmp_path):
     trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
     folder, found = checkpoint(**facts), []

@@ -20,7 +20,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.rows.prompts import check_prompts, completion_texts, prompt_ids
 
 STEPS = grpo_cases.STEPS | {"num_generations": 4, "max_steps": 2}
-BOTH = pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+BOTH = pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])  # the same code, and RLOO's steps a program more
 
 
 @pytest.fixture
