@@ -46,7 +46,7 @@ FAMILIES = {
     "qwen3_next": {"full_attention_interval": 2},
 }  # fmt: skip
 # A tied head, layers of several kinds; gradients of all families are held to transformers' by models/.
-USUAL = {"qwen3", "nemotron_h"}
+USUAL = {"qwen3"}  # gradients of states: nn/test_recurrences.py and models/test_layouts.py
 ADRIFT = {"gpt_neox": "query_key_value.bias"} | dict.fromkeys(("opt", "phi", "phimoe", "qwen2"), "k_proj.bias")
 
 
