@@ -108,7 +108,7 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
         other_steps: the arms whose steps are of other rows.
     """
     base, warm = lanes[0], args.warm_up // args.segment
-    rates = {lane.name: rates_of(lane, warm) for lane in lanes}
+    rates = {lane.name: rates_of(lane, warm, _that_counts(lane, lanes)) for lane in lanes}
     return [
         {
             "arm": lane.name,
@@ -126,8 +126,13 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
     ]
 
 
-def rates_of(lane: Lane, warm: int) -> list[float]:
-    """Tokens of text a second of each measured segment, by the trainer's own count."""
-    totals = [entry["num_tokens"] for entry in lane.facts["logs"]]
+def _that_counts(lane: Lane, lanes: Sequence[Lane]) -> Lane:
+    """The arm whose count of tokens is a lane's: its own, or that of another with its rows where its trainer has none."""
+    return next(one for one in (lane, *lanes) if "num_tokens" in one.facts["logs"][0])
+
+
+def rates_of(lane: Lane, warm: int, counting: Lane | None = None) -> list[float]:
+    """Tokens of text a second of each measured segment, by the trainer's own count, or by that of `counting`."""
+    totals = [entry["num_tokens"] for entry in (counting or lane).facts["logs"]]
     tokens = [after - before for before, after in zip([0, *totals], totals, strict=False)]
     return [count / seconds for count, seconds in zip(tokens[warm:], lane.seconds[warm:], strict=True)]

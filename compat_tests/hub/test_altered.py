@@ -112,6 +112,19 @@ def test_a_dropout_that_was_turned_off_is_refused(checkpoint):
     assert accepted(model, dropout=False)
 
 
+def test_dropout_around_a_score_head_is_left_out_where_it_does_not_count(checkpoint, caplog):
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint(), num_labels=1)
+    linear = model.score
+    model.score = nn.Sequential(nn.Dropout(0.3), linear)
+    with pytest.raises(ValueError, match="score is a Sequential, and by its config a Linear"):
+        accepted(model, "score")
+    assert accepted(model, "score", dropout=False) and model.score is linear
+    assert "model.score has dropout around its linear layer" in caplog.text
+    model.score = nn.Sequential(linear, nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="score is a Sequential"):
+        accepted(model, "score", dropout=False)
+
+
 def test_what_scripts_and_libraries_do_to_models_is_no_change(model):
     """The hook that asks for gradients, by transformers and by the words of peft's documents; gradients' checkpoints; a
     way through sixteen bits; other numbers of tokens; a forward pass."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # Whose functions, put on a module, leave what it computes as it is.
 _KNOWN = ("transformers", "accelerate", "peft", "trl", "torch", "liger_kernel")
@@ -14,6 +17,23 @@ _KNOWN = ("transformers", "accelerate", "peft", "trl", "torch", "liger_kernel")
 _HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEAR = 0.02  # relative: a buffer that was cast to sixteen bits is the same
+
+
+def unwrap_head(base: Any) -> None:
+    """Let a score head be its linear layer again where a script has put dropout around it, in a model whose dropout
+    does not count: they compute the same, and `score.weight` is what transformers reads, `score.1.weight` is not."""
+    import torch
+
+    for name, module in list(base.named_children()):
+        if type(module) is not torch.nn.Sequential:
+            continue
+        layers = [part for part in module if type(part) not in (torch.nn.Dropout, torch.nn.Identity)]
+        if len(layers) == 1 and type(layers[0]) is torch.nn.Linear:
+            setattr(base, name, layers[0])
+            logger.warning(
+                "model.%s has dropout around its linear layer, which disable_dropout=True leaves out: it is that layer "
+                "now, and saved as %s.weight.", name, name,
+            )  # fmt: skip
 
 
 def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True) -> None:

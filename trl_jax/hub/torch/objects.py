@@ -25,7 +25,7 @@ from trl_jax.hub.peft.configs import positions_beside, read_adapter_config
 from trl_jax.hub.peft.lora_config import LoraConfig, begun
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.peft.virtual.config import ENCODER
-from trl_jax.hub.torch.altered import check_unaltered
+from trl_jax.hub.torch.altered import check_unaltered, unwrap_head
 from trl_jax.models.virtual import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[P
     _check(base, head)
     if base is model:
         _check_no_adapter(model)
+    if head == "score" and not dropout:
+        unwrap_head(base)
     check_unaltered(model, base, plain=base is model and not _in_few_bits(base), dropout=dropout)
     quantization_of(base)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
