@@ -127,7 +127,7 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
 
 
 def _that_counts(lane: Lane, lanes: Sequence[Lane]) -> Lane:
-    """The arm whose count of tokens is a lane's: its own, or that of another with its rows where its trainer has none."""
+    """The arm whose count of tokens is a lane's: its own, or another's of the same rows where its trainer has none."""
     return next(one for one in (lane, *lanes) if "num_tokens" in one.facts["logs"][0])
 
 
