@@ -140,14 +140,13 @@ SCRIPT = """
 from {where} import ORPOConfig, ORPOTrainer
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from compat_tests.tiny import preference_rows
 model, tokenizer = AutoModelForCausalLM.from_pretrained({folder!r}), AutoTokenizer.from_pretrained({folder!r})
 args = ORPOConfig(
     output_dir={out!r}, max_steps=1, logging_steps=1, report_to="none", bf16=False, beta=0.1, max_length=64,
     max_prompt_length=32, per_device_train_batch_size=4, save_strategy="no",
 )
 trainer = ORPOTrainer(
-    model=model, args=args, train_dataset=Dataset.from_list(preference_rows(8, "prompt")), tokenizer=tokenizer
+    model=model, args=args, train_dataset=Dataset.from_list({rows!r}), tokenizer=tokenizer
 )
 trainer.train()
 assert type(trainer).__module__ == "trl_jax.trainer.orpo_trainer"
@@ -158,7 +157,8 @@ assert "log_odds_ratio" in trainer.state.log_history[0]
 @pytest.mark.parametrize("where", ["trl", "trl.experimental.orpo", "trl.trainer.orpo_trainer"])
 def test_a_script_of_any_year_runs(where, folder, tmp_path):
     pytest.importorskip("torch")
-    text = SCRIPT.format(where=where, folder=str(folder), out=str(tmp_path / "out"))
+    rows = preference_rows(8, "prompt")
+    text = SCRIPT.format(where=where, folder=str(folder), out=str(tmp_path / "out"), rows=rows)
     if where.endswith("_trainer"):
         text = text.replace("import ORPOConfig, ORPOTrainer", "import ORPOTrainer\nfrom trl import ORPOConfig")
     (tmp_path / "script.py").write_text(text)
