@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data.rows.preference import reference_free
 from trl_jax.experimental.cpo import CPOTrainer
@@ -87,6 +88,7 @@ def test_full_prompts_are_left_out_and_long_ones_shortened(folder, caplog):
         reference_free.prepare(rows.remove_columns("rejected"), tokenizer, max_prompt_length=None, **options)
 
 
+@usual("ORPOTrainer")
 @pytest.mark.parametrize("trainer", [ORPOTrainer, CPOTrainer])
 def test_an_adapter_trains_in_every_layout_alike(trainer, folder, tmp_path):
     curves = []
@@ -137,32 +139,32 @@ def test_alphapo_is_simpo_without_likelihood(tmp_path):
 
 
 SCRIPT = """
-from {where} import ORPOConfig, ORPOTrainer
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import ORPOConfig, ORPOTrainer
+from trl.experimental import cpo, orpo
+from trl.experimental.orpo.orpo_config import ORPOConfig as deep
+from trl.trainer.cpo_trainer import CPOTrainer
+from trl.trainer.orpo_trainer import ORPOTrainer as former
+
+assert former is orpo.ORPOTrainer is ORPOTrainer and orpo.ORPOConfig is deep is ORPOConfig and cpo.CPOTrainer is CPOTrainer
 model, tokenizer = AutoModelForCausalLM.from_pretrained({folder!r}), AutoTokenizer.from_pretrained({folder!r})
 args = ORPOConfig(
     output_dir={out!r}, max_steps=1, logging_steps=1, report_to="none", bf16=False, beta=0.1, max_length=64,
     max_prompt_length=32, per_device_train_batch_size=4, save_strategy="no",
 )
-trainer = ORPOTrainer(
-    model=model, args=args, train_dataset=Dataset.from_list({rows!r}), tokenizer=tokenizer
-)
+trainer = ORPOTrainer(model=model, args=args, train_dataset=Dataset.from_list({rows!r}), tokenizer=tokenizer)
 trainer.train()
 assert type(trainer).__module__ == "trl_jax.trainer.orpo_trainer"
 assert "log_odds_ratio" in trainer.state.log_history[0]
 """
 
 
-@pytest.mark.parametrize("where", ["trl", "trl.experimental.orpo", "trl.trainer.orpo_trainer"])
-def test_a_script_of_any_year_runs(where, folder, tmp_path):
+def test_a_script_of_any_year_runs(folder, tmp_path):
+    """By the places where TRL has had them: at the top, in trl.trainer, and in trl.experimental."""
     pytest.importorskip("torch")
     rows = preference_rows(8, "prompt")
-    text = SCRIPT.format(where=where, folder=str(folder), out=str(tmp_path / "out"), rows=rows)
-    if where.endswith("_trainer"):
-        text = text.replace("import ORPOConfig, ORPOTrainer", "import ORPOTrainer\nfrom trl import ORPOConfig")
-    (tmp_path / "script.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_jax", str(tmp_path / "script.py")], capture_output=True, text=True
-    )
+    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(folder), out=str(tmp_path / "out"), rows=rows))
+    command = [sys.executable, "-m", "trl_jax", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

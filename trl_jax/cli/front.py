@@ -27,6 +27,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.env_utils": ("trl_jax.scripts.old_arguments",),
     "trl.experimental": (),
     **{f"trl.experimental.{name}": (f"trl_jax.experimental.{name}",) for name in EXPERIMENTAL},
+    **{
+        f"trl.experimental.{name}.{name}_{part}": (f"trl_jax.trainer.{name}_{part}",)
+        for name in EXPERIMENTAL
+        for part in ("config", "trainer")
+    },
     "trl.extras": (),
     "trl.extras.dataset_formatting": ("trl_jax.trainer.dataset_formatting",),
     "trl.rewards": ("trl_jax.rewards",),
@@ -105,6 +110,8 @@ class FrontModule(ModuleType):
         return value
 
     def _ours(self, name: str) -> Any:
+        if (inner := f"{self.__name__}.{name}") in MODULES:
+            return importlib.import_module(inner)
         for module in MODULES[self.__name__]:
             ours = importlib.import_module(module)
             # Names that our module imported for itself are no names of TRL's.
