@@ -147,7 +147,8 @@ from trl.experimental.orpo.orpo_config import ORPOConfig as deep
 from trl.trainer.cpo_trainer import CPOTrainer
 from trl.trainer.orpo_trainer import ORPOTrainer as former
 
-assert former is orpo.ORPOTrainer is ORPOTrainer and orpo.ORPOConfig is deep is ORPOConfig and cpo.CPOTrainer is CPOTrainer
+assert former is orpo.ORPOTrainer is ORPOTrainer
+assert orpo.ORPOConfig is deep is ORPOConfig and cpo.CPOTrainer is CPOTrainer
 model, tokenizer = AutoModelForCausalLM.from_pretrained({folder!r}), AutoTokenizer.from_pretrained({folder!r})
 args = ORPOConfig(
     output_dir={out!r}, max_steps=1, logging_steps=1, report_to="none", bf16=False, beta=0.1, max_length=64,
