@@ -7,6 +7,8 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL, case
 
 BOS = SMALL | {"tokenizer": {"chat_template": True, "bos": "<s>"}}
 FEW = {"max_steps": 3}
+# Experts are balanced where the model's config asks for it, and only there.
+EXPERTS = {"model_type": "qwen3_moe", "head": "causal", "num_hidden_layers": 1, "router_aux_loss_coef": 0.5}
 
 
 def _evaluated(**config) -> Case:
@@ -25,6 +27,7 @@ ORPO = {
     # 4 micro-batches an epoch, the last of one pair: steps of three, and of one.
     "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
     "evaluated": _evaluated(),
+    "experts": case(model=EXPERTS, **FEW),
 }
 CPO = {
     "default": case(),
@@ -38,4 +41,5 @@ CPO = {
     "truncated": case(max_length=20, **FEW),
     "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
     "evaluated": _evaluated(loss_type="simpo"),
+    "balanced_experts": case(model=EXPERTS | {"output_router_logits": True}, **FEW),
 }

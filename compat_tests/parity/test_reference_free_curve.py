@@ -17,7 +17,7 @@ KEYS = (
 ).split()
 OF_ORPO = ["log_odds_ratio", "log_odds_chosen"]
 # The others are parts of these; each loss is held to its formula by losses/test_reference_free.py.
-OFTEN = {("ORPO", name) for name in ("default", "conversations_with_bos", "accumulated", "evaluated")}
+OFTEN = {("ORPO", name) for name in ("default", "conversations_with_bos", "accumulated", "evaluated", "experts")}
 OFTEN |= {("CPO", name) for name in ("default", "truncated", "evaluated")}
 CASES = {"ORPO": reference_free_cases.ORPO, "CPO": reference_free_cases.CPO}
 USUAL = usually(lambda *case: case in OFTEN, [(trainer, name) for trainer, cases in CASES.items() for name in cases])

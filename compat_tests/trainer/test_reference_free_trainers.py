@@ -62,6 +62,19 @@ def test_rows_are_trls(kind, bos):
         assert {name: found[name] for name in COLUMNS[:4]} == {name: wanted[name] for name in COLUMNS[:4]}, row
 
 
+def test_tools_of_a_row_are_rendered():
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.chat_template = "{{ tools | length if tools else 0 }}" + tokenizer.chat_template
+    row = preference_rows(1, "chat_prompt")[0]
+    tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    bare, told = (
+        reference_free.tokenise_row(given, 0, tokenizer, "train_dataset", None, None)
+        for given in (row, row | {"tools": [tool]})
+    )
+    assert bare["chosen_input_ids"] != told["chosen_input_ids"]
+    assert tokenizer.decode(told["prompt_input_ids"]).startswith("1")
+
+
 def test_a_prompt_that_becomes_another_is_refused():
     class Odd:
         bos_token_id = eos_token_id = None

@@ -74,4 +74,6 @@ class ReferenceFreeTrainer(BaseTrainer):
         )  # fmt: skip
 
     def _balance_experts(self) -> None:
-        balance_experts(self._run, None, in_config=True)
+        """As in TRL, by the model's config alone: where it has `output_router_logits`, by its coefficient."""
+        asked = self._run.model.config.get_text_config().to_dict().get("output_router_logits", False)
+        balance_experts(self._run, None if asked else 0.0)
