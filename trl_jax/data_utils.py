@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from trl_jax.data.packing import pack_dataset as pack_dataset
+from trl_jax.data.rows.chat import opening
 from trl_jax.data.rows.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
 from trl_jax.data.rows.preference.unpairing import get_dataset_column_names as get_dataset_column_names
 from trl_jax.data.rows.preference.unpairing import unpair_preference_dataset as unpair_preference_dataset
@@ -78,17 +79,8 @@ def apply_chat_template(
     if "prompt" not in names_found:
         return {name: render(example[name]) for name in answers}
     whole = {name: render(example["prompt"] + example[name]) for name in answers}
-    prompt = os.path.commonprefix([render(example["prompt"], **_opening(example["prompt"])), *whole.values()])
+    prompt = os.path.commonprefix([render(example["prompt"], **opening(example["prompt"])), *whole.values()])
     return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in whole.items()}, **label}
-
-
-def _opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
-    """The template's options that leave the prompt open for the answer."""
-    role = prompt[-1]["role"]
-    if role not in ("user", "tool", "assistant"):
-        raise ValueError(f"Invalid role in the last message: {role}; wanted user, tool or assistant.")
-    continues = role == "assistant"
-    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def maybe_apply_chat_template(

@@ -93,7 +93,11 @@ def test_what_the_config_does_not_have_is_refused_as_in_transformers(values, fol
 @pytest.mark.parametrize("model_type", ["distilbert", "modernbert"])
 def test_what_nothing_is_computed_with_is_passed_over_where_a_config_has_none(model_type, tmp_path):
     tiny_model(tmp_path, model_type)
-    trl_jax.AutoModelForSequenceClassification.from_pretrained(tmp_path, use_cache=False)
+    plain, told = (
+        trl_jax.AutoModelForSequenceClassification.from_pretrained(tmp_path, **values)
+        for values in ({}, {"use_cache": False})
+    )
+    assert told.config.to_dict() == plain.config.to_dict()
 
 
 def test_models_that_are_exported_take_none_that_is_computed_with(tmp_path):

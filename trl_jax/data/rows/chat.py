@@ -55,6 +55,19 @@ def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
     return {"tools": tools, **(options or {})}
 
 
+def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
+    """The template's options that leave a prompt open for its answer.
+
+    Raises:
+        ValueError: the role of its last message is not user, tool or assistant.
+    """
+    role = prompt[-1]["role"]
+    if role not in ("user", "tool", "assistant"):
+        raise ValueError(f"Invalid role in the last message: {role}; wanted user, tool or assistant.")
+    continues = role == "assistant"
+    return {"add_generation_prompt": not continues, "continue_final_message": continues}
+
+
 def check_unicode(found: Any, column: str, where: str) -> None:
     """Raise ValueError for a lone surrogate (half a UTF-16 pair, from broken JSON escapes), which no tokenizer
     takes, and for a message that is none."""

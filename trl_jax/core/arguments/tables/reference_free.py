@@ -30,11 +30,13 @@ REFERENCE_FREE: dict[str, Handling] = {
     **fields("label_names", "warned", "preference pairs have no column of labels."),
     **fields("label_smoothing_factor", "warned", "preference losses have no labels of tokens to smooth."),
     **fields("max_prompt_length", "native", rule=rules.whole(1, optional=True)),
+}
+ORPO: dict[str, Handling] = {
+    **REFERENCE_FREE,
     **fields("beta", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
 }
-ORPO = REFERENCE_FREE
 CPO: dict[str, Handling] = {
-    **REFERENCE_FREE,
+    **ORPO,
     **fields("loss_type", "native", rule=_loss_type),
     **fields("label_smoothing", "native", rule=rules.number(0, most=1.0), note=_unsmoothed),
     **fields("cpo_alpha", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),

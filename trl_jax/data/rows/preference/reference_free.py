@@ -89,15 +89,9 @@ def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
     with chat.errors_of_template(place):
         texts = [
             apply_chat_template(tokenizer, messages, tokenize=False, **extra, **options)
-            for messages, extra in [(prompt, _opening(prompt)), *((prompt + row[side], {}) for side in _SIDES)]
+            for messages, extra in [(prompt, chat.opening(prompt)), *((prompt + row[side], {}) for side in _SIDES)]
         ]
     return [os.path.commonprefix(texts), *texts[1:]]
-
-
-def _opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
-    """The template's options that leave a prompt open for its answer."""
-    continues = bool(prompt) and prompt[-1]["role"] == "assistant"
-    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
