@@ -15,17 +15,20 @@ from trl_jax.hub.families import families
 
 _SAME = "scores and gradients of transformers, byte-identical export"
 _CURVE = f"TRL's own curve, {_SAME}"
+_SEEN = "transformers' logits and gradients of the whole, byte-identical export, TRL's own curve of six of them"
+_SEEING = {name for name, family in families().items() if family.carried is not None}
 
 
 def lines() -> list[str]:
     """The rows of the table: types, engine, what the tests hold them to."""
     native, exported = set(families()), set(configs.TYPES) - set(families())
     curves = {"llama", "qwen2", "qwen3", "gemma3", *DECODER_CURVES, *ENCODER_CURVES}
-    decoders = native - set(encoders.FAMILIES)
+    decoders = native - set(encoders.FAMILIES) - _SEEING
     rows = [
         (curves & decoders, "native", _CURVE),
         (decoders - curves - BODY_ONLY, "native", _SAME),
         (BODY_ONLY, "native; transformers has no classifier of them, so it loads their body alone", _SAME),
+        (_SEEING, "native, of the text part; what sees or hears is saved as it was", _SEEN),
         (curves & set(encoders.FAMILIES), "native", _CURVE),
         (set(encoders.FAMILIES) - curves, "native", _SAME),
         (set(EXPORTED_CURVES), "exported", "TRL's own curve, scores and gradients of transformers"),

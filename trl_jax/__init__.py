@@ -152,7 +152,7 @@ _fetch = fetching(__name__, _WHERE)
 
 
 def __getattr__(name: str) -> Any:
-    if name.endswith(("ForCausalLM", "ForSequenceClassification")) and name not in _WHERE:
+    if name.endswith(("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification")) and name not in _WHERE:
         from trl_jax.hub.auto import class_of_family
 
         return class_of_family(name)

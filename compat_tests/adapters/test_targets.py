@@ -21,7 +21,7 @@ from trl_jax.hub.peft.modules import modules_of
 from trl_jax.hub.peft.targets import candidates, rank_and_alpha
 
 # Beside those whose config is another's: the text parts of them are families of their own.
-FAMILIES = sorted(set(families()) - {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"})
+FAMILIES = sorted(name for name, family in families().items() if family.carried is None)
 HEADS = ["classifier", "score"]
 # Every way of naming is usually gone through by these, whose modules are called most differently: maps of gpt2's kind,
 # fused ones, experts, mixers and convolutions; of the others a few ways.

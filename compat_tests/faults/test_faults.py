@@ -18,7 +18,7 @@ from datasets import Dataset, IterableDataset
 
 from compat_tests.faults.broken import INDEX, PICKLE, WEIGHTS, ZIP, copied, edit_tensor, edit_tensors, trainer
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax import AutoModelForSequenceClassification, RewardConfig
+from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification, RewardConfig
 from trl_jax.data.rows import special_tokens
 from trl_jax.hub.families import families
 from trl_jax.hub.torch import bridge
@@ -238,11 +238,21 @@ def test_row06_a_new_head_and_a_language_head_are_no_fault(checkpoint, tmp_path,
     assert f"{folder} has no score.weight: drawn from a normal distribution with seed 11." in caplog.text
 
 
-def test_row07_tied_but_with_a_head_of_its_own(checkpoint, tmp_path):
+def test_row07_tied_but_with_a_head_of_its_own(checkpoint, tmp_path, caplog):
+    """As in transformers: it counts, whatever config.json says; a reward model has none."""
+    import torch
+    from transformers import AutoModelForCausalLM as Theirs
+
     folder = copied(checkpoint("llama", head="causal"), tmp_path, tie_word_embeddings=True)
-    text = f"{folder}: config.json says tie_word_embeddings=true, but lm_head.weight differs from"
-    with refuses(text, "model.embed_tokens.weight. Set it to false, or remove the tensor."):
-        trainer(folder, tmp_path)
+    assert "score.weight" in trainer(folder, tmp_path).model.params
+    assert "differs" not in caplog.text
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), [[5, 6, 7]]
+    assert f"{folder}: config.json says tie_word_embeddings=true, but lm_head.weight differs from" in caplog.text
+    model.save_pretrained(tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (tmp_path / "back" / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+    wanted = Theirs.from_pretrained(folder)(input_ids=torch.tensor(ids)).logits.detach().numpy()
+    np.testing.assert_allclose(model(ids).logits, wanted, atol=1e-4)
 
 
 def test_row07_not_tied_but_without_a_head(checkpoint, tmp_path):

@@ -143,9 +143,9 @@ SHAPES = {
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4", "gemma4_text", "glm4_moe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe",
     "granite", "granitemoe", "granitemoehybrid", "llama4_text", "lfm2", "lfm2_moe", "minimax_m2", "nemotron_h", "olmoe",
-    "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_moe_text",
 }  # fmt: skip
 
 # Those whose attention, positions, mixers or experts no other of them has: what takes seconds to compile usually runs

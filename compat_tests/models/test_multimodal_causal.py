@@ -3,85 +3,60 @@ differentiated, and all of the checkpoint is saved as it came."""
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from datasets import Dataset
 from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
-from compat_tests.effort import usual, usually
-from compat_tests.models import causal, families, variants
-from compat_tests.tiny import SHAPE, tiny_tokenizer
-from trl_jax import AutoModelForCausalLM
+import trl_jax
+from compat_tests.effort import usual
+from compat_tests.models import causal, towers, variants
+from trl_jax import AutoModelForCausalLM, SFTConfig, SFTTrainer
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-QWEN_TOWER = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-}  # fmt: skip
-GEMMA_TOWER = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2,
-}  # fmt: skip
-MROPE = families.QUARTER | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-# The text part, the towers, and how their tensors' names begin.
-CASES = {
-    "qwen3_5_moe": ({"rope_parameters": MROPE}, {"vision_config": QWEN_TOWER}, "model.visual."),
-    "gemma4": (
-        {"sliding_window": 7, "final_logit_softcapping": 4.0}, {"vision_config": GEMMA_TOWER, "audio_config": None},
-        ("model.vision_tower.", "model.embed_vision."),
-    ),
-    "gemma4 with experts": (
-        families.VARIANTS["gemma4_text"]["experts"], {"vision_config": GEMMA_TOWER, "audio_config": None},
-        ("model.vision_tower.", "model.embed_vision."),
-    ),
-}
+USUAL = ("gemma4", "glm4v", "mistral3", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl_moe")  # the others are much like these
 
 
-@pytest.fixture(scope="module", params=usually(lambda name: "experts" not in name, CASES))
+@pytest.fixture(scope="module", params=towers.CASES)
 def case(request, tmp_path_factory):
-    """(model_type, folder, transformers' model, how the names of the towers' tensors begin)."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    text, parts, tower = CASES[request.param]
+    """(folder, transformers' model of it, how the names of the towers' tensors begin)."""
     folder = tmp_path_factory.mktemp(request.param)
-    model_type = request.param.partition(" ")[0]
-    words, own = tiny_tokenizer(folder), f"{model_type}_text"
-    text = SHAPE | families.SHAPES[own] | text | {"vocab_size": len(words) + 8, "pad_token_id": words.pad_token_id}
-    text = {key: value for key, value in text.items() if key not in families.ABSENT.get(own, ())}
-    config = AutoConfig.for_model(model_type, text_config=text, **parts)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return model_type, folder, model.eval(), tower
+    return folder, towers.build(folder, request.param), towers.CASES[request.param][2]
 
 
+@usual(*USUAL)
 def test_logits(case):
-    _, folder, theirs, _ = case
+    folder, theirs, _ = case
     ids, mask = (rows[:3] for rows in causal.rows())
     model, seen = AutoModelForCausalLM.from_pretrained(folder), mask.astype(bool)
-    wanted = causal.forward(theirs, ids, mask).detach().numpy()[seen]
+    wanted = causal.forward(_of_text(theirs), ids, mask).detach().numpy()[seen]
     assert wanted.std() > 0.03
     variants.assert_close(np.asarray(model(ids, mask).logits)[seen], wanted, 1e-5, "logits")
+
+
+def _of_text(model):
+    """llama4 reads a text in a model of its own: transformers 5.24's model of the whole fails at one."""
+    return model.language_model if model.config.model_type == "llama4" else model
 
 
 @usual("gemma4")
 def test_gradients(case, tmp_path):
     """Of a weighted sum of log-probabilities; the tower has none."""
-    _, folder, theirs, tower = case
+    folder, theirs, tower = case
     ids, mask = (rows[:3] for rows in causal.rows())
     reads, targets = causal.reads_and_targets(ids, mask)
     pull = np.linspace(-1.0, 1.5, len(reads), dtype=np.float32)
     model, seen = AutoModelForCausalLM.from_pretrained(folder), mask.astype(bool)
-    logits = causal.forward(theirs, ids, mask)
+    logits = causal.forward(_of_text(theirs), ids, mask)
 
     def pulled(params):
         places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
@@ -95,7 +70,8 @@ def test_gradients(case, tmp_path):
     wanted = _gradients(theirs, tmp_path)
     assert set(found) == {name for name in wanted if not name.startswith(tower)} != set(wanted)
     for name, values in found.items():
-        variants.assert_close(values, wanted[name], 1e-4, name)
+        mark = 3e-4 if name.endswith("A_log") else 1e-4  # a sum over all that a head has read
+        variants.assert_close(values, wanted[name], mark, name)
 
 
 def _gradients(model, folder) -> dict[str, np.ndarray]:
@@ -108,11 +84,12 @@ def _gradients(model, folder) -> dict[str, np.ndarray]:
     return found
 
 
+@usual(*(f"{name}-bfloat16-False" for name in USUAL), "qwen3_5_moe-float32-True")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_byte_for_byte(dtype, fused, case, tmp_path):
     """Also of experts that lie in one tensor, as transformers' modules have them; its own export says what is right."""
-    _, folder, theirs, _ = case
+    folder, theirs, _ = case
     there, known = _copy(folder, tmp_path / "there", fused), type(theirs)
     known.from_pretrained(there, dtype=dtype).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
@@ -145,3 +122,116 @@ def _copy(folder, there, fused: bool):
     (there / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(tensors, there / "model.safetensors", metadata={"format": "pt"})
     return there
+
+
+def _renamed(folder, *pairs: tuple[str, str]) -> None:
+    """Write the tensors under the names of another time: the first beginning that fits is replaced."""
+    path, tensors = folder / "model.safetensors", {}
+    for name, values in load_file(path).items():
+        old, new = next((pair for pair in pairs if name.startswith(pair[0])), ("", ""))
+        tensors[new + name.removeprefix(old)] = values
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _flat(folder) -> None:
+    """Rewrite config.json as Qwen2.5-VL's repositories have it: the text's keys among those of the whole."""
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    text = whole.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"]}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    text.pop("layer_types")
+    path.write_text(json.dumps(text | {"tie_word_embeddings": False} | whole, indent=2))
+
+
+def _turned(folder) -> None:
+    """Turn experts around, as Qwen3-VL's repositories have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    turned = {name: values.swapaxes(1, 2).copy() for name, values in tensors.items() if ".experts." in name}
+    save_file(tensors | turned, path, metadata={"format": "pt"})
+
+
+def _silent(folder) -> None:
+    """Leave out whether the head is tied, as Mistral Small 3.1 does, whose class says that it is."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tie_word_embeddings"}))
+
+
+OTHERS = {
+    "renamed": ("mistral3", lambda folder: _renamed(
+        folder, ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
+        ("vision_tower.", "model.vision_tower."), ("multi_modal_projector.", "model.multi_modal_projector."),
+    )),
+    "renamed visual": ("qwen2_5_vl", lambda folder: _renamed(
+        folder, ("model.", "model.language_model."), ("visual.", "model.visual."),
+    )),
+    "flat": ("qwen2_5_vl", _flat),
+    "turned": ("qwen3_vl_moe", _turned),
+    "silent": ("mistral3", _silent),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_repositories_of_another_time(other, tmp_path):
+    """They are read as transformers reads them, and saved with their own names and keys."""
+    folder, (name, change) = tmp_path / "there", OTHERS[other]
+    theirs = towers.build(folder, name, tie_word_embeddings=False)
+    change(folder)
+    ids, mask = (rows[:2] for rows in causal.rows())
+    model, seen = AutoModelForCausalLM.from_pretrained(folder), mask.astype(bool)
+    wanted = causal.forward(theirs, ids, mask).detach().numpy()[seen]
+    again = causal.forward(type(theirs).from_pretrained(folder).eval(), ids, mask).detach().numpy()[seen]
+    np.testing.assert_allclose(again, wanted, atol=1e-5)
+    variants.assert_close(np.asarray(model(ids, mask).logits)[seen], wanted, 1e-5, "logits")
+    model.config.text_config.pad_token_id = 7
+    model.save_pretrained(tmp_path / "back")
+    back, there = (tmp_path / "back", folder)
+    assert (back / "model.safetensors").read_bytes() == (there / "model.safetensors").read_bytes()
+    saved, before = (json.loads((place / "config.json").read_text()) for place in (back, there))
+    (saved if other == "flat" else saved["text_config"])["pad_token_id"] = 0
+    assert saved.pop("tie_word_embeddings") is False and before.pop("tie_word_embeddings", False) is False
+    assert saved == before
+
+
+def test_what_prepares_images_is_saved_beside_a_trained_model(tmp_path, caplog):
+    """And a chat template that stands in a file of the processor's is the tokenizer's."""
+    folder, template = tmp_path / "there", "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    towers.build(folder, "smolvlm", tie_word_embeddings=False)
+    (folder / "preprocessor_config.json").write_text('{"size": 28}')
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": f"a {n}"}]} for n in range(8)])
+    args = SFTConfig(output_dir=str(tmp_path / "out"), max_steps=1, report_to="none", save_strategy="no")
+    trainer = SFTTrainer(model=str(folder), args=args, train_dataset=rows)
+    assert trainer.processing_class.chat_template == template
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "preprocessor_config.json").read_text() == '{"size": 28}'
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == template
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["SmolVLMForConditionalGeneration"]
+
+
+def test_a_torch_model_is_trained_and_gets_its_weights(tmp_path):
+    folder = tmp_path / "there"
+    theirs = towers.build(folder, "qwen2_5_vl", tie_word_embeddings=False).train()
+    before = {name: value.clone() for name, value in theirs.state_dict().items()}
+    rows = Dataset.from_list([{"text": f"a {n}"} for n in range(8)])
+    args = SFTConfig(output_dir=str(tmp_path / "out"), max_steps=1, report_to="none", save_strategy="no")
+    words = AutoTokenizer.from_pretrained(folder)
+    SFTTrainer(model=theirs, args=args, train_dataset=rows, processing_class=words).train()
+    moved = {name for name, value in theirs.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and not any(".visual." in name for name in moved)
+    assert {name for name in before if "self_attn.q_proj.weight" in name} <= moved
+
+
+def test_a_class_is_found_by_its_name_and_a_text_that_is_not_computed_is_named(tmp_path):
+    towers.build(tmp_path / "there", "qwen3_vl", tie_word_embeddings=False)
+    model = trl_jax.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "there")
+    assert model.config.model_type == "qwen3_vl" and model.backend.head == "lm"
+    path = tmp_path / "there" / "config.json"
+    path.write_text(json.dumps({"model_type": "llava", "text_config": {"model_type": "gpt_bigcode"}}))
+    with pytest.raises(ValueError, match="model_type of text_config is 'gpt_bigcode', wanted 'llama' or 'mistral'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "there")

@@ -147,8 +147,8 @@ def class_of_family(name: str) -> type:
     Raises:
         AttributeError: there is no family with such a class.
     """
-    auto = AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModelForSequenceClassification
-    prefix = name.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+    prefix, ending = name.split("For", 1) if "For" in name else (name, "")
+    auto = AutoModelForSequenceClassification if ending == "SequenceClassification" else AutoModelForCausalLM
     if prefix not in {family.class_prefix for family in families().values()}:
         raise AttributeError(
             f"module 'trl_jax' has no attribute {name!r}: {auto.__name__} loads every type of model that there is."

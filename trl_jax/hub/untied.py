@@ -6,33 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
-from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.native_backend import NativeBackend
 
 _HEAD = "lm_head.weight"
-
-
-def is_tied(config: NativeConfig) -> bool:
-    """Whether its head is the table of tokens."""
-    return config.head.kind == "lm" and config.arch.tied_embeddings
-
-
-def untied_config(config: NativeConfig) -> NativeConfig:
-    """The same model with a head of its own; itself where it has one."""
-    if not is_tied(config):
-        return config
-    raw = config.raw | {"tie_word_embeddings": False}
-    return replace(config, raw=raw, arch=replace(config.arch, tied_embeddings=False))
 
 
 def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBackend, dict[str, Any]]:
     """The backend and the arrays of a tied model whose head has the table's numbers for its own."""
     source = backend.source
     [table] = [entry.path for entry in source.tensor_map if entry.path.split(".")[1:] == ["embed", "weight"]]
-    entry = TensorEntry(_HEAD, source.config.family.language_head)
+    entry = TensorEntry(_HEAD, source.config.family.language_heads[0])
     of_table = next(tensor.tensor for tensor in source.tensor_map if tensor.path == table)
     dtypes = source.dtypes | {entry.tensor: source.dtypes[of_table]} if of_table in source.dtypes else source.dtypes
-    config, tensor_map = untied_config(source.config), [*source.tensor_map, entry]
+    config, tensor_map = source.config.untied(), [*source.tensor_map, entry]
     head = {
         _HEAD + path.removeprefix(table): array for path, array in arrays.items() if path in (table, f"{table}.codes")
     }

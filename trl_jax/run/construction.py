@@ -79,7 +79,8 @@ def _tokenizer_in(processor: Any) -> Any:
         raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")
     logger.warning(
         "processing_class is a %s, of which the tokenizer alone is used and saved: this release of trl_jax reads "
-        "texts. Save the rest beside the model, with its save_pretrained.", kind,
+        "texts. What prepares images is saved as it is beside the model; save another there with its save_pretrained.",
+        kind,
     )  # fmt: skip
     return processor.tokenizer
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.files import strict_json
+
 
 def load_tokenizer(
     place: str | Path,
@@ -34,6 +36,10 @@ def load_tokenizer(
     options |= {} if revision is None else {"revision": revision}
     options |= sides or {}
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
+        found = AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except RecursionError as error:
         raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
+    beside = Path(place) / "chat_template.json"  # of models that see, too: TRL loads their processor, which reads it
+    if getattr(found, "chat_template", None) is None and beside.is_file():
+        found.chat_template = strict_json.read(beside)["chat_template"]
+    return found

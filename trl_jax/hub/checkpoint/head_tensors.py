@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,18 @@ def architecture(family: Family, head: HeadName) -> str:
     """The class of transformers that loads what is saved."""
     if head == "score":
         return f"{family.class_prefix}ForSequenceClassification"
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]
+    beside_towers = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return (beside_towers | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | beside_towers)[family.model_type]
 
 
 def of_other_head(config: NativeConfig, name: str) -> bool:
     """Whether a tensor belongs to the head that the model does not get."""
-    if config.head.kind == "score":
-        return name == config.family.language_head
-    return name == config.family.language_head or name.startswith(config.family.score_head.prefixes)
+    family = config.family
+    return name in family.language_heads or (
+        config.head.kind == "lm" and name.startswith(family.score_head.prefixes)
+    )
 
 
 def adopt(
@@ -47,25 +49,32 @@ def adopt(
         on_disk["score.weight"] = on_disk.pop(unknown[0])
 
 
-def check_dropped(config: NativeConfig, files: Files, on_disk: Mapping[str, str], embedding: str) -> None:
-    """Raise ValueError where the language model's head contradicts the config: such a checkpoint may be broken, even if
-    that head is dropped. `embedding` is the full name of the table of tokens."""
-    head, folder = config.family.language_head, config.path.parent
-    if head is None:
+def check_dropped(config: NativeConfig, on_disk: Collection[str]) -> None:
+    """Raise ValueError where the language model's head that config.json speaks of is not there: such a checkpoint may
+    be broken, even if that head is dropped."""
+    heads, named = config.family.language_heads, str((config.raw.get("architectures") or [""])[0])
+    if config.head.kind == "lm" or not heads or not named.endswith("ForCausalLM"):
         return
-    tied = config.arch.tied_embeddings
-    named = str((config.raw.get("architectures") or [""])[0])
-    if config.head.kind == "score" and not tied and head not in on_disk and named.endswith("ForCausalLM"):
+    if not config.arch.tied_embeddings and not set(heads) & set(on_disk):
         raise ValueError(
-            f"{folder}: config.json says architectures=[{named!r}] and tie_word_embeddings=false, but the "
-            f"weights have no {head}. Set tie_word_embeddings to true if the head is the embedding."
+            f"{config.path.parent}: config.json says architectures=[{named!r}] and tie_word_embeddings=false, but the "
+            f"weights have no {heads[0]}. Set tie_word_embeddings to true if the head is the embedding."
         )
-    if tied and head in on_disk and embedding in on_disk:
-        if not np.array_equal(files.read(on_disk[head]), files.read(on_disk[embedding])):
-            raise ValueError(
-                f"{folder}: config.json says tie_word_embeddings=true, but {head} differs from {on_disk[embedding]}. "
-                "Set it to false, or remove the tensor."
-            )
+
+
+def has_own_head(config: NativeConfig, files: Files, on_disk: Mapping[str, str], embedding: str) -> bool:
+    """Whether there is a language model's head that is not the table of tokens, which config.json takes it for: as in
+    transformers, the files are right. `embedding` is the full name of that table."""
+    head = next((name for name in config.family.language_heads if name in on_disk), None)
+    if not config.is_tied or head is None or embedding not in on_disk:
+        return False
+    if np.array_equal(files.read(on_disk[head]), files.read(on_disk[embedding])):
+        return False
+    logger.warning(
+        "%s: config.json says tie_word_embeddings=true, but %s differs from %s: the head has its own weights, here as "
+        "in transformers, and is saved so.", config.path.parent, head, on_disk[embedding],
+    )  # fmt: skip
+    return True
 
 
 def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +92,9 @@ def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]
         written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
+    if "text_config" not in raw:  # older files have its keys among their own
+        changed = dict(changed)
+        changed |= changed.pop("text_config", {})
     return _with(written, changed)
 
 

@@ -81,7 +81,12 @@ def load(
     files = open_files(config.path.parent)
     _, shapes = config.abstract
     table = matching.match(config, files, shapes)
-    missing = [draw for draw in config.draws() if draw.tensor not in table.on_disk]
+    if table.has_own_head:
+        config = config.untied()
+        _, shapes = config.abstract
+        table = matching.match(config, files, shapes)
+    wanted = {entry.tensor for entry in table.tensor_map}.difference(table.on_disk)
+    missing = [draw for draw in config.draws() if draw.tensor in wanted]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype, config.family.in_float32), {}
     axes = {} if place is None else logical_axes(config.model)

@@ -20,10 +20,12 @@ _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 
 
 class Matched(NamedTuple):
-    """A checkpoint's table, and full name of a tensor -> its name on disk."""
+    """A checkpoint's table; full name of a tensor -> its name on disk; and whether the files have a head of its own for
+    a model that config.json takes for tied."""
 
     tensor_map: list[TensorEntry]
     on_disk: dict[str, str]
+    has_own_head: bool
 
 
 def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched:
@@ -43,10 +45,10 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
     head_tensors.adopt(config, files, on_disk, wanted)
     files.check_dtypes(on_disk.values())
     embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
-    head_tensors.check_dropped(config, files, on_disk, embedding)
+    head_tensors.check_dropped(config, on_disk)
     _leave_layers_out(config, on_disk, set(wanted))
     _check(config, files, on_disk, wanted)
-    return Matched(tensor_map, on_disk)
+    return Matched(tensor_map, on_disk, head_tensors.has_own_head(config, files, on_disk, embedding))
 
 
 def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, files: Files) -> list[TensorEntry]:
@@ -55,6 +57,9 @@ def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, file
     for prefix in config.family.other_prefixes:
         if any(name.startswith(prefix) for name in files.shapes):
             tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, base, prefix)) for entry in tensor_map]
+    first, *other = config.family.language_heads or ("",)
+    if first not in files.shapes and set(other) & set(files.shapes):
+        tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, first, *other)) for entry in tensor_map]
     if not any(name.endswith("LayerNorm.gamma") for name in files.shapes):
         return tensor_map
     ending = re.compile(f"(?:{'|'.join(map(re.escape, _OLD_NORMS))})$")

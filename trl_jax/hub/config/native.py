@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,18 @@ class NativeConfig:
     def draws(self) -> list[Draw]:
         """The tensors that a checkpoint may lack."""
         return self.head.draws(self.arch)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether its head is the table of tokens."""
+        return self.head.kind == "lm" and self.arch.tied_embeddings
+
+    def untied(self) -> NativeConfig:
+        """The same model with a head of its own; itself where it has one."""
+        if not self.is_tied:
+            return self
+        raw = self.raw | {"tie_word_embeddings": False}
+        return replace(self, raw=raw, arch=replace(self.arch, tied_embeddings=False))
 
 
 @cache

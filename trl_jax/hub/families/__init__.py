@@ -1,4 +1,5 @@
-"""One small file a model_type: the meaning of its config (`arch`) and the names of its modules on disk (`names`)."""
+"""One small file a model_type: the meaning of its config (`arch`) and the names of its modules on disk (`names`).
+Those that see or hear, too, share one: `beside_towers`."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ class Family:
         score_head, lm_head: its heads on disk; lm_head is None where there are no causal models.
         base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
         other_prefixes: stand in its place in checkpoints of other times; kept on save.
+        other_head: the same of the module of `lm_head`.
         moved: (part of names on disk, what transformers' modules have in its place).
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
         carried: a regular expression of tensors that no text is computed with; they are saved as they came.
@@ -45,6 +47,7 @@ class Family:
     lm_head: Head | None = lm_head()
     base_prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()
+    other_head: str | None = None
     moved: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     carried: str | None = None
@@ -53,9 +56,10 @@ class Family:
     in_transformers: bool = True
 
     @property
-    def language_head(self) -> str | None:
-        """The tensor of a causal model's head."""
-        return None if self.lm_head is None else f"{self.lm_head.names[0][1]}.weight"
+    def language_heads(self) -> tuple[str, ...]:
+        """The names that the tensor of a causal model's head may have, that of new ones first; () without a head."""
+        modules = () if self.lm_head is None else (self.lm_head.names[0][1], self.other_head)
+        return tuple(f"{module}.weight" for module in modules if module is not None)
 
 
 _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
@@ -63,9 +67,10 @@ _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 @cache
 def families() -> dict[str, Family]:
-    """The family of every file here, by model_type."""
-    found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
-    return {family.model_type: family for family in found}
+    """All families here, by model_type."""
+    modules = [vars(import_module(f"{__name__}.{module.name}")) for module in iter_modules(__path__)]
+    found = [family for module in modules for family in module.get("FAMILIES") or (module["FAMILY"],)]
+    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:
@@ -83,33 +88,36 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
 def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
     """The family and the facts of a config.json; every key it holds has been accounted for."""
     family = family_of(raw, source)
-    config_class = _config_class(family.model_type)
-    reader = ConfigReader(raw, str(source), _defaults(config_class))
+    kind = config_class(family.model_type)
+    reader = ConfigReader(raw, str(source), _defaults(kind))
     arch = family.arch(reader)
-    reader.finish(partial(is_unread, config_class))
+    reader.finish(partial(is_unread, kind))
     return family, arch
 
 
-def read_text_arch(config: ConfigReader, model_type: str, arch: Callable[[ConfigReader], Any]) -> Any:
-    """The facts of `text_config`, whose sizes may be left to the class."""
-    config_class = _config_class(model_type)
-    reader = ConfigReader(config.section("text_config"), f"{config.source}: text_config", _defaults(config_class, ()))
+def read_section(
+    raw: dict[str, Any], source: str, model_type: str, arch: Callable[[ConfigReader], Any]
+) -> Any:
+    """The facts of a section of a config.json, whose sizes may be left to the class of this model_type."""
+    kind = config_class(model_type)
+    reader = ConfigReader(raw, source, _defaults(kind, ()))
     found = arch(reader)
-    reader.finish(partial(is_unread, config_class))
+    reader.finish(partial(is_unread, kind))
     return found
 
 
-def _config_class(model_type: str) -> Any:
+def config_class(model_type: str) -> Any:
+    """transformers' class of a config."""
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type]
 
 
-def _defaults(config_class: Any, without: Collection[str] = _REQUIRED) -> dict[str, Any]:
+def _defaults(kind: Any, without: Collection[str] = _REQUIRED) -> dict[str, Any]:
     """The values of transformers' config class for absent keys. Sizes have no default: none would fit."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
-    if isinstance(config_class.default_theta, float):  # some have one for each kind of layer
-        defaults["rope_theta"] = config_class.default_theta
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    if isinstance(kind.default_theta, float):  # some have one for each kind of layer
+        defaults["rope_theta"] = kind.default_theta
     return {
         key: value
         for key, value in defaults.items()

@@ -17,7 +17,7 @@ from trl_jax.hub.peft.adapter_tensors import full_tensors
 from trl_jax.hub.peft.adapters import PREFIX, AdapterPlan, make_adapter_plan
 from trl_jax.hub.peft.backend import AdaptedBackend, LoraBackend
 from trl_jax.hub.peft.configs import AdapterConfig
-from trl_jax.hub.peft.initial_values import initial
+from trl_jax.hub.peft.initial_values import initial, pass_over_towers
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.pissa import principal_parts
 from trl_jax.hub.peft.virtual.adapted import virtual_backend, with_virtual
@@ -57,6 +57,7 @@ def adapt(
     if folder is not None:
         defaults = {} if plan.note is None else _head_tensors(plan, base, trained)
         return backend.load(folder, 0, defaults=defaults), backend, frozen
+    pass_over_towers(config, plan, base.source.carried, generator)
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors)
     params = {name: owned(array) for name, array in drawn.items()} | trained
     return params, backend, frozen

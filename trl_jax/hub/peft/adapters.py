@@ -18,7 +18,6 @@ from trl_jax.hub.peft.modules import Module, current_name, modules_of
 from trl_jax.hub.peft.target_parameters import targeted_parameters, with_parameters
 from trl_jax.hub.peft.targets import Targets, fully_trained, rank_and_alpha, settled, targeted, with_drawn
 from trl_jax.hub.peft.trained_tokens import TENSOR, token_tables
-from trl_jax.hub.untied import is_tied, untied_config
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
 PREFIX = "base_model.model."
@@ -145,7 +144,7 @@ def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, 
         ValueError: it asks for what is not there, or not in this release; by name.
     """
     refuse_beyond(lora)
-    modules = modules_of(untied_config(config))
+    modules = modules_of(config.untied())
     lora, for_head = with_peft_head(lora, modules, config.head.kind)
     lora, for_drawn = with_drawn(lora, modules, tuple(current_name(tensor, config.family) for tensor in drawn))
     note = " ".join(line for line in (for_head, for_drawn) if line) or None
@@ -160,7 +159,7 @@ def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, 
     order = tuple((layer, number[module]) for _, module, layer in (*targets, *parameters))
     adapted = {name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}
     trained = _full_training(lora, modules, adapted, full, token_tables(lora, modules))
-    unties = is_tied(config) and _unties(targets, full)
+    unties = config.is_tied and _unties(targets, full)
     return AdapterPlan(lora, adapters, order, trained, _saved_tables(lora, targets), note, unties)
 
 

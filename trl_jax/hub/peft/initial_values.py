@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from trl_jax.core.files.tensors_file import Pieces
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.peft.adapters import AdapterPlan, ModuleAdapters
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.modules import Module
+from trl_jax.hub.peft.targets import is_all, is_meant, rank_and_alpha
 from trl_jax.models.adapted import leaf
+
+_NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # tables; and what comes after the text in gemma4
 
 
 def initial(
@@ -30,6 +35,25 @@ def initial(
         if "magnitude" in one.adapter.has:
             arrays[leaf(one.adapter.name, "magnitude")][...] = _row_norms(one, weight, arrays)
     return arrays
+
+
+def pass_over_towers(
+    config: LoraConfig, plan: AdapterPlan, carried: Mapping[str, Pieces], generator: TorchGenerator
+) -> None:
+    """Draw what PEFT draws before the text's adapters: it finds linear maps of these names in the towers for images,
+    too, which no text trains and we leave as they are.
+
+    Args:
+        config: as it was passed. carried: the towers' tensors.
+    """
+    for tensor, pieces in carried.items():
+        name = tensor.removesuffix(".weight")
+        if name == tensor or len(pieces.shape) != 2 or _NO_MAP.search(name):
+            continue
+        if is_all(config.target_modules) or is_meant(plan.config, name):
+            outputs, inputs = pieces.shape
+            module = Module(name, "linear", (), (), 1, 0, inputs, outputs)
+            _draw(plan.config, module, rank_and_alpha(plan.config, name)[0], generator)
 
 
 def _draw(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from trl_jax.hub.checkpoint.tensor_slices import TensorSlice
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import LoraBackend
-from trl_jax.hub.untied import is_tied, untied
+from trl_jax.hub.untied import untied
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
 
@@ -21,7 +21,7 @@ def merged(
     tied to a table with an adapter gets a weight of its own, for it has none of the table's adapter."""
     plan, plain = backend.plan, NativeBackend(backend.base.source)
     arrays = backend.base.weights(frozen)
-    if is_tied(plain.source.config) and any(one.module.kind == "embedding" for one in plan.modules):
+    if plain.source.config.is_tied and any(one.module.kind == "embedding" for one in plan.modules):
         plain, arrays = untied(plain, arrays)
     for path, layers in plan.full.layers.items():
         if layers is None:

@@ -237,9 +237,10 @@ def _check(model: Any, head: HeadName) -> None:
 
 
 def _is_causal(model: Any) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return any(type(model).__name__ in names.values() for names in known)
 
 
 def frozen_names(model: Any) -> list[str]:

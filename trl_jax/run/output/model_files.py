@@ -10,6 +10,7 @@ from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.engine.devices.processes import barrier, is_first
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.processor_files import keep_processor_files
 from trl_jax.run.arguments.base_config import BaseConfig
 
 ARGUMENTS = "training_args.json"
@@ -26,7 +27,8 @@ def arguments_text(args: BaseConfig) -> str:
 
 
 def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:
-    """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json.
+    """Write a folder that transformers loads: config, weights, tokenizer, what prepares images, and
+    training_args.json.
 
     Args:
         model: the trainer's, or a copy of it.
@@ -35,5 +37,6 @@ def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arg
     model.save_pretrained(folder)
     if is_first():
         processing_class.save_pretrained(folder)
+        keep_processor_files(model.folder, folder)
         write_whole(folder / ARGUMENTS, arguments + "\n")
     barrier("save_model")

@@ -1,0 +1,61 @@
+"""Texts for models that see as well, by real TRL and by us: the text part trains alike, towers stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.effort import usual
+from compat_tests.models import towers
+from compat_tests.parity import golden, reference
+from compat_tests.parity.marks import assert_same_curve, assert_same_weights
+from compat_tests.tiny import text_rows
+
+pytest.importorskip("torch")
+
+CONFIG = {"max_steps": 4, "max_length": 64, "weight_decay": 0.3, "trainer": "SFT"}  # which would show on a tower
+CASES = ["qwen2_5_vl", "mistral3", "qwen3_vl", "lfm2_vl", "internvl"]
+
+
+@pytest.fixture(autouse=True)
+def tokenizers_alone(monkeypatch):
+    """TRL would load what prepares images, which takes torchvision."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
+
+
+@usual("qwen2_5_vl", "mistral3")
+@pytest.mark.parametrize("case", CASES)
+def test_the_text_part_trains_as_in_trl(case, tmp_path):
+    folder, rows = tmp_path / "there", text_rows(16)
+    towers.build(folder, case, tie_word_embeddings=case == "qwen2_5_vl")
+    ours = reference.run_ours(folder, rows, tmp_path / "ours", **CONFIG)
+    theirs = golden.run_trl(f"beside_towers/{case}", folder, rows, tmp_path / "theirs", model=case, **CONFIG)
+    assert_same_curve(ours.logs, theirs.logs, grad_norm=5e-4)
+    assert sorted(ours.weights) == sorted(theirs.weights)
+    before = reference.read_weights(folder)
+    kept = {name: value for name, value in ours.weights.items() if name.startswith(towers.CASES[case][2])}
+    assert 0 < len(kept) < len(before)
+    for name, value in kept.items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert_same_weights(ours.weights, theirs.weights)
+
+
+@usual("targets0")
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+def test_an_adapter_is_pefts_but_for_the_tower(targets, tmp_path):
+    """peft adapts modules of these names in the tower, too, where no text trains them."""
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "there"
+    towers.build(folder, "mistral3")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets)
+    config = CONFIG | {"learning_rate": 5e-3, "peft_config": lora}
+    ours = reference.run_ours(folder, text_rows(16), tmp_path / "ours", **config)
+    theirs = golden.run_trl(
+        f"beside_towers/{targets}", folder, text_rows(16), tmp_path / "theirs", model="mistral3", **config
+    )
+    assert_same_curve(ours.logs, theirs.logs, grad_norm=5e-4)
+    others = theirs.weights.keys() - ours.weights.keys()
+    assert others and all(".vision_tower." in name or ".multi_modal_projector." in name for name in others)
+    assert_same_weights(ours.weights, {name: theirs.weights[name] for name in ours.weights})

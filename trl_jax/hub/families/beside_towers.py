@@ -1,0 +1,174 @@
+"""Models that see or hear, too: a row each. Their text part is a model of another family; the towers for images and
+sounds are carried along unused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import ConfigReader, with_floats
+from trl_jax.hub.families import (
+    Family,
+    cohere2,
+    config_class,
+    exaone4,
+    gemma3_text,
+    gemma4_text,
+    glm4,
+    lfm2,
+    llama,
+    llama4_text,
+    ministral3,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
+    qwen3_moe,
+    qwen3_next,
+    read_section,
+)  # fmt: skip
+from trl_jax.hub.heads import lm_head
+from trl_jax.models.arch import Arch
+
+Texts = Mapping[str, Callable[[ConfigReader], Arch]]  # by their model_type
+# A text has the same position on all axes; and what older files call "type" is rope_type by then.
+_PASSED_OVER = ("mrope_section", "mrope_interleaved", "type")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the tensors of a checkpoint are called; fields as in `Family`."""
+
+    base_prefix: str = "model.language_model."
+    carried: str = r"^model\.visual\."
+    other_prefixes: tuple[str, ...] = ()
+    head: str = "lm_head"
+    other_head: str | None = None
+
+
+_VISUAL = _Layout()
+_QWEN2 = _Layout("model.", r"^(model\.)?visual\.", ("model.language_model.",))
+_LLAVA = _Layout(
+    "language_model.model.", r"^(model\.)?(vision_tower|multi_modal_projector|image_newline)\b",
+    ("model.language_model.",), "language_model.lm_head", "lm_head",
+)  # fmt: skip
+_PROJECTED = _Layout(carried=r"^model\.(vision_tower|multi_modal_projector)\.")
+_IDEFICS = _Layout("model.text_model.", r"^model\.(vision_model|connector)\.")
+_LLAMA4 = _Layout(
+    "language_model.model.", r"^(vision_model|multi_modal_projector)\.", head="language_model.lm_head"
+)
+_GEMMA4 = _Layout(carried=r"^model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.")
+
+
+def _arch(config: ConfigReader, texts: Texts) -> Arch:
+    """The facts of the text part. transformers' class of the whole says which of a config's values are the text's: some
+    files have them all in one section."""
+    whole, kind = _whole(config), config_class(config.raw["model_type"])
+    for key in (*kind.__dataclass_fields__, *kind.attribute_map):
+        config.value(key)
+    text = whole.text_config.to_dict()
+    if text["model_type"] not in texts:
+        wanted = " or ".join(map(repr, texts))
+        raise config.wrong("model_type of text_config", text["model_type"], f"{wanted}, which are computed here")
+    if "text_config" not in config.raw:
+        for key in (*text, "rope_scaling", "rope_theta"):
+            config.value(key)
+    rope = text.get("rope_parameters") or {}
+    text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _PASSED_OVER}
+    found = read_section(text, f"{config.source}: text_config", text["model_type"], texts[text["model_type"]])
+    std = getattr(whole, "initializer_range", 0.02)  # of the head
+    return replace(found, tied_embeddings=whole.tie_word_embeddings, initializer_range=std)
+
+
+def _whole(config: ConfigReader) -> Any:
+    try:
+        return config_class(config.raw["model_type"]).from_dict(with_floats(copy.deepcopy(config.raw)))
+    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
+        raise ValueError(f"{config.source}: transformers refuses it: {error}. Correct that key.") from error
+
+
+def _with_prefix(prefix: str, names: Names) -> Names:
+    """The names of a text model, with this prefix in the place of `model.`."""
+
+    def renamed(name):
+        whole = isinstance(name, str)
+        moved = prefix + (name if whole else name[0]).removeprefix("model.")
+        return moved if whole else (moved, *name[1:])
+
+    return {path: renamed(name) for path, name in names.items()}
+
+
+def _family(
+    model_type: str, class_prefix: str, texts: Texts, names: Callable[[Arch], Names], layout: _Layout, **facts: Any
+) -> Family:
+    """A row of the table.
+    texts: the text families that it may have, all with these `names`.
+    """
+    facts = {"in_transformers": False, "lm_head": lm_head(layout.head)} | facts
+    return Family(
+        model_type, class_prefix, lambda config: _arch(config, texts),
+        lambda arch: _with_prefix(layout.base_prefix, names(arch)), base_prefix=layout.base_prefix,
+        other_prefixes=layout.other_prefixes, other_head=layout.other_head, carried=layout.carried, **facts,
+    )  # fmt: skip
+
+
+def _renormalised(config: ConfigReader) -> Arch:
+    """qwen3_moe, whose experts' weights always sum to 1."""
+    found = qwen3_moe.arch(config)
+    return replace(found, experts=replace(found.experts, renormalised=True))
+
+
+def _unscaled(config: ConfigReader) -> Arch:
+    """cohere2, whose logits transformers scales where there is no tower alone."""
+    return replace(cohere2.arch(config), logit_scale=1.0)
+
+
+def _biased(config: ConfigReader) -> Arch:
+    """glm4 with biases on q, k and v."""
+    return replace(glm4.arch(config), qkv_bias=True)
+
+
+_GATED_DELTA = {"ignored": qwen3_next.IGNORED, **qwen3_next.HEADS}
+_LLAMAS = {"llama": llama.arch, "mistral": mistral.arch, "qwen2": qwen2.arch, "qwen3": qwen3.arch}
+_COHERE2 = {"cohere2": _unscaled}
+_GLM4V = {"glm4v_text": _biased}
+
+FAMILIES = (
+    _family("aya_vision", "AyaVision", _COHERE2, llama.names, _LLAVA),
+    _family("cohere2_vision", "Cohere2Vision", _COHERE2, llama.names, _PROJECTED),
+    _family("exaone4_5", "Exaone4_5_", {"exaone4": exaone4.arch}, exaone4.FAMILY.names, _VISUAL),
+    _family(
+        "gemma3", "Gemma3", {"gemma3_text": gemma3_text.arch}, gemma3_text.FAMILY.names, _LLAVA, in_transformers=True
+    ),
+    _family(
+        "gemma4", "Gemma4", {"gemma4_text": gemma4_text.arch}, gemma4_text.names, _GEMMA4,
+        ignored=gemma4_text.FAMILY.ignored,
+    ),
+    _family("glm46v", "Glm46V", _GLM4V, glm4.names, _VISUAL),
+    _family("glm4v", "Glm4v", _GLM4V, glm4.names, _VISUAL),
+    _family("idefics3", "Idefics3", _LLAMAS, llama.names, _IDEFICS),
+    _family("internvl", "InternVL", _LLAMAS, llama.names, _LLAVA),
+    _family("lfm2_vl", "Lfm2Vl", {"lfm2": lfm2.arch}, lfm2.names, _PROJECTED),
+    _family("llama4", "Llama4", {"llama4_text": llama4_text.arch}, llama4_text.names, _LLAMA4, linear_router=True),
+    _family("llava", "Llava", _LLAMAS, llama.names, _LLAVA),
+    _family("llava_next", "LlavaNext", _LLAMAS, llama.names, _LLAVA),
+    _family("llava_onevision", "LlavaOnevision", _LLAMAS, llama.names, _LLAVA),
+    _family("mistral3", "Mistral3", _LLAMAS | {"ministral3": ministral3.arch}, llama.names, _LLAVA),
+    _family("qwen2_5_vl", "Qwen2_5_VL", {"qwen2_5_vl_text": qwen2.arch}, llama.names, _QWEN2),
+    _family("qwen2_vl", "Qwen2VL", {"qwen2_vl_text": qwen2.arch}, llama.names, _QWEN2),
+    _family(
+        "qwen3_5", "Qwen3_5", {"qwen3_5_text": qwen3_5_text.arch}, qwen3_5_text.names, _VISUAL, in_transformers=True,
+        **_GATED_DELTA,
+    ),
+    _family(
+        "qwen3_5_moe", "Qwen3_5Moe", {"qwen3_5_moe_text": qwen3_5_moe_text.arch}, qwen3_5_moe_text.names, _VISUAL,
+        **_GATED_DELTA,
+    ),
+    _family("qwen3_vl", "Qwen3VL", {"qwen3_vl_text": qwen3.arch}, llama.names, _VISUAL),
+    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalised}, qwen3_moe.names, _VISUAL),
+    _family("smolvlm", "SmolVLM", _LLAMAS, llama.names, _IDEFICS),
+)  # fmt: skip
