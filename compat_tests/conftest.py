@@ -59,9 +59,10 @@ def checkpoint(tmp_path_factory):
 
 # The dearest files, in the order of what they cost: whoever takes one last would work on alone.
 FIRST = (
-    "mesh/test_eight_devices.py", "models/test_families.py", "adapters/test_virtual_tokens.py",
-    "mesh/test_two_processes.py", "compat_tests/test_scripts.py", "compat_tests/test_examples.py",
-    "trainer/test_dpo_trainer.py", "generation/test_refilling.py", "parity/test_grpo_curve.py",
+    "mesh/test_eight_devices.py", "mesh/test_eight_writers.py", "models/test_families.py",
+    "adapters/test_virtual_tokens.py", "mesh/test_two_processes.py", "compat_tests/test_scripts.py",
+    "compat_tests/test_examples.py", "trainer/test_dpo_trainer.py", "generation/test_refilling.py",
+    "parity/test_grpo_curve.py",
     "trainer/test_sft_trainer.py", "generation/test_families.py", "run/test_user_loss.py", "exported/test_computing.py",
     "parity/test_experts_curve.py", "generation/test_generate.py", "trainer/test_policies_of_scripts.py",
     "trainer/test_grpo_differences.py", "parity/test_curve.py", "cli/test_front.py", "run/test_rollout_resume.py",

@@ -10,6 +10,8 @@ from compat_tests.models import towers
 from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
 from compat_tests.tiny import text_rows
+from trl_jax.hub.families import families
+from trl_jax.hub.peft.targets import _USUAL
 
 pytest.importorskip("torch")
 
@@ -59,3 +61,13 @@ def test_an_adapter_is_pefts_but_for_the_tower(targets, tmp_path):
     others = theirs.weights.keys() - ours.weights.keys()
     assert others and all(".vision_tower." in name or ".multi_modal_projector." in name for name in others)
     assert_same_weights(ours.weights, {name: theirs.weights[name] for name in ours.weights})
+
+
+def test_the_modules_that_peft_adapts_where_none_are_named():
+    """Of each type that it knows; the others it refuses, as we do."""
+    known = pytest.importorskip("peft").utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    ours = {name for name, family in families().items() if family.carried}
+    wanted = {name: known[name] for name in ours & known.keys()}
+    assert len(wanted) >= 2
+    usual = {name: found for name, found in _USUAL.items() if name in ours}
+    assert wanted == {name: found if isinstance(found, str) else list(found) for name, found in usual.items()}

@@ -17,14 +17,12 @@ _MANY = 20  # from so many names on, PEFT looks for ends of names that mean the 
 # The modules that PEFT adapts where none are named.
 _USUAL = {
     "bert": ("query", "value"), "deberta": ("in_proj",), "deberta-v2": ("query_proj", "value_proj"),
-    "electra": ("query", "value"), "gemma": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"), "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",),
-    "gptj": ("q_proj", "v_proj"), "llama": ("q_proj", "v_proj"), "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"), "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "opt": ("q_proj", "v_proj"), "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "qwen2": ("q_proj", "v_proj"), "qwen3": ("q_proj", "v_proj"), "roberta": ("query", "value"),
-    "stablelm": ("q_proj", "v_proj"), "xlm-roberta": ("query", "value"),
-}  # fmt: skip
+    "electra": ("query", "value"), "gemma4": r".*language_model\..*\.(q_proj|v_proj)", "gpt2": ("c_attn",),
+    "gpt_neox": ("query_key_value",), "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"), "roberta": ("query", "value"), "xlm-roberta": ("query", "value"),
+} | dict.fromkeys(
+    "gemma gemma2 gemma3_text gptj llama llama4 mistral mixtral opt qwen2 qwen3 stablelm".split(), ("q_proj", "v_proj")
+)  # fmt: skip
 
 # Families whose kernels of Mamba take the weights of these modules themselves, past an adapter: PEFT refuses them.
 _PAST_ADAPTERS = {"falcon_h1": {"out_proj", "conv1d"}, "nemotron_h": {"out_proj", "conv1d"}}
@@ -59,7 +57,8 @@ def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraC
                 f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
                 f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
-        wanted = set(_USUAL[model_type])
+        usual = _USUAL[model_type]
+        wanted = usual if isinstance(usual, str) else set(usual)
     if is_all(wanted):
         wanted = linear_maps(config, modules)
     if isinstance(wanted, set) and len(wanted) >= _MANY:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.layer_gather import SEQUENCE, TENSOR
+from trl_jax.nn.platform import as_summed, psum
 
 
 class Striped(NamedTuple):
@@ -35,7 +36,8 @@ class Striped(NamedTuple):
         rows, _, *rest = heads.shape
 
         def gather(local: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(local.reshape(rows, -1, self.block, *local.shape[2:]), SEQUENCE, axis=2)
+            own = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # their gradients are
+            return jax.lax.all_gather(own, SEQUENCE, axis=2).astype(local.dtype)
 
         if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:  # part by part of the heads: XLA would gather those
             before, after = PartitionSpec(None, None, TENSOR), PartitionSpec(None, None, None, None, TENSOR)
@@ -50,11 +52,11 @@ class Striped(NamedTuple):
         number, within = jnp.divmod(places, self.block)
         local = h[rows, number // self.devices * self.block + within]
         mine = number % self.devices == self.number
-        return jax.lax.psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
+        return psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
 
     def summed(self, sums: Any) -> Any:
         """Sums over all tokens, of each device's over its own."""
-        return jax.tree.map(lambda part: jax.lax.psum(part, SEQUENCE), sums)
+        return jax.tree.map(lambda part: psum(part, SEQUENCE), sums)
 
     def places(self, start: int, end: int) -> jax.Array:
         """The places of this device's tokens `[start, end)` of a row among all; `block` is 1."""

@@ -13,6 +13,7 @@ from trl_jax.nn.linear import Linear
 from trl_jax.nn.lora import ExpertsLora, adapted_dot
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.platform import as_summed, psum
 
 
 class MoE(nnx.Module):
@@ -79,13 +80,13 @@ class MoE(nnx.Module):
         if devices == 1 or count % devices:
             return self._mixed(x, weights, selected, None, *experts)
 
-        def of_device(*arguments):
-            return jax.lax.psum(self._mixed(*arguments), TENSOR)
+        def of_device(tokens, *arguments):
+            return psum(self._mixed(tokens.astype(x.dtype), *arguments), TENSOR)
 
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
         run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
-        return run(x, weights, selected, first, *experts)
+        return run(as_summed(x), weights, selected, first, *experts)  # as the gradient of x is
 
     def router_sums(self, x: jax.Array, token_weights: jax.Array) -> RouterSums:
         """Sums of this layer over the tokens of `x` `[..., D]`, each times its weight, `token_weights` `[...]`."""

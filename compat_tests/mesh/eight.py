@@ -1,0 +1,19 @@
+"""Runs files of tests where there are eight devices: JAX settles how many a process has once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILES = {path.stem.removeprefix("eight_") for path in HERE.glob("eight_*.py")}
+WRITING = {"experts", "generations", "rollouts"}  # about as dear as all others
+
+
+def check(names: set[str]) -> None:
+    """Run these files in one process, which imports once."""
+    files = sorted(str(HERE / f"eight_{name}.py") for name in names)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", *files]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1])
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
