@@ -98,7 +98,9 @@ def _owner(tensor: str) -> str:
 
 
 def current_name(name: str, family: Family) -> str:
-    """The name in transformers of a module, whose name on disk may be an older one."""
+    """The name in transformers of a module or tensor, whose name on disk may be an older one."""
+    if family.other_head is not None and name.removesuffix(".weight") == family.lm_head.names[0][1]:
+        name = name.replace(family.lm_head.names[0][1], family.other_head)
     for old, new in family.moved:
         name = name.replace(old, new)
     for prefix in family.other_prefixes:

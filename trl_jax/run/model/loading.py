@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.configs import AdapterConfig, read_adapter_config
+from trl_jax.hub.peft.modules import current_name
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.peft.virtual.backend import VirtualBackend
 from trl_jax.hub.peft.virtual.config import ENCODER
@@ -112,12 +114,23 @@ def from_torch(
 
 
 def _freeze(model: PreTrainedModel, names: list[str]) -> None:
+    names = _on_disk(model, names)
     if unknown := sorted(set(names) - set(model.names())):
         raise ValueError(
             f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
             "folder, and set the flag on trainer.model's parameters."
         )
     model.set_trainable(*names, trainable=False)
+
+
+def _on_disk(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The names on disk of a torch model's parameters, without those of towers for images, which stay as they are."""
+    if not isinstance(model.backend, NativeBackend):
+        return names
+    family = model.backend.source.config.family
+    towers = re.compile(family.carried or "(?!)")
+    known = {current_name(name, family): name for name in model.names()}
+    return [known.get(name, name) for name in names if not towers.search(name)]
 
 
 def _loaded(
