@@ -61,9 +61,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | tuple[str, ...]]] =
     ),
     "llava": (_of("llama"), {"vision_config": CLIP}, OLD_PROJECTED),
     "llava_next": (_of("mistral", sliding_window=7), {"vision_config": CLIP}, (*OLD_PROJECTED, "image_newline")),
+    "llava_next_video": (_of("llama"), {"vision_config": CLIP}, (*OLD_PROJECTED, "image_newline")),
     "llava_onevision": (_of("qwen2"), {"vision_config": SIGLIP}, (*OLD_PROJECTED, "image_newline")),
     "mistral3": (_of("mistral"), {"vision_config": TOWER | {"model_type": "pixtral"}}, OLD_PROJECTED),
     "mistral3 of ministral3": (_of("ministral3"), {"vision_config": TOWER | {"model_type": "pixtral"}}, OLD_PROJECTED),
+    "ovis2": (_of("qwen2"), {"vision_config": TOWER}, ("model.vision_tower.", "model.visual_embeddings_table.")),
     "qwen2_5_vl": (AXES, {"vision_config": QWEN_TOWER | {"fullatt_block_indexes": [0]}}, OLD_VISUAL),
     "qwen2_vl": (AXES, {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}}, OLD_VISUAL),
     "qwen3_5_moe": (families.SHAPES["qwen3_5_moe_text"] | QUARTER, {"vision_config": QWEN_TOWER}, VISUAL),
@@ -72,6 +74,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | tuple[str, ...]]] =
         families.EXPERTS | AXES, {"vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0]}}, VISUAL
     ),
     "smolvlm": (_of("llama"), {"vision_config": TOWER}, ("model.vision_model.", "model.connector.")),
+    "vipllava": (_of("mistral"), {"vision_config": CLIP | {"num_hidden_layers": 12}}, OLD_PROJECTED),
 }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ _LLAVA = _Layout(
     ("model.language_model.",), "language_model.lm_head", "lm_head",
 )  # fmt: skip
 _PROJECTED = _Layout(carried=r"^model\.(vision_tower|multi_modal_projector)\.")
+_OVIS = _Layout(carried=r"^model\.(vision_tower|visual_embeddings_table)\.")
 _IDEFICS = _Layout("model.text_model.", r"^model\.(vision_model|connector)\.")
 _LLAMA4 = _Layout(
     "language_model.model.", r"^(vision_model|multi_modal_projector)\.", head="language_model.lm_head"
@@ -156,8 +157,10 @@ FAMILIES = (
     _family("llama4", "Llama4", {"llama4_text": llama4_text.arch}, llama4_text.names, _LLAMA4, linear_router=True),
     _family("llava", "Llava", _LLAMAS, llama.names, _LLAVA),
     _family("llava_next", "LlavaNext", _LLAMAS, llama.names, _LLAVA),
+    _family("llava_next_video", "LlavaNextVideo", _LLAMAS, llama.names, _LLAVA),
     _family("llava_onevision", "LlavaOnevision", _LLAMAS, llama.names, _LLAVA),
     _family("mistral3", "Mistral3", _LLAMAS | {"ministral3": ministral3.arch}, llama.names, _LLAVA),
+    _family("ovis2", "Ovis2", _LLAMAS, llama.names, _OVIS),
     _family("qwen2_5_vl", "Qwen2_5_VL", {"qwen2_5_vl_text": qwen2.arch}, llama.names, _QWEN2),
     _family("qwen2_vl", "Qwen2VL", {"qwen2_vl_text": qwen2.arch}, llama.names, _QWEN2),
     _family(
@@ -171,4 +174,5 @@ FAMILIES = (
     _family("qwen3_vl", "Qwen3VL", {"qwen3_vl_text": qwen3.arch}, llama.names, _VISUAL),
     _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalised}, qwen3_moe.names, _VISUAL),
     _family("smolvlm", "SmolVLM", _LLAMAS, llama.names, _IDEFICS),
+    _family("vipllava", "VipLlava", _LLAMAS, llama.names, _LLAVA),
 )  # fmt: skip
