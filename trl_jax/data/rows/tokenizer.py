@@ -40,6 +40,6 @@ def load_tokenizer(
     except RecursionError as error:
         raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
     beside = Path(place) / "chat_template.json"  # of models that see, too: TRL loads their processor, which reads it
-    if getattr(found, "chat_template", None) is None and beside.is_file():
+    if beside.is_file() and getattr(found, "chat_template", "") is None:  # mistral_common's tokenizers have none
         found.chat_template = strict_json.read(beside)["chat_template"]
     return found

@@ -22,8 +22,8 @@ def architecture(family: Family, head: HeadName) -> str:
         return f"{family.class_prefix}ForSequenceClassification"
     from transformers.models.auto import modeling_auto
 
-    beside_towers = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return (beside_towers | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | beside_towers)[family.model_type]
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (names | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)[family.model_type]
 
 
 def of_other_head(config: NativeConfig, name: str) -> bool:

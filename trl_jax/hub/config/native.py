@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,8 @@ import jax
 from flax import nnx
 
 from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import read_config, with_floats
+from trl_jax.hub.config.objects import config_object
+from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 from trl_jax.hub.load_arguments import not_taken
@@ -108,13 +108,7 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
     Raises:
         ValueError: its class refuses a value.
     """
-    from transformers import CONFIG_MAPPING
-
-    try:
-        values = with_floats(copy.deepcopy(raw))  # its classes change what they are given
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(values, name_or_path=path.parent, **CONFIG_VALUES[head])
-    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
-        raise ValueError(f"{path}: transformers refuses it: {error}. Correct that key.") from error
+    config = config_object(raw, str(path), name_or_path=path.parent, **CONFIG_VALUES[head])
     if head == "score":
         config.use_cache = False
     return config

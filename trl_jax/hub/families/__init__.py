@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.objects import config_class
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.unread import is_unread
 from trl_jax.hub.exported.model_types import objection
@@ -104,13 +105,6 @@ def read_section(
     found = arch(reader)
     reader.finish(partial(is_unread, kind))
     return found
-
-
-def config_class(model_type: str) -> Any:
-    """transformers' class of a config."""
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[model_type]
 
 
 def _defaults(kind: Any, without: Collection[str] = _REQUIRED) -> dict[str, Any]:

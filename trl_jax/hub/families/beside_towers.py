@@ -3,17 +3,16 @@ sounds are carried along unused."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import ConfigReader, with_floats
+from trl_jax.hub.config.objects import config_object
+from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import (
     Family,
     cohere2,
-    config_class,
     exaone4,
     gemma3_text,
     gemma4_text,
@@ -68,8 +67,8 @@ _GEMMA4 = _Layout(carried=r"^model\.(vision_tower|embed_vision|audio_tower|embed
 def _arch(config: ConfigReader, texts: Texts) -> Arch:
     """The facts of the text part. transformers' class of the whole says which of a config's values are the text's: some
     files have them all in one section."""
-    whole, kind = _whole(config), config_class(config.raw["model_type"])
-    for key in (*kind.__dataclass_fields__, *kind.attribute_map):
+    whole = config_object(config.raw, config.source)
+    for key in (*whole.__dataclass_fields__, *whole.attribute_map):
         config.value(key)
     text = whole.text_config.to_dict()
     if text["model_type"] not in texts:
@@ -81,15 +80,8 @@ def _arch(config: ConfigReader, texts: Texts) -> Arch:
     rope = text.get("rope_parameters") or {}
     text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _PASSED_OVER}
     found = read_section(text, f"{config.source}: text_config", text["model_type"], texts[text["model_type"]])
-    std = getattr(whole, "initializer_range", 0.02)  # of the head
+    std = config.number("initializer_range", 0.02)  # of the head
     return replace(found, tied_embeddings=whole.tie_word_embeddings, initializer_range=std)
-
-
-def _whole(config: ConfigReader) -> Any:
-    try:
-        return config_class(config.raw["model_type"]).from_dict(with_floats(copy.deepcopy(config.raw)))
-    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
-        raise ValueError(f"{config.source}: transformers refuses it: {error}. Correct that key.") from error
 
 
 def _with_prefix(prefix: str, names: Names) -> Names:

@@ -9,8 +9,8 @@ from typing import Any
 from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.engine.devices.processes import barrier, is_first
+from trl_jax.hub.checkpoint.processor_files import keep_processor_files
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.processor_files import keep_processor_files
 from trl_jax.run.arguments.base_config import BaseConfig
 
 ARGUMENTS = "training_args.json"
