@@ -78,8 +78,8 @@ def _options(new: int) -> dict[str, Any]:
 def _ours(model: Path, device: str) -> Callable:
     from trl_jax import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    return lambda ids, mask, new: loaded.generate(input_ids=ids, attention_mask=mask, seed=0, **_options(new))
+    loaded, told = AutoModelForCausalLM.from_pretrained(model), {"seed": 0, "dtype": "bfloat16"}
+    return lambda ids, mask, new: loaded.generate(input_ids=ids, attention_mask=mask, **told, **_options(new))
 
 
 def _theirs(model: Path, device: str) -> Callable:

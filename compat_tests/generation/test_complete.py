@@ -9,6 +9,7 @@ from compat_tests.effort import thorough
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation import generator, noise
 from trl_jax.generation.noise import random_key
 from trl_jax.hub.generating.complete import ExactDrawing, KeyedDrawing, complete, drawing_of
 from trl_jax.hub.generating.settings import resolve
@@ -99,3 +100,30 @@ def test_a_failure_leaves_the_stream_where_it_was(model):
     model.params = model.params | broken
     with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan` or element < 0"):
         complete(model, prompts(), FIELDS, group=1, stream=stream)
+
+
+@pytest.mark.parametrize(("how", "calls"), [({}, 19), ({"do_sample": False}, 2), ({"dtype": "bfloat16"}, 2)])
+def test_only_torchs_words_bound_the_steps_of_a_chunk(model, monkeypatch, how, calls):
+    """Numbers by a key are made in their step: the host is asked once in 16, however large the vocabulary is."""
+    monkeypatch.setattr(noise, "_CHUNK_BYTES", 1)
+    of, taken = generator.next_tokens, []
+    monkeypatch.setattr(generator, "next_tokens", lambda *a, **k: (taken.append(1), of(*a, **k))[1])
+    fields = FIELDS | {name: value for name, value in how.items() if name != "dtype"} | {"eos_token_id": 0}
+    options = {name: value for name, value in how.items() if name == "dtype"}
+    assert complete(model, prompts(), fields, group=1, stream=TorchGenerator(1), **options).tokens.shape[1] == 20
+    assert len(taken) == calls
+
+
+def test_a_tied_heads_table_is_rounded_once_and_not_in_each_step(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, "llama", tie=True))
+    of, traced = generator.next_tokens, []
+    monkeypatch.setattr(generator, "next_tokens", lambda *a, **k: (traced.append(of.trace(*a, **k)), of(*a, **k))[1])
+    complete(model, prompts(), FIELDS, group=1, stream=TorchGenerator(1), dtype="bfloat16")
+    table = model.params["decoder.embed.weight"].shape
+
+    def casts(jaxpr):
+        made = (eqn.outvars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type")
+        return sum(array.shape == table for array in made)
+
+    (loop,) = [eqn for eqn in traced[0].jaxpr.eqns if eqn.primitive.name == "while"]
+    assert (casts(traced[0].jaxpr), casts(loop.params["body_jaxpr"].jaxpr)) == (1, 0)

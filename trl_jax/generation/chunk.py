@@ -15,7 +15,7 @@ from trl_jax.generation.history import History
 from trl_jax.generation.noise import Noise, sample
 from trl_jax.generation.processors import Processor, process
 from trl_jax.generation.shards import Shards, anywhere, of_all, on_each
-from trl_jax.generation.weights import trunk_of
+from trl_jax.generation.weights import trunk_of, with_head_in
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
 from trl_jax.nn.cache.cache import Kept
@@ -146,8 +146,7 @@ class _Steps:
     shards: Shards | None
 
     def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
-        model = merge(self.graph, arrays)
-        trunk = trunk_of(model)
+        trunk, headed = trunk_of(merge(self.graph, arrays)), with_head_in(self.graph, arrays, self.head_dtype)
         options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
 
         def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
@@ -157,7 +156,7 @@ class _Steps:
             tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
             beside = options | {"cache": state.cache, "angles": turned}
             hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **beside)
-            logits = model.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
+            logits = headed.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
             return logits.astype(jnp.float32), new
 
         def step(carry):

@@ -16,6 +16,7 @@ from trl_jax.models.arch.cache_parts import cache_parts
 from trl_jax.models.functional import merge
 from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.platform import platform
+from trl_jax.nn.quantized import Quantized
 
 _LARGEST = 512 * 2**20  # bytes of layers that are copied to be decoded one by one on a CPU
 
@@ -66,6 +67,16 @@ def length_of_turn(weights: Weights) -> int | None:
     ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
     turns = [rope.turn for rope in ropes if rope is not None]
     return min((turn for turn in turns if turn is not None), default=None)
+
+
+def with_head_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
+    """The model that is asked for outputs in each of many steps: a tied head's table is in the head's `dtype` once, not
+    anew in each. Its trunk is not the one that looks tokens up."""
+    model = merge(graph, arrays)
+    embed = trunk_of(model).embed
+    if model.lm_head.weight is None and not isinstance(embed.weight, Quantized):
+        embed.weight = nnx.Param(embed.weight[...].astype(dtype))
+    return model
 
 
 def trunk_of(model: nnx.Module) -> nnx.Module:

@@ -34,6 +34,10 @@ class ExactDrawing:
 
     stream: TorchGenerator
 
+    def steps(self, rows: int, vocabulary: int) -> int:
+        """Of a chunk, whose words are made ahead of it."""
+        return chunk_steps(rows, vocabulary, generator.STEPS)
+
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
         return PrefetchedWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
 
@@ -45,6 +49,10 @@ class KeyedDrawing:
 
     key: jax.Array
     numbers: np.ndarray | None = None
+
+    def steps(self, rows: int, vocabulary: int) -> int:
+        """Of a chunk: a step's numbers are made in it, whatever their count."""
+        return generator.STEPS
 
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
         return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers)
@@ -134,7 +142,8 @@ def run(
     _check_positions(model, request)
     request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
-    steps = 1 if watch is not None else chunk_steps(request.rows, model.vocab_size, generator.STEPS)
+    steps = generator.STEPS if drawing is None else drawing.steps(request.rows, model.vocab_size)
+    steps = steps if watch is None else 1
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
     source, used = None if drawing is None else drawing.source(request.rows, **options), 0
     try:
@@ -160,8 +169,7 @@ def run_queue(
     _check_positions(model, request)
     request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype)
-    steps = chunk_steps(slots * request.group, model.vocab_size, generator.STEPS)
-    options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
+    options = {"vocabulary": model.vocab_size, "steps": generator.STEPS, "new": request.max_new_tokens}
     source = None if drawing is None else drawing.source(request.rows, **options)
 
     def checked(completed: Sequence[Completed]) -> None:
@@ -170,7 +178,7 @@ def run_queue(
         done(completed)
 
     with _precision(weights):
-        generator.generate_queue(weights, request, source, checked, slots=slots, steps=steps)
+        generator.generate_queue(weights, request, source, checked, slots=slots)
 
 
 def _precision(weights: Weights) -> Any:
