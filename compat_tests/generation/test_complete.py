@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator, noise
 from trl_jax.generation.noise import random_key
+from trl_jax.hub.generating import complete as complete_module
 from trl_jax.hub.generating.complete import ExactDrawing, KeyedDrawing, complete, drawing_of
 from trl_jax.hub.generating.settings import resolve
 
@@ -127,3 +129,26 @@ def test_a_tied_heads_table_is_rounded_once_and_not_in_each_step(tmp_path, monke
 
     (loop,) = [eqn for eqn in traced[0].jaxpr.eqns if eqn.primitive.name == "while"]
     assert (casts(traced[0].jaxpr), casts(loop.params["body_jaxpr"].jaxpr)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("platform", "said", "expected"),
+    [("cpu", None, "float32"), ("gpu", None, "bfloat16"), ("gpu", "float32", "float32")],
+)
+def test_what_a_generation_computes_in(folder, monkeypatch, platform, said, expected):
+    monkeypatch.setattr(complete_module, "platform", lambda: platform)
+    stored = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16")
+    assert complete_module.computing_dtype(stored, said) == expected
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    assert complete_module.computing_dtype(exact, said) == (said or "float32")
+
+
+def test_generate_computes_in_it(folder, monkeypatch):
+    model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"), [prompts()[1]]
+    options = {"attention_mask": [[1] * len(ids[0])], "return_dict_in_generate": True, "output_logits": True}
+    found = {}
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(complete_module, "platform", lambda platform=platform: platform)
+        logits = model.generate(ids, max_new_tokens=1, **options).logits[0]
+        found[platform] = bool((logits == logits.astype(jnp.bfloat16).astype(np.float32)).all())
+    assert found == {"cpu": False, "gpu": True}

@@ -99,7 +99,7 @@ class Answerer:
     def __init__(self, model: LoadedModel, args: ChatArguments):
         self._model, self._tokenizer = model.load(), model.tokenizer
         self._config = _as_asked(model.settings(args.fields))
-        self._dtype = "bfloat16" if args.bf16 else "float32"
+        self._dtype = "bfloat16" if args.bf16 else None
 
     def __call__(self, messages: list[dict[str, str]]) -> str:
         from transformers import TextStreamer

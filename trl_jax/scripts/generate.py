@@ -110,6 +110,8 @@ def main(args: GenerateArguments) -> None:
     completer = Completer(model, args, rows)
     mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
     mark |= {f"--{name}": value for name, value in args.fields.items()}
+    if completer.dtype.name != ("bfloat16" if args.bf16 else "float32"):
+        mark |= {"the type that it computes in": completer.dtype.name}
     with (
         contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write),
         _shown(write, len(rows), len(done), args.quiet) as take,
@@ -127,7 +129,7 @@ def _tell_idle_devices(args: GenerateArguments) -> None:
 
 
 class Completer:
-    """Completes rows with a model; a row's tokens depend on the seed and its number alone.
+    """Completes rows with a model, in `dtype`; a row's tokens depend on the seed and its number alone.
 
     Raises:
         ValueError: a row without a prompt, or a field out of its range.
@@ -136,13 +138,15 @@ class Completer:
     def __init__(self, model: LoadedModel, args: GenerateArguments, rows: list[Row]):
         from trl_jax.core.torch_random import TorchGenerator
         from trl_jax.hub.generating.batches import Batches
+        from trl_jax.hub.generating.complete import computing_dtype
 
         self._rows, self._tokenizer = rows, model.tokenizer
         settings = model.settings(args.fields)
+        self.dtype = computing_dtype(model.load(), "bfloat16" if args.bf16 else None)
         self._group = settings.completions
         self._batches = Batches(
             model.load(), settings, [_ids(row, model.tokenizer) for row in rows], stream=TorchGenerator(args.seed),
-            batch_size=args.batch_size, dtype="bfloat16" if args.bf16 else "float32", tokenizer=model.tokenizer,
+            batch_size=args.batch_size, dtype=self.dtype, tokenizer=model.tokenizer,
             window=_WINDOW * args.batch_size,
         )  # fmt: skip
 

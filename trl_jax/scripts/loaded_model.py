@@ -18,7 +18,10 @@ _NEW_TOKENS = 256  # where neither the user nor the checkpoint says
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how a language model is loaded and computed."""
     parser.add_argument("--dtype", default="auto", help="type to load weights in (default: as they are stored)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (default: float32)")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16 (default: float32 on a CPU, elsewhere the 16-bit type "
+        "that the weights are stored in, if they are)"
+    )  # fmt: skip
     parser.add_argument(
         "--mesh_shape", help="devices that write completions, as in data:4, or in fsdp:4,tensor:2, where they divide "
         "the weights, too (default: one device)"

@@ -63,6 +63,15 @@ def exact_draws(dtype: Any) -> bool:
     return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and jax.local_device_count() == 1
 
 
+def computing_dtype(model: Any, dtype: Any) -> jnp.dtype:
+    """The type that a generation computes in: as its caller says; else, on a CPU, float32, which is exact, and
+    elsewhere the 16-bit type that the model is stored in, as transformers does."""
+    if dtype is not None:
+        return jnp.dtype(dtype)
+    stored = jnp.dtype(model.backend.main_dtype)
+    return stored if platform() != "cpu" and stored.itemsize == 2 else jnp.dtype(jnp.float32)
+
+
 def complete(
     model: Any,
     prompt_ids: Sequence[Sequence[int]],

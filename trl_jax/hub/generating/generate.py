@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.seed import default_generator
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.generating.batches import Batches, Completion, collected
 from trl_jax.hub.generating.caller import Caller
-from trl_jax.hub.generating.complete import check_generates, drawing_of, request_of, run, text_of
+from trl_jax.hub.generating.complete import check_generates, computing_dtype, drawing_of, request_of, run, text_of
 from trl_jax.hub.generating.prompts import read_prompts
 from trl_jax.hub.generating.refusals import refuse_arguments
 from trl_jax.hub.generating.settings import processors_of, resolve
@@ -41,7 +40,7 @@ class GenerationApi:
         custom_generate: Any = None,
         *,
         seed: int | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Complete prompts, with transformers' arguments and, on a CPU in float32, its tokens.
@@ -57,7 +56,8 @@ class GenerationApi:
             synced_gpus: has no effect: all processes of a mesh run one program.
             streamer: gets the prompts and each step's tokens.
             seed: of the tokens that are drawn; None goes on with the process's stream, which `trl_jax.set_seed` seeds.
-            dtype: that the model computes in.
+            dtype: that the model computes in. None: on a CPU float32; elsewhere the 16-bit type that it is stored in,
+                if it is.
             kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`.
 
         Returns int64 `[rows, T + new]`, torch's where the prompts are; with return_dict_in_generate=True a
@@ -73,7 +73,7 @@ class GenerationApi:
             "assistant_model": assistant_model, "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask, "custom_generate": custom_generate,
         }  # fmt: skip
-        tokenizer = kwargs.pop("tokenizer", None)
+        tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
         settings, others = resolve(self, generation_config, kwargs)
         refuse_arguments(named | others)
         prompts = read_prompts(*_inputs(inputs, others), settings, self.backend.vocab_size)
@@ -97,7 +97,7 @@ class GenerationApi:
         seed: int | None = None,
         batch_size: int = 64,
         progress_bar: bool = False,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
         **kwargs: Any,
     ) -> dict[str, Completion]:
         """Complete any number of prompts, `batch_size` completions at a time: where those of a prompt have ended, the
@@ -117,7 +117,7 @@ class GenerationApi:
         """
         if not len(inputs):
             return {}
-        tokenizer = kwargs.pop("tokenizer", None)
+        tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
         settings, others = resolve(self, generation_config, kwargs)
         _check_unused(others, ())
         options = {"batch_size": batch_size, "dtype": dtype, "tokenizer": tokenizer}
