@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from trl_jax.core.chips import Topology
-from trl_jax.dryrun import hlo
+from trl_jax.dryrun import gpu, hlo
 
 # libtpu asks the machine which TPU it has. These answer where there is none; compilation is for the topology asked for.
 _NO_TPU_HERE = {
@@ -34,8 +34,8 @@ class Compiled(NamedTuple):
 
     seconds: how long compilation took. peak: the most bytes alive at once, arguments included. arguments: bytes of the
     step's arguments, padded as the device lays them out. allocated: the sum of its temporary buffers, some of which
-    share memory one after another. fits: the compiler's verdict, None where there is no limit; where it is False, peak
-    is what the compiler wanted, room what it had, and the rest is None.
+    share memory one after another. fits: the verdict, None where there is no limit. room: of a GPU, what a program has
+    there; of a TPU, where it does not fit, what the compiler had: peak is what it wanted then, and the rest is None.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class Compiled(NamedTuple):
 def no_compiler(topology: Topology) -> str | None:
     """The reason why this machine cannot compile for the topology; None where it can."""
     if topology.platform == "gpu":
-        return "XLA compiles for a GPU only on a machine that has one, and a plan uses none"
+        return gpu.no_compiler(topology)
     if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         return 'TPUs\' compiler is not installed: pip install "trl_jax[tpu]"'
     return None
@@ -70,6 +70,8 @@ def prepare(topology: Topology) -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # the plan reports how long compilation takes
     if topology.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", topology.devices)
+    elif topology.platform == "gpu":
+        gpu.prepare()
 
 
 @dataclass(frozen=True)  # no tuple: NumPy would take it for a row of an array
@@ -99,6 +101,8 @@ def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
         return found[: topology.devices]
     if no_compiler(topology) is not None:
         return [DeviceStub(number, topology.platform, topology.kind) for number in range(topology.devices)]
+    if topology.platform == "gpu":
+        return gpu.devices(topology)
     for name, value in _NO_TPU_HERE.items():
         os.environ.setdefault(name, value)
     chips_per_host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # at most 2x2
@@ -131,7 +135,8 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     Raises:
         jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
     """
-    start, lowered = time.monotonic(), traced.lower(lowering_platforms=(topology.platform,))
+    on_gpu = topology.platform == "gpu"
+    start, lowered = time.monotonic(), traced.lower(lowering_platforms=("cuda" if on_gpu else topology.platform,))
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -146,4 +151,6 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # of which no argument gives the memory
     peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
-    return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost), program
+    room = gpu.room(topology) if on_gpu else None  # XLA compiles for GPUs whatever there is room for
+    fits = fits if room is None else peak <= room
+    return Compiled(seconds, peak, fits, room, arguments, allocated, cost), program

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from trl_jax.core.layer_gather import TENSOR
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.platform import platform
@@ -17,6 +20,7 @@ _AMPERE, _HOPPER = 8.0, 9.0  # the least compute capabilities that it runs on, o
 # Releases of JAX whose own call tells it rightly where texts lie, if heads share keys, too; jax.nn's does not tell it.
 _PACKS, _UNTRIED = (0, 11, 2), (0, 13)
 _CALL = "jax._src.cudnn.fused_attention_stablehlo"
+_absent: float | None = None  # the capability of `compile_for`
 
 
 def attends(q_RTHC: jax.Array) -> bool:
@@ -37,8 +41,20 @@ def takes(channels: int, dtype: jnp.dtype | str) -> bool:
     return jnp.dtype(dtype) == jnp.bfloat16 and channels % 8 == 0 and channels <= 128
 
 
+def compile_for(capability: float) -> None:
+    """Choose, from here on, what a GPU of this compute capability has, which this machine lacks: its programs are only
+    compiled. JAX's call would ask the GPU that there is."""
+    global _absent
+    _absent, call = capability, _packing()
+    if call is not None:
+        call.check_compute_capability = lambda wanted: capability >= float(wanted)
+        call.is_cuda_compute_capability_equal = lambda wanted: capability == float(wanted)
+
+
 def _capability() -> float:
     """0.0 of a GPU that is none of NVIDIA's."""
+    if _absent is not None:
+        return _absent
     major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")  # AMD's is no number
     return float(f"{major}.{minor or 0}") if major.isdecimal() else 0.0
 
@@ -67,10 +83,14 @@ def attend_cudnn(
     """
     if isinstance(scale, jax.Array):
         q_RTHC, scale = (q_RTHC * scale).astype(q_RTHC.dtype), 1.0
-    within = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-    return jax.nn.dot_product_attention(
-        q_RTHC, k_RTKC, v_RTKC, scale=scale, is_causal=True, implementation="cudnn", **within
-    )
+
+    def attend(q_RTHC, k_RTKC, v_RTKC, lengths):
+        within = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        return jax.nn.dot_product_attention(
+            q_RTHC, k_RTKC, v_RTKC, scale=scale, is_causal=True, implementation="cudnn", **within
+        )
+
+    return _on_each_device(attend, (q_RTHC, k_RTKC, v_RTKC), lengths)
 
 
 def attend_cudnn_packed(
@@ -91,12 +111,26 @@ def attend_cudnn_packed(
     inside = (packed.first < length)[..., None, None]
     if isinstance(scale, jax.Array):
         q_RTHC, scale = (q_RTHC * scale).astype(q_RTHC.dtype), 1.0
-    qkv = (jnp.where(inside, y, 0) for y in (q_RTHC, k_RTKC, v_RTKC))
-    out = call.dot_product_attention(
-        *qkv, None, None, sizes, sizes, offsets, offsets, scale=scale, mask_type=call.MaskType.PADDING_CAUSAL
-    )
-    out = jnp.where(inside, out, 0)
+
+    def attend(q_RTHC, k_RTKC, v_RTKC, sizes, offsets):
+        places, mask = (sizes, sizes, offsets, offsets), call.MaskType.PADDING_CAUSAL
+        return call.dot_product_attention(q_RTHC, k_RTKC, v_RTKC, None, None, *places, scale=scale, mask_type=mask)
+
+    qkv = tuple(jnp.where(inside, y, 0) for y in (q_RTHC, k_RTKC, v_RTKC))
+    out = jnp.where(inside, _on_each_device(attend, qkv, sizes, offsets), 0)
     return out if _sums_are_small(sizes, q_RTHC) else checkpoint_name(out, SAVED)
+
+
+def _on_each_device(attend: Callable, qkv: tuple[jax.Array, ...], *beside: jax.Array | None) -> jax.Array:
+    """`attend(*qkv, *beside)` where compilers divide no more: JAX's rules for dividing the kernel fail beside axes that
+    are divided by hand. Heads `[R, T, H, C]` are divided over `tensor` where they come out even."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.auto_axes:
+        return attend(*qkv, *beside)
+    even = all(y.shape[2] % mesh.shape[TENSOR] == 0 for y in qkv)
+    heads, whole = PartitionSpec(None, None, TENSOR if even else None), PartitionSpec()
+    places = {"in_specs": (*[heads] * len(qkv), *[whole] * len(beside)), "out_specs": heads}
+    return jax.shard_map(attend, **places, axis_names=set(mesh.auto_axes), check_vma=False)(*qkv, *beside)
 
 
 def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
