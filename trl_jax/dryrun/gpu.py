@@ -61,7 +61,7 @@ def _is_there(module: str) -> bool:
 
 
 def devices(topology: Topology) -> list[jax.Device]:
-    """Devices to compile for, eight a host; attention is chosen as on them."""
+    """Devices to compile for, eight a host; attention is that of these."""
     facts, count = _FACTS[topology.kind], topology.devices
     hosts = -(-count // _HOST)
     shape = f"1x{hosts}x{count // hosts}"
