@@ -152,3 +152,16 @@ def test_adapters_and_few_bits_write_the_same_whole_or_gathered(few_bits, checkp
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         GRPOTrainer(folder, rewarded, args, Dataset.from_list(prompt_rows(20)), peft_config=lora).train()
     assert len(written[0]) == 2 and written[0] == written[1] == written[2]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:4,tensor:2", "fsdp:2,sequence:2,tensor:2"])
+def test_all_arrays_are_of_one_mesh(mesh, load, gathers):
+    """JAX lowers cuDNN's kernel for one alone; where texts are divided in training, the axis has another name here."""
+    gathers(1)
+    model = load(mesh)
+    found = weights.Weights.of(model.graph, model.arrays)
+    assert {array.sharding.mesh for array in found.arrays.values()} == {found.shards.mesh}
+    assert ("copies" in found.shards.mesh.axis_names) == ("sequence" in mesh)
+    for path, array in found.arrays.items():
+        mine, other = (shards.addressable_shards[-1].data for shards in (array, model.arrays[path]))
+        assert mine.unsafe_buffer_pointer() == other.unsafe_buffer_pointer()

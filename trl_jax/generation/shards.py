@@ -103,11 +103,28 @@ def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | No
     mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
     if mesh is None or mesh.size == 1:
         return None
-    names = ["copies" if axis == SEQUENCE else axis for axis in mesh.axis_names]
+    names = ["copies" if axis == SEQUENCE and size > 1 else axis for axis, size in mesh.shape.items()]
     mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
     whole = PartitionSpec()
     specs = ((path, place.spec if isinstance(place, NamedSharding) else whole) for path, place in places.items())
     return Shards(mesh, tuple(specs), stacked)
+
+
+def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
+    """The arrays where they are, but as those of the shards' mesh: JAX lowers a kernel that it may have to divide, as
+    cuDNN's, for one mesh alone."""
+    return {path: _named(array, shards.mesh) for path, array in arrays.items()}
+
+
+def _named(array: Any, mesh: Mesh) -> Any:
+    place = array.sharding
+    if not isinstance(place, NamedSharding) or place.mesh == mesh:
+        return array
+    place = NamedSharding(mesh, place.spec)
+    if not isinstance(array, jax.Array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, place, parts)
 
 
 def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:

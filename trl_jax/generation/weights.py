@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.generation.shards import Shards, gathered_once, shards_of
+from trl_jax.generation.shards import Shards, gathered_once, on_their_mesh, shards_of
 from trl_jax.models.arch.cache_parts import cache_parts
 from trl_jax.models.functional import merge
 from trl_jax.models.stack import in_a_stack
@@ -53,7 +53,7 @@ def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any],
     shards = shards_of(arrays, stacked)
     if shards is None:
         return arrays, None
-    arrays = gathered_once(arrays, shards, memory)
+    arrays = on_their_mesh(gathered_once(arrays, shards, memory), shards)
     return arrays, shards_of(arrays, stacked)
 
 
