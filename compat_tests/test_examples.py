@@ -82,7 +82,7 @@ def test_preferences_are_learned(tmp_path):
 def of_grpo(tmp_path_factory):
     """The folder that the example of GRPO leaves, and what it prints."""
     folder = tmp_path_factory.mktemp("grpo")
-    return folder, run(ROOT / "examples" / "grpo.py", "--output_dir", folder, *([] if THOROUGH else ["--steps", 80]))
+    return folder, run(ROOT / "examples" / "grpo.py", "--output_dir", folder, *([] if THOROUGH else ["--steps", 60]))
 
 
 def test_rewards_are_learned(of_grpo):

@@ -22,8 +22,8 @@ from compat_tests.trainer.trainers import FACTS
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "run_all"))
 # What these do usually has tests beside TRL of its own: parity/test_curve.py, trainer/test_trainer_evaluate.py,
-# trainer/test_overriding.py and trainer/test_trainer_train.py.
-SELDOM = {"margins", "own_metrics", "subclassed", "callbacks"}
+# trainer/test_overriding.py, trainer/test_trainer_train.py and data/test_preference.py.
+SELDOM = {"margins", "own_metrics", "subclassed", "callbacks", "old_helpers", "old_tokenised"}
 # What TRL 1.16 wants written for what a script says.
 SINCE = {
     "old_keywords": {

@@ -100,7 +100,7 @@ def test_layers_of_several_kinds(family, mesh, run):
     np.testing.assert_allclose(found, wanted, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("qwen3_moe", "tensor:2"), ("llama", "sequence:2")])
+@pytest.mark.parametrize(("family", "mesh"), [thorough("qwen3_moe", "tensor:2"), ("llama", "sequence:2")])
 def test_sixteen_bits_are_summed(family, mesh, checkpoint, tmp_path):
     """TRL's default dtype. XLA's own sum of sixteen bits on CPUs ends the process."""
     losses = []

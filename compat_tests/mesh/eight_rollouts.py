@@ -136,6 +136,7 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     assert history(whole) == history(again)
 
 
+@only_thorough  # usually a reference is (eight_references.py), and a run that writes its rows
 def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
     """The same completions and divergences as on two devices that have half of each model. Their widths differ, so
     that their layers are divided in other ways."""
