@@ -122,7 +122,7 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
         ("llama", "cpu:1", {}, "plain XLA, 64 queries of a packed row at a time"),
         ("llama", "cpu:1", {"batch_layout": "padded"}, "plain XLA, 256 queries of a row at a time"),
         ("llama", "v5e:1x1", {}, "splash attention, 512 queries of a packed row at a time"),
-        ("llama", "h100:1", {"bf16": True}, "cuDNN's flash attention, text by text"),
+        ("llama", "h100:1", {"bf16": True}, "cuDNN's flash attention"),
         ("llama", "h100:1", {}, "plain XLA, 256 queries of a row at a time against the keys before them, text by text"),
         ("bert", "h100:1", {"bf16": True}, "plain XLA, 256 queries of a row at a time"),
         ("gpt_oss", "h100:1", {"bf16": True}, "plain XLA, 256 queries of a row at a time"),  # for its sinks

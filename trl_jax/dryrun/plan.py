@@ -257,7 +257,7 @@ def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> s
     if platform == "gpu":
         flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
         flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
-        return "cuDNN's flash attention, text by text" if flash else f"{_BY_ROWS}, text by text"
+        return "cuDNN's flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
     by_text = trainer.parts.run.rollout is not None  # completions of a prompt, in windows, too
