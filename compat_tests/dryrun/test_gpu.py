@@ -33,7 +33,7 @@ def test_a_description_has_the_published_figures(kind):
     assert f"major: {8 if kind == 'a100' else 9} minor: 0" in told
 
 
-@pytest.mark.parametrize(("count", "shape"), [(1, "1x1x1"), (4, "1x1x4"), (8, "1x1x8"), (16, "1x2x8")])
+@pytest.mark.parametrize(("count", "shape"), [(1, "1x1x1"), (4, "1x1x4"), (8, "1x1x8"), (16, "1x2x8"), (9, "1x3x3")])
 def test_eight_are_a_host_and_attention_is_chosen_for_them(monkeypatch, count, shape):
     asked = []
 

@@ -61,11 +61,10 @@ def _is_there(module: str) -> bool:
 
 
 def devices(topology: Topology) -> list[jax.Device]:
-    """Devices to compile for, eight a host; attention is that of these."""
+    """Devices to compile for, at most eight a host; attention is that of these."""
     facts, count = _FACTS[topology.kind], topology.devices
-    hosts = -(-count // _HOST)
-    shape = f"1x{hosts}x{count // hosts}"
-    told = {"topology": shape, "target_config": description(topology)}
+    each = max(number for number in range(1, _HOST + 1) if count % number == 0)
+    told = {"topology": f"1x{count // each}x{each}", "target_config": description(topology)}
     found = topologies.get_topology_desc(platform="cuda", topology_name="", **told).devices
     major, minor = facts.capability
     cudnn.compile_for(float(f"{major}.{minor}"))
