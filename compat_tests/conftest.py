@@ -134,12 +134,6 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config):
-    """One worker more than there are cores: an eighth of the time tests wait, for other processes above all."""
-    return (os.cpu_count() or 1) + 1
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file goes to one worker, as a whole: its tests share runs, models and what is compiled."""
     from xdist.scheduler import LoadFileScheduling
