@@ -69,7 +69,7 @@ def _compiled(run: tuple[str, str, str, str], topology: str, scratch: Path) -> d
     failed = done.returncode != 0 or "by arithmetic alone" in told[-1]
     return {
         "trainer": trainer, "family": family, "mesh": mesh, "flags": further, "s": time.perf_counter() - start,
-        "told": told[-1] if told else "", "failed": (done.stderr.strip().splitlines() or ["no"])[-1] if failed else "",
+        "told": told[-1] if told else "", "failed": (done.stderr.strip().splitlines() or told)[-1] if failed else "",
     }  # fmt: skip
 
 

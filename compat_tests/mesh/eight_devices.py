@@ -25,7 +25,7 @@ from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer 
 from trl_jax.core.packed import BLOCK  # noqa: E402
 from trl_jax.engine.devices.compilation import compiler_options  # noqa: E402
 from trl_jax.mesh.sharding import ShardingPlan, make_mesh  # noqa: E402
-from trl_jax.nn.attention import cudnn  # noqa: E402
+from trl_jax.nn.platform import undivided  # noqa: E402
 from trl_jax.run import layout_choice  # noqa: E402
 from trl_jax.run.step import precompile  # noqa: E402
 
@@ -386,10 +386,9 @@ def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
     assert found.memory.gathered > 0 and found.mesh == {"fsdp": 4, "tensor": 2}
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-def test_a_kernel_gets_its_heads_and_no_compiler_divides_it(heads):
+def test_a_kernel_gets_its_heads_and_no_compiler_divides_it():
     """As cuDNN's, which JAX's rules do not divide beside axes that are divided by hand."""
-    shapes, seen = [(4, 6, count, 2) for count in (heads[0], heads[1], heads[1])], []
+    shapes, seen, heads = [(4, 6, count, 2) for count in (4, 2, 2)], [], jax.P(None, None, "tensor")
     q, k, v = (np.random.default_rng(n).normal(size=shape).astype(np.float32) for n, shape in enumerate(shapes))
     lengths = np.array([6, 3, 1, 5], np.int32)
 
@@ -402,9 +401,8 @@ def test_a_kernel_gets_its_heads_and_no_compiler_divides_it(heads):
     with jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
         rows = jax.P("fsdp")
         run = jax.shard_map(
-            lambda q, k, v, lengths: cudnn._on_each_device(attend, (q, k, v), lengths),
+            lambda *given: undivided(attend, (heads, heads, heads, jax.P()), heads)(*given),
             in_specs=(rows,) * 4, out_specs=rows, axis_names={"fsdp"}, check_vma=False,
         )  # fmt: skip
         np.testing.assert_array_equal(jax.jit(run)(q, k, v, lengths), wanted)
-    each = 2 if heads == (4, 2) else 1
-    assert seen[-1] == ((1, 6, heads[0] // each, 2), (1, 6, heads[1] // each, 2))
+    assert seen[-1] == ((1, 6, 2, 2), (1, 6, 1, 2))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +15,15 @@ def platform() -> str:
     if of_mesh is not None:
         return of_mesh.platform
     return jax.default_backend() if default is None else default.platform
+
+
+def undivided(call: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function as each device computes its part, along those axes of the mesh that are left to the compiler: it
+    divides no kernel, nor do JAX's own rules for one beside axes that are divided by hand."""
+    axes = set(jax.sharding.get_abstract_mesh().auto_axes)
+    if not axes:
+        return call
+    return jax.shard_map(call, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def as_summed(value: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +13,13 @@ from jax.sharding import PartitionSpec
 from trl_jax.core.layer_gather import TENSOR
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.key_ranges import SAVED
-from trl_jax.nn.platform import platform
+from trl_jax.nn.platform import platform, undivided
 
 _AMPERE, _HOPPER = 8.0, 9.0  # the least compute capabilities that it runs on, on padded rows and on packed ones
 # Releases of JAX whose own call tells it rightly where texts lie, if heads share keys, too; jax.nn's does not tell it.
 _PACKS, _UNTRIED = (0, 11, 2), (0, 13)
 _CALL = "jax._src.cudnn.fused_attention_stablehlo"
+_HEADS = PartitionSpec(None, None, TENSOR)  # of `[R, T, H, C]`
 _absent: float | None = None  # the capability of `compile_for`
 
 
@@ -90,7 +90,7 @@ def attend_cudnn(
             q_RTHC, k_RTKC, v_RTKC, scale=scale, is_causal=True, implementation="cudnn", **within
         )
 
-    return _on_each_device(attend, (q_RTHC, k_RTKC, v_RTKC), lengths)
+    return undivided(attend, (*[_HEADS] * 3, PartitionSpec()), _HEADS)(q_RTHC, k_RTKC, v_RTKC, lengths)
 
 
 def attend_cudnn_packed(
@@ -116,21 +116,10 @@ def attend_cudnn_packed(
         places, mask = (sizes, sizes, offsets, offsets), call.MaskType.PADDING_CAUSAL
         return call.dot_product_attention(q_RTHC, k_RTKC, v_RTKC, None, None, *places, scale=scale, mask_type=mask)
 
-    qkv = tuple(jnp.where(inside, y, 0) for y in (q_RTHC, k_RTKC, v_RTKC))
-    out = jnp.where(inside, _on_each_device(attend, qkv, sizes, offsets), 0)
+    qkv = (jnp.where(inside, y, 0) for y in (q_RTHC, k_RTKC, v_RTKC))
+    attend = undivided(attend, (*[_HEADS] * 3, PartitionSpec(), PartitionSpec()), _HEADS)
+    out = jnp.where(inside, attend(*qkv, sizes, offsets), 0)
     return out if _sums_are_small(sizes, q_RTHC) else checkpoint_name(out, SAVED)
-
-
-def _on_each_device(attend: Callable, qkv: tuple[jax.Array, ...], *beside: jax.Array | None) -> jax.Array:
-    """`attend(*qkv, *beside)` where compilers divide no more: JAX's rules for dividing the kernel fail beside axes that
-    are divided by hand. Heads `[R, T, H, C]` are divided over `tensor` where they come out even."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.auto_axes:
-        return attend(*qkv, *beside)
-    even = all(y.shape[2] % mesh.shape[TENSOR] == 0 for y in qkv)
-    heads, whole = PartitionSpec(None, None, TENSOR if even else None), PartitionSpec()
-    places = {"in_specs": (*[heads] * len(qkv), *[whole] * len(beside)), "out_specs": heads}
-    return jax.shard_map(attend, **places, axis_names=set(mesh.auto_axes), check_vma=False)(*qkv, *beside)
 
 
 def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:

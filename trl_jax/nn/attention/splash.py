@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from trl_jax.core.layer_gather import TENSOR
 from trl_jax.nn.attention.key_ranges import SAVED, KeyRanges
-from trl_jax.nn.platform import platform
+from trl_jax.nn.platform import platform, undivided
 
 BLOCK = 512  # of queries and of keys; a longer one skips less, a shorter one is a turn more
 _LANES = 128
@@ -47,11 +47,8 @@ def attend_splash(
     def attend(q_HNC, k_KSC, v_KSC, sinks, ranges):
         return _attend(q_HNC, k_KSC, v_KSC, sinks, ranges, softcap, longest.bit_length())
 
-    divided = set(jax.sharding.get_abstract_mesh().auto_axes)  # by the compiler, which divides no kernel
-    if divided:
-        heads = PartitionSpec(TENSOR)
-        places = {"in_specs": (*[heads] * 4, PartitionSpec()), "out_specs": heads}
-        attend = jax.shard_map(attend, **places, axis_names=divided, check_vma=False)
+    heads = PartitionSpec(TENSOR)
+    attend = undivided(attend, (*[heads] * 4, PartitionSpec()), heads)
     out = attend(*by_head, sinks, within).transpose(1, 0, 2)[: len(q_NHC)]
     return jnp.where((ranges.end > ranges.first)[:, None, None], out, 0)
 
