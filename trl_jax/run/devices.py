@@ -54,25 +54,6 @@ def run_device(args: DeviceArguments) -> jax.Device:
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
 
 
-def mesh_sizes(args: DeviceArguments) -> dict[str, int]:
-    """The size of each axis that the arguments name, or imply.
-
-    Raises:
-        ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file.
-    """
-    asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
-    devices = run_devices(args)
-    sizes = parallel.settled(asked, len(devices), len({device.process_index for device in devices}))
-    shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    examples = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if asked.batch not in (None, examples):
-        raise ValueError(
-            f"deepspeed sets train_batch_size to {asked.batch}, but {shards} devices x per_device_train_batch_size x "
-            f'gradient_accumulation_steps = {examples}. Write "auto" in the file.'
-        )
-    return sizes
-
-
 def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:
     """Raise ValueError where the tensor axis does not divide the model's heads, or the sequence axis cannot divide
     texts because of the model or of methods that the script has `overridden`."""
@@ -130,7 +111,7 @@ def _bytes(count: int) -> str:
 
 def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
     """The plan by which the run is divided over devices; None for a single one."""
-    sizes = mesh_sizes(args)
+    sizes = parallel.mesh_sizes(args)
     count = prod(sizes.values())
     if count == 1:
         return None

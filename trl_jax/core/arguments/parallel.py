@@ -6,7 +6,7 @@ They have accelerate's and DeepSpeed's names; `mesh_shape` is ours and beats the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
@@ -209,3 +209,22 @@ def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
             f"{devices}, or say 'data:-1' in mesh_shape for what is left."
         )
     return {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}
+
+
+def mesh_sizes(args: Any) -> dict[str, int]:
+    """The size of each mesh axis that a config names or implies.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file.
+    """
+    wanted = asked({f.name: getattr(args, f.name) for f in fields(args)})
+    devices = args.jax_devices()
+    sizes = settled(wanted, len(devices), len({device.process_index for device in devices}))
+    shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    examples = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if wanted.batch not in (None, examples):
+        raise ValueError(
+            f"deepspeed sets train_batch_size to {wanted.batch}, but {shards} devices x per_device_train_batch_size x "
+            f'gradient_accumulation_steps = {examples}. Write "auto" in the file.'
+        )
+    return sizes

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode
 
+from trl_jax.core.arguments.parallel import mesh_sizes
 from trl_jax.run.arguments.launchers import launcher_aside
 
 # transformers hands these to torch inside __post_init__; here the table of arguments handles them.
@@ -81,15 +82,11 @@ class JaxArguments(TrainingArguments):
     @property
     def world_size(self) -> int:
         """Devices of the run, over all processes: TRL has a process for each. JAX starts when it is read."""
-        from trl_jax.run.devices import mesh_sizes
-
         return prod(mesh_sizes(self).values())
 
     @property
     def data_parallel_size(self) -> int:
         """How many devices, or groups of them, have per_device_train_batch_size examples each: data x fsdp."""
-        from trl_jax.run.devices import mesh_sizes
-
         sizes = mesh_sizes(self)
         return sizes.get("data", 1) * sizes.get("fsdp", 1)
 
