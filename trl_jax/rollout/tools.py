@@ -71,7 +71,7 @@ class Calls:
         results = self._loop.run([_outcome(coroutine) for _, coroutine in waiting]) if waiting else []
         for (name, _), result in zip(waiting, results, strict=True):
             done.append((name, self._failed(result) if isinstance(result, Exception) else result))
-        return [{"role": "tool", "name": name, "content": _content(result)} for name, result in done]
+        return [{"role": "tool", "name": _whole(name), "content": _content(result)} for name, result in done]
 
     def metrics(self, completions: int) -> dict[str, float]:
         """Calls of a completion and the part of them that failed, since this was asked last."""
@@ -202,4 +202,9 @@ async def _outcome(coroutine: Coroutine) -> Any:
 
 def _content(result: Any) -> Any:
     """A list is content in blocks, all else text."""
-    return result if isinstance(result, list) else str(result)
+    return result if isinstance(result, list) else _whole(str(result))
+
+
+def _whole(text: str) -> str:
+    """The text with halves of UTF-16 pairs, which a model can write in JSON and no tokenizer takes, as their escapes."""
+    return text.encode(errors="backslashreplace").decode()

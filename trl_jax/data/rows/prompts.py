@@ -138,7 +138,7 @@ def parsed_message(
         for call in message.get("tool_calls") or ():
             _settle_call(call)
         return message
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):  # the last of JSON with very many brackets
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 

@@ -128,27 +128,21 @@ class RewardFunctions:
         return {name: total / count for name, (total, count) in sorted(self.sums().items())}
 
     def extra(self) -> dict[str, list]:
-        """The columns that functions gave to `log_extra` in the last call, sorted by name.
-
-        Raises:
-            ValueError: one has not a value for each completion.
-        """
-        self._check_columns(self._completions)
-        return {name: list(values) for name, values in sorted(self._columns.items())}
+        """The columns that functions gave to `log_extra` in the last call, sorted by name. A column without one value for
+        each completion is left out with a warning: the table of completions ends no run."""
+        for name in [name for name, values in self._columns.items() if len(values) != self._completions]:
+            logger.warning(
+                f"log_extra({name!r}, values) got {len(self._columns.pop(name))} values for {self._completions} "
+                "completions, and the column is left out: wanted one for each. Call it once, with a list as long as "
+                "completions."
+            )
+        return {name: list(values) for name, values in sorted(self._columns.items(), key=lambda item: str(item[0]))}
 
     def _log_extra(self, column: str, values: list) -> None:
         self._columns[column].extend(values)
 
     def _log_metric(self, name: str, value: float) -> None:
         self._numbers[name].append(value)
-
-    def _check_columns(self, completions: int) -> None:
-        for name, values in self._columns.items():
-            if len(values) != completions:
-                raise ValueError(
-                    f"log_extra({name!r}, values) got {len(values)} values for {completions} completions: wanted one "
-                    "for each. Call it once, with a list as long as completions."
-                )
 
     async def _awaited(self, number: int, given: dict[str, Any]) -> np.ndarray:
         name, prompts = self.names[number], given["prompts"]
