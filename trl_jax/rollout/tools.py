@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.printable import brief
+from trl_jax.data.rows.chat import rendered
 from trl_jax.data.rows.prompts import parsed_message
 from trl_jax.rollout.coroutines import EventLoop, is_async
 from trl_jax.rollout.environments import Environments, methods_of
@@ -171,7 +173,7 @@ class Tools:
 
     def _rendered(self, talk: list[Message], **options: Any) -> list[int]:
         options |= {"tokenize": True, "return_dict": False, **self.template_options}
-        return list(self.tokenizer.apply_chat_template(talk, **options))
+        return list(rendered(self.tokenizer, talk, f"The answers of tools {brief(talk[2:], 300)}", **options))
 
 
 def by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
@@ -206,5 +208,5 @@ def _content(result: Any) -> Any:
 
 
 def _whole(text: str) -> str:
-    """The text with halves of UTF-16 pairs, which a model can write in JSON and no tokenizer takes, as their escapes."""
+    """The text with halves of UTF-16 pairs as escapes: a model can write them in JSON, and no tokenizer takes them."""
     return text.encode(errors="backslashreplace").decode()

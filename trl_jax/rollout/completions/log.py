@@ -158,7 +158,7 @@ class CompletionsLog:
 
 
 def plain(value: Any) -> Any:
-    """A copy of a value that JSON, Arrow and a terminal can take: None, bool, int, float, str, lists and dicts of these.
+    """A copy of a value for JSON, Arrow and a terminal: None, bool, int, float, str, lists and dicts of these.
 
     NumPy and JAX arrays become lists; values of other types become their text; half of a UTF-16 pair becomes its
     escape. "..." replaces a container inside itself, anything nested deeper than _DEPTH, and all beyond _ITEMS items.

@@ -76,7 +76,7 @@ def _pieces(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _content(content: Any) -> Iterator[tuple[str, str]]:
-    """Text and blocks as TRL shows them; what a tool has answered may be any list, and its other items are shown too."""
+    """Text and blocks as TRL shows them, and any other items of a list that a tool has returned."""
     if not isinstance(content, list):
         yield "" if content is None else str(content), ""
         return

@@ -128,8 +128,10 @@ class RewardFunctions:
         return {name: total / count for name, (total, count) in sorted(self.sums().items())}
 
     def extra(self) -> dict[str, list]:
-        """The columns that functions gave to `log_extra` in the last call, sorted by name. A column without one value for
-        each completion is left out with a warning: the table of completions ends no run."""
+        """The columns that functions gave to `log_extra` in the last call, sorted by name.
+
+        A column that does not have one value for each completion is left out with a warning.
+        """
         for name in [name for name, values in self._columns.items() if len(values) != self._completions]:
             logger.warning(
                 f"log_extra({name!r}, values) got {len(self._columns.pop(name))} values for {self._completions} "
