@@ -12,6 +12,7 @@ from trl_jax.data.rows.chat import opening
 from trl_jax.data.rows.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
 from trl_jax.data.rows.preference.unpairing import get_dataset_column_names as get_dataset_column_names
 from trl_jax.data.rows.preference.unpairing import unpair_preference_dataset as unpair_preference_dataset
+from trl_jax.data.rows.templates.rendering import apply_chat_template as render_messages
 
 _COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "label")
 _FORMATS = (
@@ -71,7 +72,7 @@ def apply_chat_template(
     if names_found not in _FORMATS:
         raise KeyError(f"Invalid keys in the example: {names_found}; wanted one of {_FORMATS}.")
     options = {"tools": tools or None, "tokenize": False, **example.get("chat_template_kwargs", {}), **template_kwargs}
-    render = partial(processing_class.apply_chat_template, **options)
+    render = partial(render_messages, processing_class, **options)
     label = {"label": example["label"]} if "label" in names_found else {}
     answers = [name for name in _ANSWERS if name in names_found]
     if "messages" in names_found:

@@ -119,8 +119,8 @@ def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
         ({"txt": "a"}, "in.jsonl, line 2 holds txt: wanted prompt or messages or text."),
         ({"prompt": "a", "completion": "b"}, "line 2 has a column 'completion' already, where the result would go"),
         ({"prompt": ""}, "line 2 has a prompt of no tokens. Write at least one word, or leave the row out."),
-        ({"prompt": 3}, "line 2: A prompt is 3: wanted a string, or messages"),
-        ({"messages": []}, "line 2: A prompt is []: wanted a string, or messages"),
+        ({"prompt": 3}, "line 2: the prompt is 3: wanted a string, or messages"),
+        ({"messages": []}, "line 2: the prompt is []: wanted a string, or messages"),
     ],
 )
 def test_a_wrong_row_is_named(folder, tmp_path, row, text, capsys):

@@ -147,7 +147,7 @@ def test_the_tokenizers_ids_count_where_the_model_has_none(model, tokenizer, mon
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "A prompt is \\[\\]: wanted a string, or messages as in"),
+        ([], "Prompt 0 is \\[\\]: wanted a string, or messages as in"),
         ([{"content": "x"}], "wanted a string, or messages"),
         (TALK, "the tokenizer has no chat template. Pass text, or set"),
     ],

@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trl_jax.rollout.completions.log import CompletionsLog, trackers
+from trl_jax.rollout.completions import log as completions_log
+from trl_jax.rollout.completions.log import CompletionsLog, plain, trackers
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.completions.table import print_completions
 
@@ -122,6 +123,131 @@ def test_some_of_them_are_drawn(capsys):
     made.num_to_print = 9
     made.log("train", 1)
     assert all(f"p train {number}" in capsys.readouterr().out or number for number in range(4))
+
+
+SELF = [1]
+SELF.append(SELF)
+DEEP: list = []
+for _ in range(60):
+    DEEP = [DEEP, DEEP]  # 2**60 items in all
+
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def call(arguments, **more):
+    return {"type": "function", "function": {"name": "look", "arguments": arguments}, **more}
+
+
+def answer(*calls, content=""):
+    return [{"role": "assistant", "content": content, "tool_calls": list(calls)}]
+
+
+# What a model writes in one cell -> what the terminal shows of it.
+WRITTEN = {
+    "no arguments": (answer(call({})), "look()"),
+    "text for arguments": (answer(call("at once")), "look(at once)"),
+    "text that is JSON": (answer(call('{"a": 1}')), "look(a=1)"),
+    "JSON of another kind": (answer(call("[1, 2]")), "look([1, 2])"),
+    "a number for arguments": (answer(call(3)), "look(3)"),
+    "many brackets": (answer(call("[" * 100_000)), "look("),
+    "calls that are none": (answer("look", 3, {"name": "look"}, {"function": "look"}), "'look'"),
+    "one call, not in a list": ([{"role": "assistant", "content": "", "tool_calls": "look"}], "look"),
+    "a list from a tool": ([{"role": "tool", "content": [1, "b", None, ["c"]]}], "['c']"),
+    "blocks without text": ([{"role": "tool", "content": [{"type": "text"}, {"type": "text", "text": 7}]}], "7"),
+    "no content": ([{"role": "assistant", "content": None}], "ASSISTANT"),
+    "half of a character": (answer(call({"a": "\ud800"}), content="b\udfff"), "b\\udfff"),
+    "a list that contains itself": ([{"role": "tool", "content": SELF}], "..."),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_nothing_that_a_model_writes_ends_a_run(kind, tmp_path, capsys, caplog):
+    cell, shown = WRITTEN[kind]
+    given = []
+    made = log(folder=tmp_path, trackers=[given.append])
+    usual = answer(call({"a": 1}), call({"b": [2]}))
+    made.add("train", [TALK] * 2, [usual, cell], np.ones((2, 2), np.float32), np.ones(2))
+    made.log("train", 1)
+    assert shown in capsys.readouterr().out.replace("\n", "") and not caplog.records
+    written = pd.read_parquet(tmp_path / "completions_00001.parquet")
+    assert len(written) == 2 and list(written["prompt"][0]) == TALK and len(given) == 1
+    again = log(num_to_print=0)
+    again.restore(made.state())
+    assert repr(again.table("train", 1)) == repr(made.table("train", 1))
+
+
+def test_arguments_of_calls_are_json_text_so_that_those_of_one_tool_do_not_show_up_in_another(tmp_path):
+    made = log(folder=tmp_path, num_to_print=0)
+    completions = [answer(call({"a": 1})), answer(call({})), answer(call("text"))]
+    made.add("train", [TALK] * 3, completions, np.ones((3, 2), np.float32), np.ones(3))
+    made.log("train", 1)
+    rows = pd.read_parquet(tmp_path / "completions_00001.parquet")["completion"]
+    assert [row[0]["tool_calls"][0]["function"]["arguments"] for row in rows] == ['{"a": 1}', "{}", "text"]
+
+
+EXTRA = {
+    "mixed": ([1, "a", {"b": 2}, None], ["1", '"a"', '{"b": 2}', None]),
+    "nested": ([{"a": 1}, {"b": 2}, {}, None], ['{"a": 1}', '{"b": 2}', "{}", None]),
+    "lists": ([[1], ["a"], [], (2,)], ["[1]", '["a"]', "[]", "[2]"]),
+    "numbers": ([1, 2.5, np.float32(0.5), np.int64(3)], [1.0, 2.5, 0.5, 3.0]),
+    "bools and numbers": ([True, 1, False, 0], ["true", "1", "false", "0"]),
+    "texts": (["a", None, "\ud800", b"c"], ["a", None, "\\ud800", "b'c'"]),
+    "arrays": ([np.ones(1), np.zeros((1, 1)), np.float64(2), None], ["[1.0]", "[[0.0]]", "2.0", None]),
+    "large": ([2**63, -1, 1.5, None], ["9223372036854775808", "-1", "1.5", None]),
+    "containing themselves": ([SELF, {"a": SELF}, 1, None], ['[1, "..."]', '{"a": [1, "..."]}', "1", None]),
+    "of classes": ([Unprintable(), Exception("b"), 10**5000 > 1, None], ['"<Unprintable>"', '"b"', "true", None]),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_mixed_and_nested_values_become_json_text(kind, tmp_path, caplog):
+    values, wanted = EXTRA[kind]
+    given = []
+    made = log(folder=tmp_path, trackers=[given.append])
+    add(made, count=4, **{"note [/b]": values})
+    made.log("train", 1)
+    again = log(folder=tmp_path)
+    again.restore(made.state())
+    again.log("train", 2)  # a resumed run writes the same
+    for frame in (given[0], *(pd.read_parquet(tmp_path / f"completions_0000{step}.parquet") for step in (1, 2))):
+        found = frame["note [/b]"].tolist()
+        assert [None if isinstance(one, float) and math.isnan(one) else one for one in found] == wanted
+    assert not caplog.records
+
+
+def test_values_are_kept_within_limits():
+    many, whole, deep = plain([0] * 10**6), plain(10**5000), plain(DEEP)
+    assert len(many) <= 10**5 + 1 and many[-1] == "..." and whole == hex(10**5000) and len(str(deep)) < 10**7
+
+
+def test_what_cannot_be_shown_or_written_is_a_warning_and_the_rest_goes_on(tmp_path, caplog, monkeypatch):
+    seen = []
+
+    def broken(frame):
+        raise ConnectionError("the tracker is away")
+
+    (tmp_path / "file").write_text("")
+    made = log(folder=tmp_path / "file", trackers=[broken, seen.append])
+    monkeypatch.setattr(completions_log, "print_completions", lambda *given: 1 / 0)
+    add(made)
+    for step in (1, 2):
+        made.log("train", step)
+    told = [record.message for record in caplog.records]
+    assert [len(frame) for frame in seen] == [2, 2] and len(told) == 3  # each of them once
+    for text, what in zip(told, ("shown", "written", "given to a tracker"), strict=True):
+        assert f"the table of completions could not be {what}, and the run goes on. " in text
+    assert told[0].endswith("ZeroDivisionError: division by zero") and "the tracker is away" in told[2]
+
+
+def test_a_reward_function_may_have_another_name_when_a_run_is_resumed():
+    before, after = log(), CompletionsLog(["accuracy", "shape"], 4)
+    add(before)
+    after.restore(before.state())
+    table = after.table("train", 1)
+    assert table["accuracy"] == [0.0, 1.0] and all(map(math.isnan, table["shape"])) and "form" not in table
 
 
 def test_what_a_terminal_would_obey_is_shown_as_text(capsys):

@@ -162,6 +162,14 @@ def test_environments_that_are_not_there(runs, rows, factory, text):
         runs.made(trl_jax, environment_factory=given).train()
 
 
+def test_a_later_row_of_an_environment_that_is_not_there(runs):
+    runs.rows = [row | {"environment": "shop"} for row in ROWS]
+    runs.rows[-1] = ROWS[-1] | {"environment": "market"}
+    text = f"`environment='market'`, which is not among .*: \\['shop'\\]. Found in row {len(ROWS) - 1} of train_dataset"
+    with pytest.raises(ValueError, match=text):
+        runs.made(trl_jax, environment_factory={"shop": Shop})
+
+
 def test_what_tools_do_not_go_with(runs):
     with pytest.raises(ValueError, match="^tools= beside a rollout_func"):
         runs.made(trl_jax, tools=[add], rollout_func=lambda prompts, trainer: {})

@@ -234,7 +234,7 @@ def test_a_model_that_writes_no_completions(make):
 def test_an_empty_prompt(kind, make):
     rows = prompt_rows(8)
     rows[5]["prompt"] = ""
-    with pytest.raises(ValueError, match="train: row 5 has an empty prompt. A completion follows at least one token"):
+    with pytest.raises(ValueError, match="Row 5 of train_dataset has an empty prompt. A completion follows at"):
         make(kind, rows=rows)
     make(kind, rows=rows, model=SMALL | {"tokenizer": {"bos": "<s>"}})
     with pytest.raises(ValueError, match="The prompt '' is empty"):

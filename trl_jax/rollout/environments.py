@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from datasets import Dataset
+
 Row = dict[str, Any]
 _OWN = ("reset", "get_reward")  # which a model does not call
 
@@ -43,6 +45,23 @@ class Environments:
         kinds = dict.fromkeys(type(probe) for probe in self.probes)
         return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
 
+    def check(self, dataset: Any, where: str) -> None:
+        """Raise ValueError for the first row of a table that names no environment; rows of a stream are checked when
+        they come."""
+        if not self._several or not isinstance(dataset, Dataset):
+            return
+        has = "environment" in dataset.column_names
+        for name in dataset.unique("environment") if has else [None]:
+            if name not in self._factories:
+                row = list(dataset["environment"]).index(name) if has else 0
+                raise self._unknown(name, f" Found in row {row} of {where}.")
+
+    def _unknown(self, name: Any, place: str = "") -> ValueError:
+        return ValueError(
+            f"Example has `environment={name!r}`, which is not among the environments passed to "
+            f"`environment_factory`. Expected one of: {list(self._factories)}.{place}"
+        )
+
     def begin(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with an environment each, in the column `environments`, which has been reset by the row; what it
         then tells stands behind the prompt's last message.
@@ -54,10 +73,7 @@ class Environments:
         for row in rows:
             name = row.get("environment") if self._several else None
             if name not in self._factories:
-                raise ValueError(
-                    f"Example has `environment={name!r}`, which is not among the environments passed to "
-                    f"`environment_factory`. Expected one of: {list(self._factories)}."
-                )
+                raise self._unknown(name)
             made = self._made[name]
             if taken[name] == len(made):
                 made.append(self._factories[name]())

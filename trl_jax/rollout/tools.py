@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.printable import brief
+from trl_jax.data.rows.chat import rendered
 from trl_jax.data.rows.prompts import parsed_message
 from trl_jax.rollout.coroutines import EventLoop, is_async
 from trl_jax.rollout.environments import Environments, methods_of
@@ -71,7 +73,7 @@ class Calls:
         results = self._loop.run([_outcome(coroutine) for _, coroutine in waiting]) if waiting else []
         for (name, _), result in zip(waiting, results, strict=True):
             done.append((name, self._failed(result) if isinstance(result, Exception) else result))
-        return [{"role": "tool", "name": name, "content": _content(result)} for name, result in done]
+        return [{"role": "tool", "name": _whole(name), "content": _content(result)} for name, result in done]
 
     def metrics(self, completions: int) -> dict[str, float]:
         """Calls of a completion and the part of them that failed, since this was asked last."""
@@ -171,7 +173,7 @@ class Tools:
 
     def _rendered(self, talk: list[Message], **options: Any) -> list[int]:
         options |= {"tokenize": True, "return_dict": False, **self.template_options}
-        return list(self.tokenizer.apply_chat_template(talk, **options))
+        return list(rendered(self.tokenizer, talk, f"The answers of tools {brief(talk[2:], 300)}", **options))
 
 
 def by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
@@ -202,4 +204,9 @@ async def _outcome(coroutine: Coroutine) -> Any:
 
 def _content(result: Any) -> Any:
     """A list is content in blocks, all else text."""
-    return result if isinstance(result, list) else str(result)
+    return result if isinstance(result, list) else _whole(str(result))
+
+
+def _whole(text: str) -> str:
+    """The text with halves of UTF-16 pairs as escapes: a model can write them in JSON, and no tokenizer takes them."""
+    return text.encode(errors="backslashreplace").decode()

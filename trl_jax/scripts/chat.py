@@ -106,7 +106,7 @@ class Answerer:
 
         from trl_jax.hub.generating.text import decoded, encoded_prompt
 
-        ids = encoded_prompt(messages, self._tokenizer)
+        ids = encoded_prompt(messages, self._tokenizer, "The conversation")
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         options = {"generation_config": self._config, "tokenizer": self._tokenizer, "dtype": self._dtype}
         [row] = self._model.generate([ids], attention_mask=[[1] * len(ids)], streamer=streamer, **options)

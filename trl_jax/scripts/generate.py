@@ -181,10 +181,7 @@ def _ids(row: Row, tokenizer: Any) -> list[int]:
         raise ValueError(f"{row.where} holds {', '.join(row.content) or 'nothing'}: wanted {' or '.join(PROMPTS)}.")
     options = row.content.get("chat_template_kwargs", {})
     options |= {"tools": row.content["tools"]} if "tools" in row.content else {}
-    try:
-        ids = encoded_prompt(row.content[column], tokenizer, **options)
-    except ValueError as error:
-        raise ValueError(f"{row.where}: {error}") from error
+    ids = encoded_prompt(row.content[column], tokenizer, f"{row.where}: the prompt", **options)
     if not ids:
         raise ValueError(f"{row.where} has a {column} of no tokens. Write at least one word, or leave the row out.")
     return ids

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from trl_jax.data.rows.templates.rendering import apply_chat_template
+
 Formatting = Callable[[dict[str, Any]], str | list[str]]
 
 
@@ -22,8 +24,8 @@ def conversations_formatting_function(
         found = examples[messages_field]
         options = {"tokenize": False, "tools": tools}
         if found and isinstance(found[0], list):
-            return [tokenizer.apply_chat_template(messages, **options) for messages in found]
-        return tokenizer.apply_chat_template(found, **options)
+            return [apply_chat_template(tokenizer, messages, **options) for messages in found]
+        return apply_chat_template(tokenizer, found, **options)
 
     return format_dataset
 
@@ -34,7 +36,7 @@ def instructions_formatting_function(tokenizer: Any) -> Formatting:
 
     def written(prompt: str, completion: str) -> str:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        return apply_chat_template(tokenizer, messages, tokenize=False)
 
     def format_dataset(examples: dict[str, Any]) -> str | list[str]:
         both = examples["prompt"], examples["completion"]

@@ -10,6 +10,7 @@ from typing import Any
 from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
 from trl_jax.data.rows.templates.limits import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge
+from trl_jax.data.rows.templates.rendering import apply_chat_template
 
 # Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
 ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
@@ -93,6 +94,16 @@ def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
             f"{where} is a conversation and the tokenizer ({type(tokenizer).__name__}) has no chat template. "
             'Pass one with chat_template_path="template.jinja" in the config, or set tokenizer.chat_template.'
         )
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+    """Call `tokenizer.apply_chat_template(messages, **options)` within limits; errors name what is rendered by `where`.
+
+    Raises:
+        ValueError: the template makes more than `rendering` allows.
+    """
+    with errors_of_template(where):
+        return apply_chat_template(tokenizer, messages, **options)
 
 
 def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:

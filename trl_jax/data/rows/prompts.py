@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from datasets import Dataset, IterableDataset, Value
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
 
 from trl_jax.core.printable import brief
+from trl_jax.data.rows.chat import check_unicode, rendered
+from trl_jax.data.rows.checks import argument, blocks, cell_error, is_list, numbers_of
+from trl_jax.data.rows.streaming import check_has
 
-_IMAGES, _ROWS = ("image", "images"), 10_000
+_IMAGES = ("image", "images")
+_WANTED = 'a text, or messages such as [{"role": "user", "content": "..."}]'
 _EMPTY = "A completion follows at least one token: leave the row out, or begin prompts with a token, such as the BOS."
 
 
 def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
     """The rows as they are: each has a `prompt`, and further columns are for reward functions.
 
+    All rows of a table are checked now; rows of a stream are checked as they arrive, the first one now.
+
     Raises:
         TypeError: it is no dataset.
         KeyError: there is no such column.
-        ValueError: a row has images, or its prompt is neither a text nor messages, or has no token.
+        ValueError: a row has images, or its prompt is neither a text nor messages with content, or has no token.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
@@ -30,31 +40,79 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
     found = [column for column in _IMAGES if column in (columns or ())]
     if found:
         raise ValueError(f"{name}: the column {found[0]!r} has images, which are not supported here. Remove it.")
-    for row in dataset.take(1):
-        _check(row, name)
-    empty = _first_empty(dataset) if isinstance(dataset, Dataset) else None
-    if empty is not None and not _ids([""], tokenizer)[0]:
-        raise ValueError(f"{name}: row {empty} has an empty prompt. {_EMPTY}")
+    facts = {"name": name, "begins": bool(_ids([""], tokenizer)[0])}
+    if isinstance(dataset, IterableDataset):
+        dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
+        next(iter(dataset), None)  # checks the first row; the others when they come
+    elif dataset.format["type"] == "custom":
+        for row in dataset.take(1):  # a transform makes the others when they are read
+            _checked(row, 0, **facts)
+    else:
+        _check_table(dataset, **facts)
     return dataset
 
 
-def _first_empty(dataset: Dataset) -> int | None:
-    """The row of the first prompt that is an empty text; None without one."""
-    if dataset.features["prompt"] != Value("string"):
-        return None
-    for number, batch in enumerate(dataset.select_columns("prompt").with_format("arrow").iter(_ROWS)):
-        if (row := batch["prompt"].index("").as_py()) >= 0:
-            return number * _ROWS + row
-    return None
+def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
+    """Raise ValueError for the first prompt that cannot be completed. Only doubtful rows become Python values."""
+    plain = dataset.select_columns("prompt").with_format(None)
+    for first, block in blocks(dataset, ("prompt",)):
+        doubtful = np.flatnonzero(_doubtful(block.column("prompt").combine_chunks(), begins))
+        prompts = plain[first : first + len(block)]["prompt"] if doubtful.size else []
+        for row in doubtful.tolist():
+            _checked({"prompt": prompts[row]}, first + row, name, begins)
 
 
-def _check(row: Mapping[str, Any], name: str) -> None:
-    prompt = row.get("prompt")
-    if not isinstance(prompt, str) and not (prompt and is_messages(prompt)):
-        raise ValueError(
-            f"{name}: row 0 has the prompt {brief(prompt)}, wanted a text, or messages such as "
-            '[{"role": "user", "content": "..."}].'
-        )
+def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
+    """Of each prompt, whether it may be one that `_checked` refuses, bool `[rows]`."""
+    kind = prompts.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        bad = prompts.is_null() if begins else pc.equal(pc.fill_null(prompts, ""), "")
+        return numbers_of(bad)
+    every = np.ones(len(prompts), bool)
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return every
+    names = {kind.value_type.field(number).name for number in range(kind.value_type.num_fields)}
+    if not {"role", "content"} <= names:
+        return every
+    messages, rows = prompts.flatten(), numbers_of(pc.list_parent_indices(prompts))
+    role, content = (pc.struct_field(messages, column) for column in ("role", "content"))
+    if len(messages) != len(rows) or isinstance(content.type, pa.BaseExtensionType):  # JSON, whose null is a text
+        return every
+    bad = numbers_of(pc.or_(role.is_null(), content.is_null()))
+    if "tool_calls" in names and is_list((calls := pc.struct_field(messages, "tool_calls")).type):
+        called = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
+        bad = bad & numbers_of(pc.or_(role.is_null(), pc.invert(called)))
+    found = numbers_of(pc.equal(pc.fill_null(pc.list_value_length(prompts), 0), 0)).copy()
+    found[rows[bad]] = True
+    return found
+
+
+def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> dict[str, Any]:
+    """Raise ValueError for a row whose prompt cannot be completed.
+
+    Args:
+        begins: whether the tokenizer begins each text with a token, so that an empty one has some.
+    """
+    where = f"Row {number} of {argument(name)}"
+    check_has(row, number, ("prompt",), argument(name))
+    prompt = row["prompt"]
+    if prompt == "" and not begins:
+        raise ValueError(f"{where} has an empty prompt. {_EMPTY}")
+    if not isinstance(prompt, str):
+        if not is_messages(prompt):
+            raise cell_error(where, "prompt", prompt, _WANTED)
+        for message in prompt:
+            _check_message(message, where)
+    check_unicode(prompt, "prompt", where)
+    return {}
+
+
+def _check_message(message: Any, where: str) -> None:
+    """Raise ValueError unless it has a role, and a content or calls of tools."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise cell_error(where, "prompt", message, "messages alone, each a dict with role and content")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise cell_error(where, "prompt", message, "a message with content; an empty one is ''")
 
 
 def is_messages(prompt: Any) -> bool:
@@ -76,7 +134,14 @@ def prompt_ids(
         template_options: further arguments of the chat template.
         max_prompt_length: how many of the last tokens stay; None: all.
     """
-    if is_messages(prompts[0]):
+    kinds = {is_messages(prompt) for prompt in prompts}
+    if len(kinds) > 1:
+        other = next(prompt for prompt in prompts if is_messages(prompt) != is_messages(prompts[0]))
+        raise ValueError(
+            f"Prompts must be all texts or all messages, and two that are completed together are {brief(prompts[0])} "
+            f"and {brief(other)}. Make them one or the other."
+        )
+    if kinds == {True}:
         if any(prompt[-1]["role"] == "assistant" for prompt in prompts):
             warnings.warn(
                 "A prompt ends with a message of the assistant. As in TRL, that message is not continued: a completion "
@@ -84,12 +149,15 @@ def prompt_ids(
                 stacklevel=2,
             )
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
-        ids = tokenizer.apply_chat_template([list(prompt) for prompt in prompts], **options)["input_ids"]
+        ids = []
+        for prompt, alike in groupby(prompts):  # the completions of a group follow each other
+            own = rendered(tokenizer, list(prompt), f"The prompt {brief(prompt, 300)}", **options)["input_ids"]
+            ids += [own] * len(list(alike))
     else:
         ids = _ids(prompts, tokenizer)
     if not all(map(len, ids)):
-            empty = next(prompt for prompt, own in zip(prompts, ids, strict=True) if not own)
-            raise ValueError(f"The prompt {brief(empty)} is empty. {_EMPTY}")
+        empty = next(prompt for prompt, own in zip(prompts, ids, strict=True) if not own)
+        raise ValueError(f"The prompt {brief(empty)} is empty. {_EMPTY}")
     return [list(own) if max_prompt_length is None else list(own[-max_prompt_length:]) for own in ids]
 
 
@@ -138,7 +206,7 @@ def parsed_message(
         for call in message.get("tool_calls") or ():
             _settle_call(call)
         return message
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):  # the last of JSON with very many brackets
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 

@@ -140,7 +140,7 @@ class GenerationApi:
             arguments: those of `generate_batch`.
         """
         options = chat_template_kwargs or {}
-        ids = [encoded_prompt(prompt, tokenizer, **options) for prompt in prompts]
+        ids = [encoded_prompt(prompt, tokenizer, f"Prompt {row}", **options) for row, prompt in enumerate(prompts)]
         arguments = ids_of_tokenizer(self, tokenizer, arguments)
         done = list(self.generate_batch(ids, tokenizer=tokenizer, **arguments).values())
         texts, group = [decoded(one.generated_tokens, tokenizer) for one in done], len(done) // max(1, len(ids))

@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trl_jax.core.printable import brief
+from trl_jax.data.rows.chat import rendered
 
-def encoded_prompt(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, **template_kwargs: Any) -> list[int]:
+
+def encoded_prompt(
+    prompt: str | Sequence[dict[str, Any]], tokenizer: Any, where: str = "The prompt", **template_kwargs: Any
+) -> list[int]:
     """Token ids of a text as the tokenizer begins one, or of a conversation in its chat template.
 
     A conversation is left open for an answer; one that ends with the assistant's message is gone on with.
 
+    Args:
+        where: names the prompt in errors.
+
     Raises:
-        ValueError: neither of them, or a conversation and no chat template.
+        ValueError: neither of them, or a conversation and no chat template, or one that makes too much.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     messages = prompt if isinstance(prompt, Sequence) else ()
     if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
         raise ValueError(
-            f"A prompt is {prompt!r:.80}: wanted a string, or messages as in [{{'role': 'user', 'content': 'Hi'}}]."
+            f"{where} is {brief(prompt)}: wanted a string, or messages as in [{{'role': 'user', 'content': 'Hi'}}]."
         )
     if tokenizer.chat_template is None:
         raise ValueError(
-            "The prompt is a conversation, but the tokenizer has no chat template. Pass text, or set "
+            f"{where} is a conversation, but the tokenizer has no chat template. Pass text, or set "
             "tokenizer.chat_template."
         )
     continues = prompt[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        list(prompt), tokenize=False, add_generation_prompt=not continues, continue_final_message=continues,
-        **template_kwargs,
+    text = rendered(
+        tokenizer, list(prompt), where, tokenize=False, add_generation_prompt=not continues,
+        continue_final_message=continues, **template_kwargs,
     )  # fmt: skip
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

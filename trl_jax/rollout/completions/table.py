@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import random
@@ -35,12 +36,12 @@ def print_completions(
     shown.add_column("Prompt", style="bright_yellow")
     shown.add_column("Completion", style="bright_green")
     for name in rewards:
-        shown.add_column(printable(name), style="bold cyan", justify="right")
+        shown.add_column(Text(printable(name)), style="bold cyan", justify="right")
     measured = [*rewards, *(name for name in ("advantage",) if name in table)]
     if "advantage" in table:
         shown.add_column("Advantage", style="bold magenta", justify="right")
     for name in extra:
-        shown.add_column(printable(name), style="bright_white")
+        shown.add_column(Text(printable(name)), style="bright_white")
 
     def cell(value: Any) -> Text:
         return Text.assemble(*((printable(text), _STYLES[kind]) for text, kind in _pieces(value)))
@@ -70,21 +71,33 @@ def _pieces(value: Any) -> Iterator[tuple[str, str]]:
         if thought := message.get("reasoning_content") or message.get("thinking"):
             yield f"{thought}\n", "thought"
         yield from _content(message.get("content"))
-        yield "\n".join(map(_call, message.get("tool_calls") or ())), ""
+        calls = message.get("tool_calls") or []
+        yield "\n".join(map(_call, calls if isinstance(calls, list) else [calls])), ""
 
 
 def _content(content: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(content, str):
-        yield content, ""
-    for block in content if isinstance(content, list) else ():
-        if block.get("type") == "text":
-            yield block["text"], ""
-        elif block.get("type") == "image":
+    """Text and blocks as TRL shows them, and any other items of a list that a tool has returned."""
+    if not isinstance(content, list):
+        yield "" if content is None else str(content), ""
+        return
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            yield str(block.get("text", "")), ""
+        elif kind == "image":
             yield "[IMAGE]", "image"
+        elif not isinstance(block, dict):
+            yield f"{block}\n", ""
 
 
-def _call(call: Mapping[str, Any]) -> str:
-    function = call.get("function", {})
+def _call(call: Any) -> str:
+    """A call as Python would write it; one that the model wrote in another form as it is."""
+    function = call.get("function", {}) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return str(call)
     given = function.get("arguments", {})
-    given = given if isinstance(given, dict) else json.loads(given)
-    return f"{function.get('name', '?')}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    texts = [f"{name}={value!r}" for name, value in given.items()] if isinstance(given, dict) else [str(given)]
+    return f"{function.get('name', '?')}({', '.join(texts)})"

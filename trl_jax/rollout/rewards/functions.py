@@ -50,6 +50,7 @@ class RewardFunctions:
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _completions: int = 0
+    _left_out: set[str] = field(default_factory=set)  # columns of log_extra that were warned of
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
@@ -130,25 +131,23 @@ class RewardFunctions:
     def extra(self) -> dict[str, list]:
         """The columns that functions gave to `log_extra` in the last call, sorted by name.
 
-        Raises:
-            ValueError: one has not a value for each completion.
+        A column that does not have one value for each completion is left out with a warning.
         """
-        self._check_columns(self._completions)
-        return {name: list(values) for name, values in sorted(self._columns.items())}
+        for name in [name for name, values in self._columns.items() if len(values) != self._completions]:
+            found = len(self._columns.pop(name))
+            if name not in self._left_out:
+                self._left_out.add(name)
+                logger.warning(
+                    f"log_extra({name!r}, values) got {found} values for {self._completions} completions, and the "
+                    "column is left out: wanted one for each. Call it once, with a list as long as completions."
+                )
+        return {name: list(values) for name, values in sorted(self._columns.items(), key=lambda item: str(item[0]))}
 
     def _log_extra(self, column: str, values: list) -> None:
         self._columns[column].extend(values)
 
     def _log_metric(self, name: str, value: float) -> None:
         self._numbers[name].append(value)
-
-    def _check_columns(self, completions: int) -> None:
-        for name, values in self._columns.items():
-            if len(values) != completions:
-                raise ValueError(
-                    f"log_extra({name!r}, values) got {len(values)} values for {completions} completions: wanted one "
-                    "for each. Call it once, with a list as long as completions."
-                )
 
     async def _awaited(self, number: int, given: dict[str, Any]) -> np.ndarray:
         name, prompts = self.names[number], given["prompts"]

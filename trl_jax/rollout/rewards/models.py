@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.data.rows.chat import is_messages
-from trl_jax.data.rows.templates.rendering import apply_chat_template
+from trl_jax.core.printable import brief
+from trl_jax.data.rows.chat import is_messages, rendered
 from trl_jax.data.rows.tokenizer import load_tokenizer
 from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.load_arguments import told_of
@@ -43,7 +43,8 @@ class RewardModel:
         whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if is_messages(prompts[0]):
             options = {**self.template_options, "tokenize": False}
-            whole = [apply_chat_template(self.tokenizer, messages, **options) for messages in whole]
+            names = [f"The completion {brief(talk[-1:], 300)}" for talk in whole]
+            whole = [rendered(self.tokenizer, *pair, **options) for pair in zip(whole, names, strict=True)]
         ids = self.tokenizer(text=whole, add_special_tokens=False)["input_ids"]
         return self.scores(ids)
 

@@ -8,6 +8,8 @@ from typing import Any
 import pandas as pd
 from transformers.trainer_callback import TrainerCallback
 
+from trl_jax.core.printable import brief
+from trl_jax.data.rows.chat import rendered
 from trl_jax.data.rows.prompts import is_messages
 from trl_jax.rollout.completions.log import trackers
 
@@ -75,6 +77,5 @@ def _text(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
     if not is_messages(prompt):
         return prompt
     answers = prompt[-1]["role"] == "assistant"
-    return tokenizer.apply_chat_template(
-        prompt, tokenize=False, add_generation_prompt=not answers, continue_final_message=answers
-    )
+    options = {"add_generation_prompt": not answers, "continue_final_message": answers}
+    return rendered(tokenizer, prompt, f"The prompt {brief(prompt, 300)}", tokenize=False, **options)

@@ -97,6 +97,8 @@ class TrainerWithRollout(RolloutAttributes):
         args = run.args
         if not self.tools and self._environments is None:
             return None, args.chat_template_kwargs or {}
+        if self._environments is not None:
+            self._environments.check(run.train_dataset, "train_dataset")
         return tools_of(
             self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
             most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,

@@ -16,7 +16,6 @@ from trl_jax.data.example import IGNORED
 from trl_jax.data.rows import chat, checks, masks
 from trl_jax.data.rows.sft.row_format import Masking, RowFormat
 from trl_jax.data.rows.streaming import check_has
-from trl_jax.data.rows.templates.rendering import apply_chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -243,8 +242,7 @@ def _tokenise(
 
 
 def _render(talk: _Talk, tokenizer: Any, **options: Any) -> Any:
-    with chat.errors_of_template(talk.where):
-        return apply_chat_template(tokenizer, talk.messages, **options, **talk.options)
+    return chat.rendered(tokenizer, talk.messages, talk.where, **options, **talk.options)
 
 
 def _said(rendered: dict[str, list[int]], where: str) -> list[int]:

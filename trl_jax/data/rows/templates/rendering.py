@@ -129,6 +129,8 @@ def _compiled(template: str) -> Any:
 def apply_chat_template(tokenizer: Any, messages: list[dict], **options: Any) -> Any:
     """Call `tokenizer.apply_chat_template(messages, **options)` with limits of size and work.
 
+    The package renders conversations through this function alone; `chat.rendered` also names the row in errors.
+
     Raises:
         TooLarge: the template makes or does more than the limits.
     """

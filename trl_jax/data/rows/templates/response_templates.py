@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from trl_jax.data.rows.templates.rendering import apply_chat_template
+
 
 def _chatml(tool_calls: dict[str, Any]) -> dict[str, Any]:
     """A template, in transformers' words, for turns between <|im_start|> and <|im_end|>."""
@@ -51,7 +53,7 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
     """
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    text = apply_chat_template(tokenizer, talk, tokenize=False)
     for form, template in _FORMS.items():
         if re.search(_TURN.replace("{call}", form), text, re.DOTALL):
             return template

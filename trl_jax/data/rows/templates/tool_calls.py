@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from trl_jax.data.rows.multimodal import prepare_multimodal_messages
+from trl_jax.data.rows.templates.rendering import apply_chat_template
 from trl_jax.data.rows.templates.training import has_generation_markers, training_template
 
 # What a template may leave out of a tool's call and answer: words that stand in no template.
@@ -34,7 +35,7 @@ def supports_tool_calling(processing_class: Any) -> bool:
 
 def _tool_talk(processing_class: Any, arguments: dict | str) -> str:
     talk = _messages(processing_class, _TOOL, arguments, _ANSWER, None)
-    return processing_class.apply_chat_template(talk, tokenize=False)
+    return apply_chat_template(processing_class, talk, tokenize=False)
 
 
 def _messages(processing_class: Any, tool: str, arguments: dict | str, answer: str, images: list | None) -> list:
@@ -66,8 +67,8 @@ def _keeps_prefix(processing_class: Any, arguments: dict | str) -> bool:
     seen = _reads_images(processing_class)
     talk = _messages(processing_class, "tool", arguments, "answer", [_image()] if seen else None)
     how = {"tokenize": True, "return_dict": False}
-    before = processing_class.apply_chat_template(talk[:2], **how)
-    whole = processing_class.apply_chat_template(talk, add_generation_prompt=True, **how)
+    before = apply_chat_template(processing_class, talk[:2], **how)
+    whole = apply_chat_template(processing_class, talk, add_generation_prompt=True, **how)
     before, whole = (before[0], whole[0]) if seen else (before, whole)
     return whole[: len(before)] == before
 
