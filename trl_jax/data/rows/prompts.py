@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset, IterableDataset, Value
 
 from trl_jax.core.printable import brief
+from trl_jax.data.rows import checks
 
-_IMAGES, _ROWS = ("image", "images"), 10_000
+_ROWS = 10_000
 _EMPTY = "A completion follows at least one token: leave the row out, or begin prompts with a token, such as the BOS."
 
 
@@ -27,15 +29,28 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")
-    found = [column for column in _IMAGES if column in (columns or ())]
-    if found:
-        raise ValueError(f"{name}: the column {found[0]!r} has images, which are not supported here. Remove it.")
+    where = checks.argument(name)
+    checks.check_no_images(columns or (), where)
     for row in dataset.take(1):
+        checks.check_no_images(row, where)
         _check(row, name)
+        checks.check_no_media(row["prompt"], f"Row 0 of {where}, column 'prompt'")
+    if isinstance(dataset, Dataset) and _may_have_media(dataset.data.schema.field("prompt").type):
+        for number, prompt in enumerate(dataset.with_format(None)["prompt"]):
+            checks.check_no_media(prompt, f"Row {number} of {where}, column 'prompt'")
     empty = _first_empty(dataset) if isinstance(dataset, Dataset) else None
     if empty is not None and not _ids([""], tokenizer)[0]:
         raise ValueError(f"{name}: row {empty} has an empty prompt. {_EMPTY}")
     return dataset
+
+
+def _may_have_media(kind: pa.DataType) -> bool:
+    """Whether prompts of this Arrow type may have contents in parts: they are neither texts nor messages of text."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return False
+    message = kind.value_type if checks.is_list(kind) else kind
+    content = message.field("content").type if pa.types.is_struct(message) and "content" in message.names else message
+    return not pa.types.is_string(content) and not pa.types.is_large_string(content)
 
 
 def _first_empty(dataset: Dataset) -> int | None:
