@@ -23,10 +23,13 @@ _OWN = ("prompt", "completion", "completion_ids")  # columns that functions are 
 _OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 _GIVEN = ("prompts", "completions", *_OF_TRAINER)  # what the trainer passes, beside the columns
 _TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions' table
-_METRICS = (  # of every run
+_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "reward", "reward_std",
-    "frac_reward_zero_std", "entropy", "runtime", "samples_per_second", "steps_per_second", "completions/clipped_ratio",
+    "frac_reward_zero_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "runtime", "samples_per_second",
+    "steps_per_second", "tools/call_frequency", "tools/failure_frequency", "completions/clipped_ratio",
     *(f"completions/{kind}_{what}" for kind in ("mean", "min", "max") for what in ("length", "terminated_length")),
+    *(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
+    "cispo_clip_ratio", "vespo/phi_seq_mean",
 )  # fmt: skip
 
 
@@ -45,7 +48,7 @@ class RewardFunctions:
         timeout: seconds that asynchronous functions may take; None: any.
         given: the script's own list of them, into which it may put other functions at any time, as in TRL; None: it
             keeps none.
-        metrics_of_run: names that the trainer logs in this run, beside those of every run.
+        metrics_of_run: names that the trainer logs in this run, in addition to those that it may log in any.
     """
 
     names: list[str]
