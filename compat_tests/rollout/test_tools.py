@@ -173,7 +173,8 @@ def test_a_template_that_depends_on_what_follows_is_exchanged():
     """As Qwen3's, which leaves thoughts out of all turns but the last."""
     words = tokenizer_of("json")
     words.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    made, options = tools_of([add], None, words, {"x": 1}, most_turns=None, longest=9, positions=None, vocab_size=10_000)
+    limits = {"most_turns": None, "longest": 9, "positions": None, "vocab_size": 10_000}
+    made, options = tools_of([add], None, words, {"x": 1}, **limits)
     assert options["x"] == made.template_options["x"] == 1
     assert options["chat_template"] == made.template_options["chat_template"] != words.chat_template
 

@@ -64,7 +64,7 @@ def test_messages_with_images(kind, make, monkeypatch):
     def stream(*rows):
         return IterableDataset.from_generator(lambda: iter(rows))
 
-    trainer = make(trl_jax, kind, stream(*plain[:1], bad, bad), chat=True)
+    trainer = make(trl_jax, kind, stream(plain[0], bad, bad, bad), chat=True)
     with pytest.raises(ValueError, match="'type': 'image'.*, and rows with images are not supported yet"):
         trainer.train()
     monkeypatch.setattr("trl_jax.trainer.shared.setup.model_loading.load_policy", None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trl_jax.data.rows.checks import check_no_media
+
 
 def encoded_prompt(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, **template_kwargs: Any) -> list[int]:
     """Token ids of a text as the tokenizer begins one, or of a conversation in its chat template.
@@ -12,7 +14,7 @@ def encoded_prompt(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, **tem
     A conversation is left open for an answer; one that ends with the assistant's message is gone on with.
 
     Raises:
-        ValueError: neither of them, or a conversation and no chat template.
+        ValueError: neither of them, a conversation and no chat template, or one with images.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
@@ -26,6 +28,7 @@ def encoded_prompt(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, **tem
             "The prompt is a conversation, but the tokenizer has no chat template. Pass text, or set "
             "tokenizer.chat_template."
         )
+    check_no_media(list(messages), "The prompt")
     continues = prompt[-1]["role"] == "assistant"
     text = tokenizer.apply_chat_template(
         list(prompt), tokenize=False, add_generation_prompt=not continues, continue_final_message=continues,
