@@ -108,7 +108,8 @@ def template_arguments(name: str, value: Any, values: Mapping[str, Any]) -> str 
     if found := [key for key in as_dict(name, value) if key in own]:
         return (
             f"{name} has {found[0]!r}, which the trainer passes itself: apply_chat_template would get multiple values "
-            f"for keyword argument {found[0]!r}. Leave it out; chat_template_path= and tools= say which these are."
+            f"for keyword argument {found[0]!r}. Leave it out: chat_template_path= and tools= are for the template and "
+            "the tools."
         )
     return None
 

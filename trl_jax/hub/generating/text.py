@@ -23,12 +23,12 @@ def encoded_prompt(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, **tem
         raise ValueError(
             f"A prompt is {prompt!r:.80}: wanted a string, or messages as in [{{'role': 'user', 'content': 'Hi'}}]."
         )
+    check_no_media(list(messages), "The prompt")
     if tokenizer.chat_template is None:
         raise ValueError(
             "The prompt is a conversation, but the tokenizer has no chat template. Pass text, or set "
             "tokenizer.chat_template."
         )
-    check_no_media(list(messages), "The prompt")
     continues = prompt[-1]["role"] == "assistant"
     text = tokenizer.apply_chat_template(
         list(prompt), tokenize=False, add_generation_prompt=not continues, continue_final_message=continues,
