@@ -149,6 +149,7 @@ def test_the_tokenizers_ids_count_where_the_model_has_none(model, tokenizer, mon
     [
         ([], "Prompt 0 is \\[\\]: wanted a string, or messages as in"),
         ([{"content": "x"}], "wanted a string, or messages"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "^The prompt: .*rows with images are not supported yet"),
         (TALK, "the tokenizer has no chat template. Pass text, or set"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from trl_jax.rollout.rewards.arguments import reward_functions
-from trl_jax.rollout.rewards.functions import callable_name, numbered
+from trl_jax.rollout.rewards.functions import callable_name, numbered, reward_columns
 
 PROMPTS = ["a", "a", "b", "b"]
 COMPLETIONS = ["x", "yy", "", "zzzz"]
@@ -233,6 +233,37 @@ def test_a_column_of_another_length(caplog):
     rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
     assert not caplog.records and rewards.extra() == {"right": list("abcd")}
     assert "log_extra('note', values) got 1 values for 4 completions, and the column is left out" in caplog.text
+
+
+GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_column_does_not_take_the_place_of_what_functions_are_given(name):
+    words = f"A row has the column '{name}', .* would get multiple values for keyword argument '{name}'. Rename it"
+    with pytest.raises(ValueError, match=words):
+        call(lengths, rows=[row | {name: "theirs"} for row in ROWS])
+
+
+def test_what_is_logged_under_a_name_of_the_trainers_own_is_kept_apart(caplog):
+    def step(completions, log_extra, log_metric, **columns):
+        for name in ("step", "prompt", "completion", "advantage", "step_2", "note"):
+            log_extra(name, [name] * 4)
+        for name in ("reward", "kl", "rewards/step/mean", "mine"):
+            log_metric(name, 5.0)
+        return lengths(completions)
+
+    rewards = made(step, metrics_of_run=("kl",))
+    for _ in range(2):
+        rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
+    columns = {"step_3": "step", "prompt_2": "prompt", "completion_2": "completion", "advantage_2": "advantage"}
+    columns |= {"step_2_2": "step_2", "note": "note"}  # step_2 has the rewards of the function
+    assert reward_columns(rewards.names) == ["step_2"]
+    assert rewards.extra() == {name: [value] * 4 for name, value in sorted(columns.items())}
+    assert rewards.metrics() == {"reward_2": 5.0, "kl_2": 5.0, "rewards/step/mean_2": 5.0, "mine": 5.0}
+    told = [one for one in caplog.messages if "the trainer logs" in one]
+    assert len(told) == len(set(told)) == 8
+    assert "log_metric('kl', ...): the trainer logs 'kl' itself, so this is logged as 'kl_2'." in told
 
 
 def test_a_completion_without_any_reward_is_warned_of(caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,15 @@ async def echo(word: str) -> str:
     return word
 
 
+def draw(what: str) -> list:
+    """Draw a picture.
+
+    Args:
+        what: is drawn.
+    """
+    return [{"type": "text", "text": what}, {"type": "image", "image": what}]
+
+
 def tokenizer_of(form):
     made = tiny_tokenizer(eos=END)
     made.chat_template = FORMS[form]
@@ -62,7 +72,7 @@ def tokenizer_of(form):
 
 
 def tools(form="json", **limits):
-    limits = {"most_turns": None, "longest": 200, "positions": None} | limits
+    limits = {"most_turns": None, "longest": 200, "positions": None, "vocab_size": 10_000} | limits
     return tools_of([add, echo], None, tokenizer_of(form), {}, **limits)
 
 
@@ -103,6 +113,21 @@ def test_a_call_is_answered_and_the_model_goes_on(form):
     assert answer == {"role": "tool", "name": "add", "content": "3"} and last["content"] == "Three."
     assert written.metrics == {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.0}
     assert made.calls.metrics(1)["tools/call_frequency"] == 0.0  # those of the next completions
+
+
+def test_an_answer_with_an_image_ends_the_run():
+    made, _ = tools()
+    drawing = '<tool_call>{"name": "draw", "arguments": {"what": "cat"}}</tool_call>' + END
+    words = r"^The answer of the tool 'draw': .*'image': 'cat'.*rows with images are not supported yet"
+    with pytest.raises(ValueError, match=words):
+        completed(dataclasses.replace(made, functions={"draw": draw}), drawing, "There." + END)
+
+
+def test_an_answer_with_a_token_that_the_model_does_not_embed():
+    made, _ = tools()
+    made = dataclasses.replace(made, vocab_size=made.tokenizer.convert_tokens_to_ids(END))
+    with pytest.raises(ValueError, match=r"^The answer of 'add', position 0: token id \d+ is outside the model's voc"):
+        completed(made, CALLS["json"] + END, "Three." + END)
 
 
 @pytest.mark.parametrize("limits", [{"longest": 60}, {"positions": 75}, {"most_turns": 0}])
@@ -148,7 +173,8 @@ def test_a_template_that_depends_on_what_follows_is_exchanged():
     """As Qwen3's, which leaves thoughts out of all turns but the last."""
     words = tokenizer_of("json")
     words.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    made, options = tools_of([add], None, words, {"x": 1}, most_turns=None, longest=9, positions=None)
+    limits = {"most_turns": None, "longest": 9, "positions": None, "vocab_size": 10_000}
+    made, options = tools_of([add], None, words, {"x": 1}, **limits)
     assert options["x"] == made.template_options["x"] == 1
     assert options["chat_template"] == made.template_options["chat_template"] != words.chat_template
 
@@ -167,7 +193,7 @@ def test_what_cannot_be_called_is_refused(functions, template, error, text):
     words = tokenizer_of("json")
     words.chat_template = FORMS.get(template, template)
     with pytest.raises(error, match=text):
-        tools_of(functions, None, words, {}, most_turns=None, longest=9, positions=None)
+        tools_of(functions, None, words, {}, most_turns=None, longest=9, positions=None, vocab_size=10_000)
 
 
 def test_another_form_of_calls_says_what_to_set():

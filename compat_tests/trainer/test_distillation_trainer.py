@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
+from transformers import AutoTokenizer
 
 import trl_jax
 from compat_tests.effort import thorough
@@ -77,6 +78,15 @@ def test_refused_at_construction(name, make, checkpoint):
         return
     with pytest.raises((ValueError, FileNotFoundError), match=text):
         make(**given)
+
+
+def test_prompts_with_tokens_that_the_student_does_not_embed(make, checkpoint):
+    words = AutoTokenizer.from_pretrained(checkpoint(**SMALL))
+    size = AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL)).vocab_size
+    words.add_tokens([f"<new{number}>" for number in range(size + 1 - len(words))])
+    last = words.convert_ids_to_tokens(size)
+    with pytest.raises(ValueError, match=rf"^The prompt '{last}', position 0: token id {size} is outside the model's"):
+        make(rows=[{"prompt": last}] * 8, processing_class=words).train()
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_with_both_sizes(make, checkpoint):

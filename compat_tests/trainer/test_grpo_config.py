@@ -132,6 +132,9 @@ REFUSED_BY_BOTH = [
      "ref_model_mixup_alpha=2.0: wanted the policy's share of the new reference, from 0.0 to 1.0."),
     ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs=[1] is a list: pass chat_template_kwargs as a dict, or as "
      "a JSON object in a string such as '{\"key\": 1}'."),
+    ({"chat_template_kwargs": {"x": 1, "tokenize": False}}, "chat_template_kwargs has 'tokenize', which the trainer "
+     "passes itself: apply_chat_template would get multiple values for keyword argument 'tokenize'. Leave it out: "
+     "chat_template_path= and tools= are for the template and the tools."),
 ]  # fmt: skip
 REFUSED = {
     RLOOConfig: [

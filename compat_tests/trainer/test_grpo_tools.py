@@ -14,6 +14,7 @@ from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same
 from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
 from trl_jax.data.rows.templates.response_templates import response_template
+from trl_jax.rollout.environments import Environments
 from trl_jax.run.rollouts.writer import PolicyWriter
 
 FIRST = [  # turns that a model of two layers would not write
@@ -168,6 +169,28 @@ def test_a_later_row_of_an_environment_that_is_not_there(runs):
     text = f"`environment='market'`, which is not among .*: \\['shop'\\]. Found in row {len(ROWS) - 1} of train_dataset"
     with pytest.raises(ValueError, match=text):
         runs.made(trl_jax, environment_factory={"shop": Shop})
+
+
+class Gallery(Shop):
+    """Shows a picture."""
+
+    def reset(self, **row):
+        return [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is it?"}]
+
+
+def test_an_environment_that_shows_an_image(runs):
+    words = r"^reset\(\) of the environment Gallery: .*'cat.png'.*rows with images are not supported yet"
+    with pytest.raises(ValueError, match=words):
+        runs.made(trl_jax, environment_factory=Gallery).train()
+
+
+def test_a_column_with_the_name_of_the_environments(runs):
+    runs.rows = [row | {"environments": "theirs"} for row in ROWS]
+    with pytest.raises(ValueError, match="^train_dataset has the column 'environments', and the trainer passes"):
+        runs.made(trl_jax, environment_factory=Shop)
+    with pytest.raises(ValueError, match="^A row has the column 'environments'"):
+        Environments(Shop).begin(runs.rows)
+    assert runs.made(trl_jax).train_dataset.column_names == ["prompt", "environments"]
 
 
 def test_what_tools_do_not_go_with(runs):

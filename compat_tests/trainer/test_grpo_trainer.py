@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
-from datasets import Dataset
+import torch
+from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
 
 import trl_jax
@@ -94,6 +97,58 @@ REFUSED = {
         {"rollout_func": dict, "config": {"off_policy_mask_threshold": 0.5}}, ValueError,
         "off_policy_mask_threshold=0.5 together with a rollout_func"),
 }  # fmt: skip
+
+
+GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+
+
+@BOTH
+@pytest.mark.parametrize("column", GIVEN)
+def test_a_column_with_the_name_of_what_reward_functions_are_given(kind, column, make, monkeypatch):
+    """By name and before weights are read, also of a stream; columns that are dropped may have any name."""
+    rows = table().add_column(column, ["theirs"] * 8)
+    make(kind=kind, train=rows, config={"remove_unused_columns": True})
+    monkeypatch.setattr("trl_jax.trainer.shared.setup.model_loading.load_policy", None)
+    words = f"has the column '{column}', .* would get multiple values for keyword argument '{column}'"
+    for train in (rows, IterableDataset.from_generator(lambda: iter(rows.to_list()))):
+        with pytest.raises(ValueError, match="train_dataset " + words):
+            make(kind=kind, train=train)
+    with pytest.raises(ValueError, match="eval_dataset " + words):
+        make(kind=kind, eval_dataset=rows)
+
+
+def test_a_metric_of_the_scripts_does_not_mix_with_one_of_the_trainers(make):
+    """Whatever a run logs may also be the name of a script's metric: the trainer's numbers stay."""
+    config = {"beta": 0.1, "max_steps": 2, "shuffle_dataset": False}
+    first = make(config=config)
+    first.train()
+    names = [name for name in first.state.log_history[0] if name != "step"]
+
+    def judge(completions, log_metric, **columns):
+        for name in names:
+            log_metric(name, 1e6)
+        return length_reward(completions)
+
+    judge.__name__ = "length_reward"
+    second = make(judge, config=config)
+    second.train()
+    for own, other in zip(first.state.log_history[:2], second.state.log_history[:2], strict=True):
+        assert timeless(other) == timeless(own) | {f"{name}_2": 1e6 for name in names}
+
+
+NEW = ["<new0>", "<new1>"]
+
+
+@BOTH
+def test_prompts_with_tokens_that_the_model_does_not_embed(kind, make, checkpoint):
+    words = AutoTokenizer.from_pretrained(checkpoint(**SMALL))
+    first = trl_jax.AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL)).vocab_size
+    words.add_tokens([f"<filler{number}>" for number in range(first - len(words))])
+    words.add_tokens(NEW)
+    rows = Dataset.from_list([{"prompt": f"{NEW[1]} What?", "answer": "a"}] * 8)
+    text = rf"^The prompt '<new1> What\?', position 0: token id {first + 1} is outside .*\(vocab_size={first}\)"
+    with pytest.raises(ValueError, match=text):
+        make(kind=kind, train=rows, processing_class=words).train()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -232,8 +287,35 @@ def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
 FALSE_ROLLOUTS = {
     "no logprobs": ({"logprobs": ...}, r"must return keys \['logprobs'\] in its output dict"),
     "too few": ({"completion_ids": [[5]]}, "was given 8 prompts and returned 1 completion_ids"),
-    "empty": ({"completion_ids": [[5], []] * 4}, r"no token in completion_ids\[1\]"),
+    "empty": ({"completion_ids": [[5], []] * 4}, r"completion_ids\[1\]: found \[\], wanted a list of at least one t"),
     "mask": ({"env_mask": [[1]] * 8}, "env_mask that has not one number for each token"),
+    "mask of another length": ({"env_mask": [[1, 1]] * 7}, "env_mask that has not one number for each token"),
+    "mask of texts": ({"env_mask": [["0", "1"]] * 8}, r"env_mask\[0\] has '0', wanted 0 or 1"),
+    "mask of fractions": ({"env_mask": [[1, 1]] * 7 + [[0.5, 1]]}, r"env_mask\[7\] has 0.5, wanted 0 or 1"),
+    "mask of other numbers": ({"env_mask": np.full((8, 2), 2)}, r"env_mask\[0\] has .*2.*, wanted 0 or 1"),
+    "mask of nothing": ({"env_mask": [[None, 1]] * 8}, r"env_mask\[0\] has None, wanted 0 or 1"),
+    "mask of no lists": ({"env_mask": [1] * 8}, r"returned 1 as env_mask\[0\], wanted a list"),
+    **{f"the key {key}": ({key: ["a"] * 8}, f"rollout_func returned the key '{key}', .* would get") for key in GIVEN},
+    "one text": ({"completion_ids": "abcdefgh"}, "returned 'abcdefgh' as completion_ids, wanted a list"),
+    "one number": ({"completion_ids": 5}, "returned 5 as completion_ids, wanted a list"),
+}
+FALSE_IDS = {
+    "too large": ([5, 10], "position 1: token id 10 is outside the model's vocabulary (vocab_size=10)"),
+    "far too large": ([5, 2**70], f"position 1: token id {2**70} is outside"),
+    "negative": ([-1, 5], "position 0: token id -1 is outside"),
+    "unsigned": (np.asarray([2**63], np.uint64), f"position 0: token id {2**63} is outside"),
+    "floats": ([5.0, 6.0], "position 0: found 5.0 (float), wanted an int, a token id from 0 to 9"),
+    "an array of floats": (np.ones(2), "position 0: found 1.0 (float)"),
+    "texts": (["5", "6"], "position 0: found '5' (str)"),
+    "a text among ints": ([5, "6"], "position 1: found '6' (str)"),
+    "bools": ([True, False], "position 0: found True (bool)"),
+    "a bool among ints": ([5, True], "position 1: found True (bool)"),
+    "an array of bools": (np.ones(2, bool), "position 0: found True (bool)"),
+    "None": ([5, None], "position 1: found None (NoneType)"),
+    "lists": ([[5], [6]], "found [[5], [6]], wanted a list of at least one token id"),
+    "lists of different lengths": ([[5], [6, 7]], "found [[5], [6, 7]], wanted a list"),
+    "a number": (5, "found 5, wanted a list"),
+    "nothing": (None, "found None, wanted a list"),
 }
 
 
@@ -243,7 +325,31 @@ def test_what_a_rollout_func_returns_is_checked(name):
     output = {"prompt_ids": [[3]] * 8, "completion_ids": [[5, 6]] * 8, "logprobs": None} | changed
     output = {key: value for key, value in output.items() if value is not ...}
     with pytest.raises(ValueError, match=text):
-        written_by(lambda prompts: output, ["a"] * 8)
+        written_by(lambda prompts: output, ["a"] * 8, 10)
+
+
+@pytest.mark.parametrize("name", FALSE_IDS)
+@pytest.mark.parametrize("key", ["prompt_ids", "completion_ids"])
+def test_ids_of_a_rollout_func_are_checked(key, name):
+    ids, text = FALSE_IDS[name]
+    output = {"prompt_ids": [[3]] * 2, "completion_ids": [[5, 6]] * 2, "logprobs": None}
+    output[key] = [[5], ids]
+    with pytest.raises(ValueError, match=re.escape(f"rollout_func's {key}[1]") + "(, |: )" + re.escape(text)):
+        written_by(lambda prompts: output, ["a"] * 2, 10)
+
+
+@pytest.mark.parametrize("given", [list, tuple, np.asarray, torch.tensor, jnp.asarray])
+def test_ids_of_a_rollout_func_come_in_any_list(given):
+    output = {"prompt_ids": given([[3], [4]]), "completion_ids": [given([5, 9]), given([0])], "logprobs": None}
+    made = written_by(lambda prompts: output | {"env_mask": [given([0, 1]), given([1.0])]}, ["a"] * 2, 10)
+    assert [own.tolist() for own in made.prompt_ids] == [[3], [4]]
+    assert [own.tolist() for own in made.completion_ids] == [[5, 9], [0]] and made.completion_ids[0].dtype == np.int32
+    assert [own.tolist() for own in made.by_model] == [[False, True], [True]]
+
+
+def test_a_rollout_func_returns_a_dict():
+    with pytest.raises(TypeError, match=r"^rollout_func returned \[\], wanted a dict with prompt_ids, completion_ids"):
+        written_by(lambda prompts: [], ["a"], 10)
 
 
 def test_conversations(make):

@@ -8,6 +8,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from trl_jax.data.rows.checks import check_no_media
+
 Row = dict[str, Any]
 _OWN = ("reset", "get_reward")  # which a model does not call
 
@@ -67,10 +69,16 @@ class Environments:
         then tells stands behind the prompt's last message.
 
         Raises:
-            ValueError: there is no environment of a row's name.
+            ValueError: there is no environment of a row's name, a row has the column `environments` itself, or an
+                environment tells of an image.
         """
         self.current, taken = [], dict.fromkeys(self._factories, 0)
         for row in rows:
+            if "environments" in row:
+                raise ValueError(
+                    "A row has the column 'environments', and the trainer passes its environments under that name to "
+                    "reward functions. Rename the column."
+                )
             name = row.get("environment") if self._several else None
             if name not in self._factories:
                 raise self._unknown(name)
@@ -84,6 +92,8 @@ class Environments:
     def _reset(self, row: Row, environment: Any) -> Row:
         told = environment.reset(**{name: row[name] for name in row if name != "environment" or not self._several})
         if told is not None:
+            where = f"reset() of the environment {type(environment).__name__}"
+            check_no_media([{"role": "user", "content": told}], where)
             row = row | {"prompt": _with_observation(row["prompt"], told)}
         return row | {"environments": environment}
 

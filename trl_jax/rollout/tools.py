@@ -11,6 +11,7 @@ import numpy as np
 
 from trl_jax.core.printable import brief
 from trl_jax.data.rows.chat import rendered
+from trl_jax.data.rows.checks import check_no_media, token_ids
 from trl_jax.data.rows.prompts import parsed_message
 from trl_jax.rollout.coroutines import EventLoop, is_async
 from trl_jax.rollout.environments import Environments, methods_of
@@ -94,7 +95,7 @@ class Tools:
     functions: by name. environments: whose methods are tools of the completions in them; None: there are none.
     template_options: further arguments of the chat template. most_turns: in which tools are called; None: any number.
     longest: tokens of a completion, answers included. positions: what a text has fewer tokens than before a turn; None:
-    any number.
+    any number. vocab_size: rows of the model's embedding.
     """
 
     functions: Functions
@@ -104,6 +105,7 @@ class Tools:
     most_turns: int | None
     longest: int
     positions: int | None
+    vocab_size: int
     calls: Calls = field(default_factory=Calls)
 
     @property
@@ -149,7 +151,11 @@ class Tools:
         """Call the tools of the last message; whether there is room for what they answer. Without, the completion ends
         where it called them."""
         answers = self.calls.answers(turns.calls, turns.functions)
+        for answer in answers:
+            check_no_media([answer], f"The answer of the tool {answer['name']!r}")
         tokens = self._tokens_of(answers)
+        if tokens:
+            token_ids(tokens, self.vocab_size, f"The answer of {', '.join(repr(own['name']) for own in answers)}")
         length = len(turns.tokens) + len(tokens)
         if length > self.longest or (self.positions is not None and len(turns.prompt) + length >= self.positions):
             return False

@@ -100,6 +100,20 @@ def a_dict(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     return None
 
 
+def template_arguments(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """A dict without the arguments of apply_chat_template that the trainer passes itself."""
+    if fault := a_dict(name, value, values):
+        return fault
+    own = ("conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
+    if found := [key for key in as_dict(name, value) if key in own]:
+        return (
+            f"{name} has {found[0]!r}, which the trainer passes itself: apply_chat_template would get multiple values "
+            f"for keyword argument {found[0]!r}. Leave it out: chat_template_path= and tools= are for the template and "
+            "the tools."
+        )
+    return None
+
+
 def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     unknown = [word for word in as_words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
     return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None

@@ -7,7 +7,8 @@ rows, a stream in blocks of one row, so the same rules hold for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,16 @@ from trl_jax.core.printable import brief, printable
 logger = logging.getLogger(__name__)
 
 ROWS_PER_BLOCK = 1000
+
+_OUTSIDE = (
+    "token id {id} is outside the model's vocabulary (vocab_size={size}). Pass the tokenizer that belongs to the "
+    "model, or resize its embeddings."
+)
+_MEDIA = {
+    "image": "images", "image_url": "images", "input_image": "images",
+    "video": "videos", "video_url": "videos",
+    "audio": "audio", "audio_url": "audio", "input_audio": "audio",
+}  # fmt: skip
 
 _FIXES = {
     "DatasetDict": 'pass one of its splits: dataset["train"]',
@@ -67,13 +78,38 @@ def check_type(dataset: Any, name: str) -> None:
 
 
 def check_no_images(columns: Collection[str], where: str) -> None:
-    """Raise ValueError for rows with images, beside which a text alone would be trained on."""
-    if found := sorted({"image", "images"}.intersection(columns)):
+    """Raise ValueError for a dataset with a column of images: without them, only its text would be trained on."""
+    if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):
         raise ValueError(
-            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
-            f"not seem to be a vision-language model: {where} has {found[0]!r}, and trl_jax trains on text alone. To "
-            f"do so, drop it with dataset.remove_columns({found})."
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys): "
+            f"{where} has {found[0]!r}, and rows with images are not supported yet. To train on text alone, take the "
+            f"images out of the rows: the column {found[0]!r}, and every part of a message that stands for an image."
         )
+
+
+def check_no_media(messages: Any, where: str) -> None:
+    """Raise ValueError for a message with an image, a video or audio: a chat template would write a bare placeholder.
+
+    Args:
+        messages: a conversation. A text, or anything else that is not a list, passes.
+        where: what the messages are, as in "Row 3 of train_dataset, column 'prompt'".
+    """
+    for message in messages if isinstance(messages, list | tuple) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else ():
+            if (kind := _media_of(part)) is not None:
+                raise ValueError(
+                    f"{where}: the content of a message of role {message.get('role')!r} has {brief(part)}, and rows "
+                    f"with {kind} are not supported yet. Leave such rows out, or write their messages as text alone."
+                )
+
+
+def _media_of(part: Any) -> str | None:
+    """The kind of media in a part of a message's content; None for text. Datasets fill missing keys with None."""
+    if not isinstance(part, Mapping):
+        return None
+    named = [part.get("type"), *(key for key, value in part.items() if value is not None)]
+    return next((_MEDIA[name] for name in named if isinstance(name, str) and name in _MEDIA), None)
 
 
 def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
@@ -120,6 +156,38 @@ def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a checked column laid end to end `[tokens]`, and the number of each row `[rows]`, int64."""
     lists = block.column(column).combine_chunks()
     return numbers_of(lists.flatten()), numbers_of(pc.list_value_length(lists)).astype(np.int64)
+
+
+def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
+    """The token ids of one text, int32 `[tokens]`.
+
+    Args:
+        values: ints, as a list or an array.
+        vocab_size: rows of the model's embedding.
+        where: what the text is, as in "rollout_func's completion_ids[3]".
+
+    Raises:
+        ValueError: there is no token, or one is not an int or has no embedding.
+    """
+    try:
+        found = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        found = np.asarray(None)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(f"{where}: found {brief(values)}, wanted a list of at least one token id.")
+    mixed = isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values))
+    if not mixed and found.dtype.kind in "iu" and found.min() >= 0 and found.max() < vocab_size:
+        return found.astype(np.int32)
+    values = found.tolist() if isinstance(values, np.ndarray) else list(values)
+    for place, value in enumerate(values):
+        if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
+            raise ValueError(
+                f"{where}, position {place}: found {brief(value)} ({type(value).__name__}), wanted an int, a token id "
+                f"from 0 to {vocab_size - 1}."
+            )
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"{where}, position {place}: {_OUTSIDE.format(id=value, size=vocab_size)}")
+    return np.asarray(values, np.int32)
 
 
 def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
@@ -181,9 +249,7 @@ def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) 
         if bad.size:
             row = first + pc.list_parent_indices(lists)[int(bad[0])].as_py()
             raise ValueError(
-                f"Row {row} of {where}, column {column!r}: token id {ids[bad[0]]} is outside the model's "
-                f"vocabulary (vocab_size={vocab_size}). Pass the tokenizer that belongs to the model, or "
-                "resize its embeddings."
+                f"Row {row} of {where}, column {column!r}: {_OUTSIDE.format(id=ids[bad[0]], size=vocab_size)}"
             )
 
 

@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.printable import brief
+from trl_jax.data.rows import checks
 from trl_jax.data.rows.chat import check_unicode, rendered
 from trl_jax.data.rows.checks import argument, blocks, cell_error, is_list, numbers_of
 from trl_jax.data.rows.streaming import check_has
 
-_IMAGES = ("image", "images")
 _WANTED = 'a text, or messages such as [{"role": "user", "content": "..."}]'
 _EMPTY = "A completion follows at least one token: leave the row out, or begin prompts with a token, such as the BOS."
 
@@ -37,9 +37,7 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")
-    found = [column for column in _IMAGES if column in (columns or ())]
-    if found:
-        raise ValueError(f"{name}: the column {found[0]!r} has images, which are not supported here. Remove it.")
+    checks.check_no_images(columns or (), argument(name))
     facts = {"name": name, "begins": bool(_ids([""], tokenizer)[0])}
     if isinstance(dataset, IterableDataset):
         dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
@@ -76,8 +74,8 @@ def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
         return every
     messages, rows = prompts.flatten(), numbers_of(pc.list_parent_indices(prompts))
     role, content = (pc.struct_field(messages, column) for column in ("role", "content"))
-    if len(messages) != len(rows) or isinstance(content.type, pa.BaseExtensionType):  # JSON, whose null is a text
-        return every
+    if len(messages) != len(rows) or not (pa.types.is_string(content.type) or pa.types.is_large_string(content.type)):
+        return every  # contents in parts, or JSON, whose null is a text
     bad = numbers_of(pc.or_(role.is_null(), content.is_null()))
     if "tool_calls" in names and is_list((calls := pc.struct_field(messages, "tool_calls")).type):
         called = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
@@ -95,6 +93,7 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
     """
     where = f"Row {number} of {argument(name)}"
     check_has(row, number, ("prompt",), argument(name))
+    checks.check_no_images(row, argument(name))
     prompt = row["prompt"]
     if prompt == "" and not begins:
         raise ValueError(f"{where} has an empty prompt. {_EMPTY}")
@@ -104,6 +103,7 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
         for message in prompt:
             _check_message(message, where)
     check_unicode(prompt, "prompt", where)
+    checks.check_no_media(prompt, f"{where}, column 'prompt'")
     return {}
 
 

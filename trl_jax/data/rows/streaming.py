@@ -27,16 +27,21 @@ class StreamState:
     about: str = ""  # "at least " where texts were cut
 
 
-def opened(dataset: Any, name: str) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
+def opened(
+    dataset: Any, name: str, messages: Sequence[str] = ()
+) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
     """A dataset with rows as Python values, whatever format the user has set, and its first row.
 
+    Args:
+        messages: as in `first_row`.
+
     Raises:
-        TypeError, ValueError: it is no dataset, or empty.
+        TypeError, ValueError: not a dataset, empty, or with images.
     """
     checks.check_type(dataset, name)
     plain = dataset.with_format(None)
     if isinstance(plain, IterableDataset):
-        return plain, first_row(plain, checks.argument(name))
+        return plain, first_row(plain, checks.argument(name), messages)
     if not len(plain):
         raise ValueError(f"{checks.argument(name)} is empty")
     return plain, plain[0]
@@ -54,13 +59,21 @@ def _had(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) 
     return row
 
 
-def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
-    """The first row of a stream, whose columns may not be known otherwise; ValueError where there is none, or it has
-    images."""
+def first_row(dataset: IterableDataset, where: str, messages: Sequence[str] = ()) -> dict[str, Any]:
+    """The first row of a stream, whose columns may not be known otherwise.
+
+    Args:
+        messages: columns that a chat template will render. Later rows are checked as they come.
+
+    Raises:
+        ValueError: there is no row, or it has images.
+    """
     rows = list(islice(dataset, 1))
     if not rows:
         raise ValueError(f"{where} is empty")
     checks.check_no_images(rows[0], where)
+    for column in messages:
+        checks.check_no_media(rows[0].get(column), f"Row 0 of {where}, column {column!r}")
     return rows[0]
 
 

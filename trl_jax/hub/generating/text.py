@@ -7,6 +7,7 @@ from typing import Any
 
 from trl_jax.core.printable import brief
 from trl_jax.data.rows.chat import rendered
+from trl_jax.data.rows.checks import check_no_media
 
 
 def encoded_prompt(
@@ -20,7 +21,7 @@ def encoded_prompt(
         where: names the prompt in errors.
 
     Raises:
-        ValueError: neither of them, or a conversation and no chat template, or one that makes too much.
+        ValueError: neither of them, a conversation and no chat template, one that makes too much, or one with images.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
@@ -29,6 +30,7 @@ def encoded_prompt(
         raise ValueError(
             f"{where} is {brief(prompt)}: wanted a string, or messages as in [{{'role': 'user', 'content': 'Hi'}}]."
         )
+    check_no_media(list(messages), "The prompt")
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{where} is a conversation, but the tokenizer has no chat template. Pass text, or set "

@@ -16,6 +16,7 @@ def reward_functions(
     weights: Sequence[float] | None = None,
     trainer_state: Callable[[], Any],
     timeout: float | None = None,
+    metrics_of_run: tuple[str, ...] = (),
     **models: Any,
 ) -> RewardFunctions:
     """One call of all reward functions.
@@ -26,7 +27,7 @@ def reward_functions(
         processing_classes: the tokenizers of the models among them, as a list with None for functions; None loads each
             model's own.
         weights: their number is compared.
-        trainer_state, timeout: as in `RewardFunctions`.
+        trainer_state, timeout, metrics_of_run: as in `RewardFunctions`.
         models: options of `reward_model`.
 
     Raises:
@@ -52,7 +53,7 @@ def reward_functions(
     made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
-    return RewardFunctions(numbered(names), made, trainer_state, timeout, own)
+    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run)
 
 
 def _listed(value: Any) -> list:

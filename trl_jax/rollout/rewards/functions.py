@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,16 @@ logger = logging.getLogger(__name__)
 
 _OWN = ("prompt", "completion", "completion_ids")  # columns that functions are given under other names
 _OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
+_GIVEN = ("prompts", "completions", *_OF_TRAINER)  # what the trainer passes, beside the columns
+_TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions' table
+_METRICS = (
+    "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "reward", "reward_std",
+    "frac_reward_zero_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "runtime", "samples_per_second",
+    "steps_per_second", "tools/call_frequency", "tools/failure_frequency", "completions/clipped_ratio",
+    *(f"completions/{kind}_{what}" for kind in ("mean", "min", "max") for what in ("length", "terminated_length")),
+    *(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
+    "cispo_clip_ratio", "vespo/phi_seq_mean",
+)  # fmt: skip
 
 
 @dataclass
@@ -38,6 +48,7 @@ class RewardFunctions:
         timeout: seconds that asynchronous functions may take; None: any.
         given: the script's own list of them, into which it may put other functions at any time, as in TRL; None: it
             keeps none.
+        metrics_of_run: names that the trainer logs in this run, in addition to those that it may log in any.
     """
 
     names: list[str]
@@ -45,12 +56,14 @@ class RewardFunctions:
     trainer_state: Callable[[], Any]
     timeout: float | None = None
     given: list[Any] | None = None
+    metrics_of_run: tuple[str, ...] = ()
     _taken: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _completions: int = 0
     _left_out: set[str] = field(default_factory=set)  # columns of log_extra that were warned of
+    _renamed: set[str] = field(default_factory=set)
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
@@ -74,6 +87,7 @@ class RewardFunctions:
         self._columns.clear()
         self._numbers.clear()
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
+        check_columns(columns, "A row has the column")
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         given |= {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
         rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
@@ -144,10 +158,23 @@ class RewardFunctions:
         return {name: list(values) for name, values in sorted(self._columns.items(), key=lambda item: str(item[0]))}
 
     def _log_extra(self, column: str, values: list) -> None:
-        self._columns[column].extend(values)
+        taken = (*_TABLE, *reward_columns(self.names))
+        self._columns[self._free(column, taken, f"log_extra({column!r}, ...)")].extend(values)
 
     def _log_metric(self, name: str, value: float) -> None:
-        self._numbers[name].append(value)
+        of_functions = (f"rewards/{function}/{kind}" for function in self.names for kind in ("mean", "std"))
+        taken = (*_METRICS, *self.metrics_of_run, *of_functions)
+        self._numbers[self._free(name, taken, f"log_metric({name!r}, ...)")].append(value)
+
+    def _free(self, name: str, taken: Sequence[str], call: str) -> str:
+        """The name, or name_2 where the trainer logs something else under it, with a warning the first time."""
+        if name not in taken:
+            return name
+        free = numbered([*taken, name])[-1]
+        if call not in self._renamed:
+            self._renamed.add(call)
+            logger.warning(f"{call}: the trainer logs {name!r} itself, so this is logged as {free!r}.")
+        return free
 
     async def _awaited(self, number: int, given: dict[str, Any]) -> np.ndarray:
         name, prompts = self.names[number], given["prompts"]
@@ -163,6 +190,26 @@ class RewardFunctions:
                     "or have the function return None in time."
                 ) from error
             return _checked(name, found, len(prompts))
+
+
+def check_columns(names: Iterable[str], found: str, *more: str) -> None:
+    """Raise ValueError for a column with the name of something that the trainer passes to reward functions.
+
+    Args:
+        found: where the column is, as in "train_dataset has the column".
+        more: further names that are passed.
+    """
+    given = (*_GIVEN, *more)
+    if (name := next((name for name in names if name in given), None)) is not None:
+        raise ValueError(
+            f"{found} {name!r}, and the trainer passes {', '.join(given)} to reward functions, which would get "
+            f"multiple values for keyword argument {name!r}. Rename it."
+        )
+
+
+def reward_columns(names: Sequence[str]) -> list[str]:
+    """The columns of reward functions of these names in the completions' table, apart from its own."""
+    return numbered([*_TABLE, *names])[len(_TABLE) :]
 
 
 def callable_name(function: Callable) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from trl_jax.core.printable import brief
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.rows import prompts as rows
+from trl_jax.data.rows.checks import check_no_media, token_ids
 from trl_jax.hub.generating.complete import complete
 from trl_jax.rollout.rollout_func import written_by
 from trl_jax.rollout.written import Ids, Written, all_written
@@ -34,8 +35,10 @@ class PolicyWriter:
         self._rollout_func = parts.rollout_func
 
     def write(self, prompts: list, group: int) -> Written:
+        for prompt in prompts[::group]:
+            check_no_media(prompt, f"The prompt {brief(prompt)}")
         if self._rollout_func is not None:
-            return written_by(self._rollout_func, prompts)
+            return written_by(self._rollout_func, prompts, self._run.vocab_size)
         tools = self._sampling.tools
         if tools is not None and not rows.is_messages(prompts[0]):
             raise ValueError(
@@ -43,6 +46,8 @@ class PolicyWriter:
                 'as in [{"role": "user", "content": "..."}].'
             )
         ids = self.prompt_ids(prompts)
+        for prompt, own in zip(prompts, ids, strict=True):
+            token_ids(own, self._run.vocab_size, f"The prompt {brief(prompt)}")
         alike = all(own == ids[place - place % group] for place, own in enumerate(ids))  # not of every environment
         completions = self.complete(ids, group if alike else 1)
         if tools is not None:

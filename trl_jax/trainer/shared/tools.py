@@ -26,13 +26,14 @@ def tools_of(
     most_turns: int | None,
     longest: int,
     positions: int | None,
+    vocab_size: int,
 ) -> tuple[Tools, dict[str, Any]]:
     """The tools of a run, and the further arguments of the chat template with which prompts are rendered.
 
     Args:
         environments: whose methods are tools, too; None: there are none.
         tokenizer: gets a `response_template`, if it has none.
-        most_turns, longest, positions: as of `Tools`.
+        most_turns, longest, positions, vocab_size: as of `Tools`.
 
     Raises:
         TypeError: a tool is no function, or lacks the annotations and the docstring that say what it takes.
@@ -57,7 +58,7 @@ def tools_of(
     options = dict(template_options)
     if not is_chat_template_prefix_preserving(tokenizer):
         options["chat_template"] = template_for_training(tokenizer)
-    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions)
+    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions, vocab_size)
     return tools, options if environments is not None else options | {"tools": list(found.values())}
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.rows.checks import argument
 from trl_jax.rollout.environments import Environments
 from trl_jax.rollout.rewards.arguments import reward_functions
-from trl_jax.rollout.rewards.functions import RewardFunctions
+from trl_jax.rollout.rewards.functions import RewardFunctions, check_columns
 from trl_jax.run.state import RunState
 from trl_jax.trainer.shared.held_reference import HeldReference
 from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
@@ -46,6 +49,14 @@ class TrainerWithRewards(HeldReference, PolicyAttributes):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
         super().__init__(model, peft_config=peft_config, **arguments)
 
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+        prepared = super().prepare_dataset(dataset, name, bounded=bounded)
+        if not self.args.remove_unused_columns:
+            columns = prepared.column_names or next(iter(prepared.take(1)), {})
+            more = () if self._environments is None else ("environments",)
+            check_columns(columns, f"{argument(name)} has the column", *more)
+        return prepared
+
     def _attach_reference(self, run: RunState) -> None:
         args = run.args
         if not args.beta:
@@ -64,6 +75,7 @@ class TrainerWithRewards(HeldReference, PolicyAttributes):
             self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
             trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
+            metrics_of_run=("kl",) if args.beta else (),
         )  # fmt: skip
         self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
         return rewards

@@ -16,6 +16,7 @@ from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.environments import Environments
 from trl_jax.rollout.judge import Rewards
+from trl_jax.rollout.rewards.functions import reward_columns
 from trl_jax.rollout.tools import Tools
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.rollouts.parts import RolloutParts, Sampling
@@ -70,7 +71,8 @@ class TrainerWithRollout(RolloutAttributes):
         rewards, (tools, template_options) = self._rewards(run), self._tools(run)
         parses = self._parses_messages
         sampling = Sampling(template_options, args.max_prompt_length, _options(run), parses, tools)
-        table = self._table(None if rewards is None else rewards.names) if args.log_completions else None
+        columns = None if rewards is None else reward_columns(rewards.names)
+        table = self._table(columns) if args.log_completions else None
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
             rollout_func,
@@ -103,6 +105,7 @@ class TrainerWithRollout(RolloutAttributes):
             self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
             most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
             positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
+            vocab_size=run.vocab_size,
         )  # fmt: skip
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:

@@ -112,7 +112,7 @@ WRITING: dict[str, Handling] = {
     **fields("max_completion_length", "native", rule=rules.whole(1, most=rules.MOST_STEPS)),
     **fields("max_prompt_length", "native", rule=rules.whole(1, optional=True)),
     **fields("shuffle_dataset", "native"),
-    **fields("chat_template_kwargs", "native", rule=rules.a_dict),
+    **fields("chat_template_kwargs", "native", rule=rules.template_arguments),
     # Sampling
     # As in TRL, None is what the model's generation_config has, then transformers' own default.
     **fields("temperature", "native", rule=_above(0, rules.MOST_FLOAT32)),

@@ -42,6 +42,7 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
     chat.check_contents(row, given, place, "Write prompts and answers in the same way.")
     for column in given:
         chat.check_unicode(row[column], column, place)
+        checks.check_no_media(row[column], f"{place}, column {column!r}")
     if "prompt" not in row:
         row |= extract_prompt(*(row[answer] for answer in answers), place)
     return row

@@ -44,7 +44,7 @@ def prepare(
             row.
     """
     where = checks.argument(name)
-    plain, first = streaming.opened(dataset, name)
+    plain, first = streaming.opened(dataset, name, ("prompt", "chosen", "rejected"))
     part = _part(max_length, keep_end)
     from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
     if all(column in first for column in JOINED) and not from_texts:

@@ -51,7 +51,7 @@ def prepare(
             row.
     """
     where = checks.argument(name)
-    plain, first = streaming.opened(dataset, name)
+    plain, first = streaming.opened(dataset, name, ("prompt", "completion", *_PAIR))
     from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
     if is_prepared(first, block) and not from_texts:
         texts = (JOINED,) if block is None else (JOINED, KL_JOINED)

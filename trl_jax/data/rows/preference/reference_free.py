@@ -46,7 +46,7 @@ def prepare(
             row.
     """
     where = checks.argument(name)
-    plain, first = streaming.opened(dataset, name)
+    plain, first = streaming.opened(dataset, name, ("prompt", "chosen", "rejected"))
     if all(column in first for column in (*TEXTS, *LABELS)) and not any(side in first for side in _SIDES):
         return streaming.with_columns(plain, (*TEXTS, *LABELS), where)  # prepared before
     if not all(side in first for side in _SIDES):

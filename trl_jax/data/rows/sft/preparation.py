@@ -82,6 +82,8 @@ def prepare(
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )
+    for column in row_format.needed if row_format.conversational else ():
+        checks.check_no_media(first[column], f"Row 0 of {where}, column {column!r}")
     if assistant_only_loss and row_format.conversational:
         chat_template = chat_template or _marked_template(tokenizer)
         _warn_of_stop_token(tokenizer, chat_template)

@@ -70,12 +70,6 @@ def settle(
     Raises:
         ValueError: there is nothing to train on, or an option has no meaning for such rows.
     """
-    if "image" in first or "images" in first:
-        raise ValueError(
-            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
-            f"not seem to be a vision-language model: {where} has the columns {brief(list(first), 500)}, and models "
-            "read text here. Drop the images: dataset.remove_columns."
-        )
     only = {"prompt", "completion"} <= first.keys() if completion_only_loss is None else completion_only_loss
     if only and formatting_func:
         raise ValueError(

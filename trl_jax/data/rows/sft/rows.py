@@ -168,6 +168,7 @@ def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format
             wanted = "a non-empty list of messages, each with a 'role'"
             raise checks.cell_error(where, row_format.kind, messages, wanted)
         chat.check_unicode(messages, row_format.kind, where)
+        checks.check_no_media(messages, f"{where}, column {row_format.kind!r}")
         talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
     ids, said = _tokenise(talks, tokenizer, masking.assistant)
     return ids, [_labels(*both) for both in zip(ids, *said, strict=True)]
@@ -188,6 +189,7 @@ def _of_completions(
         chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
         for column in ("prompt", "completion"):
             chat.check_unicode(row[column], column, where)
+            checks.check_no_media(row[column], f"{where}, column {column!r}")
         if chat.is_messages(row["prompt"]) != row_format.conversational:
             found, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
             raise ValueError(f"{where} is {found}, and the first row is {first}. Make all rows the same.")

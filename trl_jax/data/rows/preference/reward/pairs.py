@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trl_jax.core.memory_errors import is_panic
 from trl_jax.data.rows import chat
+from trl_jax.data.rows.checks import check_no_media
 from trl_jax.data.rows.cutting import is_long
 from trl_jax.data.rows.templates.rendering import apply_chat_template
 
@@ -63,6 +64,7 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
         chosen, rejected = row["prompt"] + chosen, row["prompt"] + rejected
     for column in columns:
         chat.check_unicode(row[column], column, where)
+        check_no_media(row[column], f"{where}, column {column!r}")
     return Pair(chosen, rejected, options, where)
 
 

@@ -40,7 +40,7 @@ def prepare(
     checks.check_type(dataset, name)
     plain = dataset.with_format(None)  # rows as Python values, whatever format the user has set
     if isinstance(plain, IterableDataset):
-        opening = first_row(plain, checks.argument(name))
+        opening = first_row(plain, checks.argument(name), ("prompt", "chosen", "rejected"))
         plain, read = columns.settle(plain, list(opening), name)
         needed = pair_checks.IDS if read.tokenised else pair_checks.TEXTS
         needed += ("margin",) if "margin" in opening else ()
