@@ -38,14 +38,14 @@ def test_the_readme_is_read_to_the_end():
     assert len(pages.read(README).splitlines()) <= 150
 
 
-def test_a_trainer_is_said_to_be_here_where_it_is():
+def test_the_trainers_are_those_of_trl_and_two_experimental_ones():
     [shown] = [found for found in pages.tables(pages.read(README)) if "trainer" in found[0]]
-    assert {"yes", "not yet"} >= {row["here"] for row in shown} and len(shown) == 9
-    trl = pytest.importorskip("trl")  # of which README says that these are all, and two experimental ones
+    trl = pytest.importorskip("trl")
     theirs = {name for name in trl.__all__ if name.endswith("Trainer")} | {"ORPOTrainer", "CPOTrainer"}
-    assert {row["trainer"].strip("`") for row in shown} == theirs
+    assert len(shown) == len(theirs) and {row["trainer"].strip("`") for row in shown} == theirs
     for row in shown:
-        assert (row["here"] == "yes") == (row["trainer"].strip("`") in trl_jax.__all__), row
+        assert row["trainer"].strip("`") in trl_jax.__all__, row
+        assert row["command"].strip("`").removeprefix("trl-jax ") in command_line.COMMANDS, row
 
 
 @pytest.mark.parametrize("page", [README, FOLDER / "getting-started.md"], ids=lambda page: page.name)
@@ -124,7 +124,7 @@ def test_tolerances():
     assert float(allowed["loss"]["tolerance"]) == marks.loss
     assert float(allowed["rewards, margin, gradient norm"]["tolerance"]) == marks.rewards == marks.grad_norm
     assert float(allowed["the saved weights"]["tolerance"]) == CASES["plain"].weights
-    told = pages.sections(README)["Exactness"]
+    told = " ".join(pages.sections(README)["Exactness"].split())
     assert f"losses agree within {allowed['loss']['tolerance']};" in told and "saved weights within 2e-4" in told
 
 
@@ -182,31 +182,42 @@ def test_times_faster_follow_from_the_tables():
     told = section("performance.md", "Other data")
     assert "that is {:.1f} times TRL with its defaults and {:.1f} times TRL tuned on".format(*single) in told
     assert "{:.2f} and {:.2f} times on same-length pairs".format(*same) in told
-    for place in (README, FOLDER / "images" / "shared_prompt.svg"):
-        text = " ".join(pages.read(place).split())
-        assert f"{real[0]:.1f} times TRL's" in text and f"{real[1]:.1f} times" in text
-    assert "it is {:.2f} and {:.2f} times".format(*same) in " ".join(pages.read(README).split())
+    shown = _readme_speeds()
+    assert shown["2 CPU cores (AMD EPYC)", "reward model, hh-rlhf pairs"] == tuple(f"{times:.1f}x" for times in real)
+    equal = shown["2 CPU cores (AMD EPYC)", "reward model, equal-length pairs, no shared prompt"]
+    assert equal == tuple(f"{times:.2f}x" for times in same)
 
 
-def test_what_was_measured_on_stands_beside_the_number():
-    for place in (README, FOLDER / "images" / "shared_prompt.svg", FOLDER / "index.md"):
-        words = " ".join(re.sub(r"<[^>]+>", " ", pages.read(place)).split())
-        assert "two CPU cores" in words, place
-    assert "TPU: compiled, not timed yet" in pages.read(README)
+def _readme_speeds() -> dict[tuple[str, str], tuple[str, str]]:
+    """(hardware, task) -> README's factors against TRL's defaults and against TRL tuned."""
+    [shown] = [found for found in pages.tables(pages.sections(README)["Speed"]) if "hardware" in found[0]]
+    return {(row["hardware"], row["task"]): (row["vs TRL default"], row["vs TRL tuned"]) for row in shown}
+
+
+def test_every_measured_speed_names_its_hardware_and_dtype():
+    [shown] = pages.tables(pages.sections(README)["Speed"])
+    assert {"hardware", "dtype", "task", "vs TRL default", "vs TRL tuned"} == set(shown[0])
+    assert all(all(row.values()) for row in shown)
+    assert re.findall(r"\d[.\d]*(?:x|×| times)", pages.read(FOLDER / "images" / "shared_prompt.svg")) == []
 
 
 def test_times_faster_on_a_gpu_follow_from_the_table():
-    rows, told = table("performance.md", "On a GPU"), " ".join(pages.read(README).split())
+    rows, shown = table("performance.md", "On a GPU"), _readme_speeds()
     rates = {name: float(row["tokens of text/s"].replace(",", "")) for name, row in rows.items()}
     times = {name: row["times TRL's"].split()[0] for name, row in rows.items()}
-    sft = "SFT on conversations"
-    assert f"{times[f'{sft}: trl_jax']} times TRL's tokens a second in {sft}" in told
-    assert f"{times['GRPO: trl_jax']} times in GRPO" in told
-    assert f"and {rates[f'{sft}: trl_jax'] / rates[f'{sft}: TRL, tuned']:.1f} times on the H200" in told
-    assert f"and {times['SFT on long rows: trl_jax']} times TRL's default on the H200" in told
-    assert f"{times['reward: trl_jax']} times on" in pages.read(FOLDER / "images" / "shared_prompt.svg")
-    for name in (sft, "SFT on long rows", "reward", "GRPO"):  # medians of turns, not of tokens
-        ratio = rates[f"{name}: trl_jax"] / rates[f"{name}: TRL, default"]
+    tasks = {
+        "reward": "reward model, hh-rlhf pairs",
+        "SFT on conversations": "SFT on conversations",
+        "SFT on long rows": "SFT on rows of 2,048 tokens",
+        "LoRA of Llama-3.1-8B, long rows": "LoRA of Llama-3.1-8B on rows of 2,048 tokens",
+        "GRPO": "GRPO",
+    }
+    assert {task for hardware, task in shown if hardware == "NVIDIA H200"} == set(tasks.values())
+    for name, task in tasks.items():
+        tuned = f"{name}: TRL, tuned"
+        factor = f"{rates[f'{name}: trl_jax'] / rates[tuned]:.1f}x" if tuned in rates else "not measured"
+        assert shown["NVIDIA H200", task] == (f"{times[f'{name}: trl_jax']}x", factor), name
+        ratio = rates[f"{name}: trl_jax"] / rates[f"{name}: TRL, default"]  # medians of turns, not of tokens
         assert ratio == pytest.approx(float(times[f"{name}: trl_jax"]), rel=0.1), name
 
 
