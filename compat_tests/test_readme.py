@@ -60,12 +60,12 @@ def test_the_pythons_are_the_projects(page):
 
 @pytest.mark.parametrize("argument", SUPPORTED)
 def test_what_an_argument_may_be(argument):
-    assert tuple(table("reward.md", "What can be set")[f"`{argument}`"]["values"].split(", ")) == SUPPORTED[argument]
+    assert tuple(table("reward.md", "Arguments")[f"`{argument}`"]["values"].split(", ")) == SUPPORTED[argument]
 
 
 def test_arguments_that_trl_does_not_have():
     trl = pytest.importorskip("trl")
-    told = pages.tables(pages.sections(FOLDER / "reward.md")["What can be set"])[1]
+    told = pages.tables(pages.sections(FOLDER / "reward.md")["Arguments"])[1]
     names = {name for row in told for name in re.findall(r"`(\w+)`", row["argument"])}
     ours, theirs = ({field.name for field in dataclasses.fields(side.RewardConfig)} for side in (trl_jax, trl))
     assert names == ours - theirs
