@@ -145,7 +145,7 @@ def test_counts():
 
 def test_devices_share_what_one_holds():
     """Over fsdp and tensor everything is divided, over data alone nothing, under ZeRO all but the weights."""
-    shown = table("devices.md", "What a device holds and sends")
+    shown = table("devices.md", "Memory and communication per device")
     names = {name.replace("ZeRO 1 or 2 over 8", "zero1:8") for name in shown}
     assert names == {*division.MESHES} - {"data:1", "zero2:8"}
     for name, row in shown.items():
