@@ -73,8 +73,8 @@ def test_arguments_that_trl_does_not_have():
 
 def test_rope_types():
     [shown] = [row for found in pages.tables(pages.read(FOLDER / "models.md")) for row in found
-               if row.get("a checkpoint may be") == "rope types"]  # fmt: skip
-    assert set(shown[""].split(", ")) == set(KINDS)
+               if row.get("property of a checkpoint") == "rope types"]  # fmt: skip
+    assert set(shown["supported"].split(", ")) == set(KINDS)
 
 
 def test_model_types():
