@@ -213,10 +213,10 @@ def test_members_that_the_api_lists_are_there():
 
 def test_what_a_trainer_that_is_not_here_says():
     [shown] = pages.blocks(FOLDER / "faq.md", "pycon")
-    imported, used, answer = shown.code.splitlines()
+    imported, used, *answer = shown.code.splitlines()
     with pytest.raises(NotImplementedError) as error:
         exec(f"{imported}\n{used}".replace(">>> ", ""))
-    assert f"NotImplementedError: {error.value}" == answer
+    assert f"NotImplementedError: {error.value}" == " ".join(answer)  # the page breaks the line
 
 
 def test_extras_are_all_told():
