@@ -226,7 +226,8 @@ def test_times_faster_of_the_larger_model():
     for arm in ("default", "tuned"):
         for kind, told in list(rows[f"speedup in pairs/s, {arm}"].items())[1:]:
             theirs, ours = (float(rows[f"{side}, {arm}"][kind].split()[0]) for side in ("TRL", "trl_jax"))
-            assert float(told.rstrip("x")) == pytest.approx(theirs / ours, rel=0.04), (arm, kind)  # medians, not pairs a second
+            # The seconds are medians, the speedup is of pairs per second.
+            assert float(told.rstrip("x")) == pytest.approx(theirs / ours, rel=0.04), (arm, kind)
 
 
 @pytest.mark.parametrize("picture", ["cost", "folders", "generation", "speed"])

@@ -131,7 +131,7 @@ def folders() -> str:
 def _page(height: int, title: str, told: str, parts: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" font-size="15" role="img" '
-        'font-family="system-ui, -apple-system, \'Segoe UI\', Helvetica, Arial, sans-serif">\n'
+        "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\">\n"
         f'{_STYLE}\n<rect class="page" x="0.5" y="0.5" width="799" height="{height - 1}" rx="10"/>\n'
         f'<text class="text" x="24" y="36" font-weight="600">{title} '
         f'<tspan class="soft" font-weight="400">{told}</tspan></text>'
