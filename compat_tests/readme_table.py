@@ -13,31 +13,31 @@ from compat_tests.parity.test_encoder_curves import CASES as ENCODER_CURVES
 from trl_jax.hub.exported.refused import REFUSED
 from trl_jax.hub.families import families
 
-_SAME = "scores and gradients of transformers, byte-identical export"
-_CURVE = f"TRL's own curve, {_SAME}"
-_SEEN = "transformers' logits and gradients of the whole, byte-identical export, TRL's own curve of six of them"
+_SAME = "transformers' scores and gradients, byte-identical export"
+_CURVE = f"TRL's loss curve, {_SAME}"
+_SEEN = "logits and gradients of the full transformers model, byte-identical export; TRL's loss curve for six of them"
 _SEEING = {name for name, family in families().items() if family.carried is not None}
 
 
 def lines() -> list[str]:
-    """The rows of the table: types, engine, what the tests hold them to."""
+    """The rows of the table: model types, engine, what the tests compare."""
     native, exported = set(families()), set(configs.TYPES) - set(families())
     curves = {"llama", "qwen2", "qwen3", "gemma3", *DECODER_CURVES, *ENCODER_CURVES}
     decoders = native - set(encoders.FAMILIES) - _SEEING
     rows = [
         (curves & decoders, "native", _CURVE),
         (decoders - curves - BODY_ONLY, "native", _SAME),
-        (BODY_ONLY, "native; transformers has no classifier of them, so it loads their body alone", _SAME),
-        (_SEEING, "native, of the text part; what sees or hears is saved as it was", _SEEN),
+        (BODY_ONLY, "native; transformers has no classifier for them, so it loads only the base model", _SAME),
+        (_SEEING, "native, text part only; vision and audio towers are saved unchanged", _SEEN),
         (curves & set(encoders.FAMILIES), "native", _CURVE),
         (set(encoders.FAMILIES) - curves, "native", _SAME),
-        (set(EXPORTED_CURVES), "exported", "TRL's own curve, scores and gradients of transformers"),
-        (exported & set(configs.SOME) - set(EXPORTED_CURVES), "exported", "scores and gradients of transformers"),
-        (exported - set(configs.SOME), "exported", "the same, by `python -m compat_tests.bench.exported_sweep`"),
+        (set(EXPORTED_CURVES), "exported", "TRL's loss curve, transformers' scores and gradients"),
+        (exported & set(configs.SOME) - set(EXPORTED_CURVES), "exported", "transformers' scores and gradients"),
+        (exported - set(configs.SOME), "exported", "the same, with `python -m compat_tests.bench.exported_sweep`"),
     ]
     for reason in dict.fromkeys(reason for reason, _ in REFUSED.values()):
         refused = {f"{name} ({nearest})" for name, (why, nearest) in REFUSED.items() if why == reason}
-        rows.append((refused, "refused (the nearest that works)", reason))
+        rows.append((refused, "refused (nearest type that works)", reason))
     return [f"| {_listed(types)} | {backend} | {tested} |" for types, backend, tested in rows]
 
 

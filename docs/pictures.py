@@ -1,4 +1,4 @@
-"""Draws pictures of the pages from their tables: python docs/pictures.py"""
+"""Draw the figures of docs/pages from the tables there: python docs/pictures.py"""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STYLE = """<style>
     .line { fill: none } .line.theirs { stroke: #656c76 } .line.ours { stroke: #1f6feb } .line.limit { stroke: #f0f6fc }
   }
 </style>"""
-_LEFT, _LONGEST = 160, 560  # where bars begin, and the longest one
-_FIRST, _RIGHT = 64, 784  # where rooms begin and end
+_LEFT, _LONGEST = 160, 560  # left edge of the bars; length of the longest
+_FIRST, _RIGHT = 64, 784  # left and right edge of the folders
 
 
 def table(page: str, heading: str) -> list[dict[str, str]]:
-    """The first table below a heading of a page, a dict a row; the column without a name is ''."""
+    """The first table below a heading of a page, one dict per row."""
     text = (PAGES / page).read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1]
     lines = text.splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("|"))
@@ -36,8 +36,8 @@ def _cells(line: str) -> list[str]:
 
 
 def speed() -> str:
-    """SVG: pairs a second of each row of the table on real pairs."""
-    rows = [(row[""], float(row["pairs/s"])) for row in table("performance.md", "Real pairs")]
+    """SVG: pairs per second, one bar per row of the table on real pairs."""
+    rows = [(row["setup"], float(row["pairs/s"])) for row in table("performance.md", "Real pairs")]
     scale = _LONGEST / max(value for _, value in rows)
     parts = []
     for number, (name, value) in enumerate(rows):
@@ -48,27 +48,27 @@ def speed() -> str:
             f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="28" rx="3"/>',
             f'<text class="text" x="{_LEFT + width + 10:.1f}" y="{y + 19}">{value:.2f}</text>',
         ]
-    told = "of hh-rlhf, a llama of 8 layers, two CPU cores, float32"
-    return _page(64 + 40 * len(rows) + 12, "Pairs a second", told, parts)
+    told = "hh-rlhf, a llama with 8 layers, two CPU cores, float32"
+    return _page(64 + 40 * len(rows) + 12, "Pairs per second", told, parts)
 
 
 def generation() -> str:
-    """SVG: tokens a second of each way to write completions against how many are written at once, both logarithmic."""
-    rows = [{name: _number(cell) for name, cell in row.items()} for row in table("generation.md", "How quick it is")]
+    """SVG: tokens per second of each generator against the completions generated at once, both axes logarithmic."""
+    rows = [{name: _number(cell) for name, cell in row.items()} for row in table("generation.md", "Speed")]
     grows, *sides = rows[0]
     parts = _panel(rows, grows, dict(zip(sides, ("theirs", "ours", "limit"), strict=True)), _FIRST, _RIGHT - 180)
-    return _page(400, "Tokens a second", "of a llama of 8 layers, one CPU core, float32", parts)
+    return _page(400, "Tokens per second", "a llama with 8 layers, one CPU core, float32", parts)
 
 
 def cost() -> str:
-    """SVG: seconds of a step of fine-tuning against the vocabulary, and against the length, all logarithmic."""
+    """SVG: seconds per fine-tuning step against the vocabulary and against the length, all axes logarithmic."""
     rows, parts = table("performance.md", "Vocabulary and length"), []
     kinds, middle = {"TRL": "theirs", "trl_jax": "ours"}, (_FIRST + _RIGHT) / 2
     for grows, first, last in (("vocabulary", _FIRST, middle - 90), ("length", middle + 20, _RIGHT - 70)):
         own = [row for row in rows if row["grows"] == grows]
         measured = [{grows: _number(row["to"])} | {side: _number(row[side]) for side in kinds} for row in own]
         parts += _panel(measured, grows, kinds, first, last)
-    return _page(400, "Seconds a step", "of 8 rows of fine-tuning, one CPU core, float32", parts)
+    return _page(400, "Seconds per step", "fine-tuning on 8 rows, one CPU core, float32", parts)
 
 
 def _number(cell: str) -> float:
@@ -76,7 +76,7 @@ def _number(cell: str) -> float:
 
 
 def _panel(rows: list[dict[str, float]], grows: str, kinds: dict[str, str], first: float, last: float) -> list[str]:
-    """A line for each column of `kinds` against the column that grows, both logarithmic, between two places."""
+    """One line per column of `kinds` against the column `grows`, between the x positions `first` and `last`."""
     x_of = _logarithmic([row[grows] for row in rows], first + 40, last - 40)
     y_of = _logarithmic([row[side] for row in rows for side in kinds], 330, 80)
     parts = [f'<text class="soft" x="{first + 40:.0f}" y="384">{grows}</text>']
@@ -90,7 +90,7 @@ def _panel(rows: list[dict[str, float]], grows: str, kinds: dict[str, str], firs
 
 
 def _line(points: list[tuple[float, float, float]], name: str, kind: str) -> list[str]:
-    """A line through points (x, y, value) with its first and last value, and its name behind it."""
+    """A line through points (x, y, value), labeled with its first and last value and its name."""
     (first_x, first_y, first), (last_x, last_y, last) = points[0], points[-1]
     through = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     return [
@@ -105,33 +105,33 @@ def _told(value: float) -> str:
 
 
 def _logarithmic(values: list[float], low: float, high: float) -> Callable[[float], float]:
-    """A scale that takes the least value to `low` and the largest to `high`."""
+    """A logarithmic scale that maps the smallest value to `low` and the largest to `high`."""
     least, span = math.log(min(values)), math.log(max(values) / min(values))
     return lambda value: low + (high - low) * (math.log(value) - least) / span
 
 
-def rooms() -> str:
-    """SVG: the rooms of the package, those of a floor side by side, the topmost floor first."""
-    floors: dict[int, list[str]] = {}
-    for row in table("architecture.md", "Rooms"):
-        floors.setdefault(int(row["floor"]), []).append(row["room"].strip("`"))
+def folders() -> str:
+    """SVG: the folders of the package by layer, the topmost layer first."""
+    layers: dict[int, list[str]] = {}
+    for row in table("architecture.md", "Folders"):
+        layers.setdefault(int(row["layer"]), []).append(row["folder"].strip("`"))
     parts = []
-    for number, floor in enumerate(sorted(floors, reverse=True)):
-        y, width = 60 + 44 * number, (_RIGHT - _FIRST) / len(floors[floor])
-        parts.append(f'<text class="soft" x="{_FIRST - 16}" y="{y + 23}" text-anchor="end">{floor}</text>')
-        for place, room in enumerate(floors[floor]):
+    for number, layer in enumerate(sorted(layers, reverse=True)):
+        y, width = 60 + 44 * number, (_RIGHT - _FIRST) / len(layers[layer])
+        parts.append(f'<text class="soft" x="{_FIRST - 16}" y="{y + 23}" text-anchor="end">{layer}</text>')
+        for place, folder in enumerate(layers[layer]):
             x = _FIRST + place * width
             parts += [
                 f'<rect class="ours" x="{x:.1f}" y="{y}" width="{width - 8:.1f}" height="36" rx="4"/>',
-                f'<text class="name" x="{x + (width - 8) / 2:.1f}" y="{y + 23}" text-anchor="middle">{room}</text>',
+                f'<text class="name" x="{x + (width - 8) / 2:.1f}" y="{y + 23}" text-anchor="middle">{folder}</text>',
             ]
-    return _page(60 + 44 * len(floors) + 8, "Rooms by floor", "imports go down only", parts)
+    return _page(60 + 44 * len(layers) + 8, "Folders by layer", "imports only point down", parts)
 
 
 def _page(height: int, title: str, told: str, parts: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" font-size="15" role="img" '
-        'font-family="system-ui, -apple-system, \'Segoe UI\', Helvetica, Arial, sans-serif">\n'
+        "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\">\n"
         f'{_STYLE}\n<rect class="page" x="0.5" y="0.5" width="799" height="{height - 1}" rx="10"/>\n'
         f'<text class="text" x="24" y="36" font-weight="600">{title} '
         f'<tspan class="soft" font-weight="400">{told}</tspan></text>'
@@ -140,5 +140,5 @@ def _page(height: int, title: str, told: str, parts: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for draw in (cost, generation, rooms, speed):
+    for draw in (cost, folders, generation, speed):
         (PAGES / "images" / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")

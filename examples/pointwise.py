@@ -1,4 +1,4 @@
-"""A trainer of your own: a reward model of answers that each have a rating. `python examples/pointwise.py [folder]`"""
+"""Your own trainer: a reward model for completions with a rating. `python examples/pointwise.py [folder]`"""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ def text_of(row: dict[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PointwiseTask(Task):
-    """One text an example, whose score is trained towards its rating by the squared error."""
+    """One text per example; the loss is the squared error between score and rating."""
 
     head: ClassVar[Literal["score"]] = "score"
     columns: ClassVar[Columns] = Columns(texts=("input_ids",), numbers=("rating",))
 
     def prepare(self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any) -> Dataset | IterableDataset:
-        return prepare_texts(dataset, tokenizer, text_of, self.columns, needed=("prompt", "completion"), **limits)
+        needed = ("prompt", "completion")
+        return prepare_texts(dataset, tokenizer, text_of, self.columns, needed=needed, **limits)
 
     def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         error = outputs - batch.extras.example["rating"]
         rows = real_examples(batch.weight, batch.micro_batch)
-        sums = {"rows": 1.0, "squared": jnp.square(error), "absolute": jnp.abs(error)}
-        return jnp.sum(batch.weight * sums["squared"]), {name: summed(value, rows) for name, value in sums.items()}
+        squared = jnp.square(error)
+        values = {"rows": 1.0, "squared": squared, "absolute": jnp.abs(error)}
+        sums = {name: summed(value, rows) for name, value in values.items()}
+        return jnp.sum(batch.weight * squared), sums
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        found = joined(sums, dict.fromkeys(("rows", "squared", "absolute"), np.sum), count="rows")
-        rows, squared, absolute = (float(found[name].sum()) for name in ("rows", "squared", "absolute"))
+        names = ("rows", "squared", "absolute")
+        found = joined(sums, dict.fromkeys(names, np.sum), count="rows")
+        rows, squared, absolute = (float(found[name].sum()) for name in names)
         return {"mse": squared / rows, "mae": absolute / rows} if rows else {}
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
@@ -48,12 +52,12 @@ class PointwiseTask(Task):
 
 @dataclass
 class PointwiseConfig(BaseConfig):
-    max_length: int | None = field(default=1024, metadata={"help": "Longest text in tokens; longer ones are left out."})
+    max_length: int | None = field(default=1024, metadata={"help": "Longest text in tokens; longer ones are dropped."})
     disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
 
 
 class PointwiseTrainer(BaseTrainer):
-    """Trains a sequence classifier with one label to give each completion its rating."""
+    """Trains a sequence classifier with one label to predict ratings."""
 
     _name, _tag_names = "Pointwise", ["pointwise"]
     config_class = PointwiseConfig

@@ -142,8 +142,9 @@ def test_rounding_is_no_difference():
     near = record(losses=(2.0, 1.0000004))._replace(seconds=[9.0, 0.5], memory=50.0)
     assert first_difference(record(), near) == ""
     assert report(record(), near)[-1] == (
-        "The same run to 4e-07 in the loss, 4e-07 in all numbers; 4.0 times as fast; 0.5 of the memory."
+        "The same run to 4e-07 in the loss, 4e-07 in all numbers; 4.0x faster, 0.5x the memory."
     )
+    assert report(near, record())[-1].endswith("; 4.0x slower, 2.0x the memory.")
     assert picture(record(), near).startswith("<svg")
 
 

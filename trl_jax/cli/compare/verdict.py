@@ -129,7 +129,9 @@ def _alone(record: Record) -> list[str]:
 
 def _verdict(theirs: Record, ours: Record) -> str:
     found = differences(theirs, ours)
-    costs = f"{_step(theirs) / _step(ours):.1f} times as fast; {ours.memory / theirs.memory:.1f} of the memory."
+    speed = _step(theirs) / _step(ours)
+    faster = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
+    costs = f"{faster}, {ours.memory / theirs.memory:.1f}x the memory."
     where = first_difference(theirs, ours)
     if not where and len(theirs.logs) != len(ours.logs):
         where = f"TRL took {len(theirs.logs)} steps, trl_jax {len(ours.logs)}"
