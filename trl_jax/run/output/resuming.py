@@ -20,7 +20,9 @@ from trl_jax.engine.checkpoints.progress import FACTS, Progress, SavedProgress
 from trl_jax.engine.checkpoints.resume import ResumePoint, changed_arguments, restore_callbacks
 from trl_jax.engine.checkpoints.run_id import checkpoint_of
 from trl_jax.engine.devices.processes import is_first
+from trl_jax.hub.peft.backend import LoraBackend
 from trl_jax.run.data import loader, order_of
+from trl_jax.run.model.reference import PREFIX
 from trl_jax.run.output import hf_resume
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.model_files import ARGUMENTS
@@ -53,6 +55,7 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
         params, state, progress = _of_transformers(run, point, params, tx)
     else:
         params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
+    _resume_tables(run, folder)
     run.model.params, run.progress.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
@@ -128,6 +131,18 @@ def _resume_reference(run: RunState, saved: SavedProgress) -> None:
     arrays, plan = run.reference.arrays, run.sharding_plan
     places = None if plan is None else plan.params(arrays)
     run.reference.arrays = saved.tree("reference", arrays, places)
+
+
+def _resume_tables(run: RunState, folder: Path) -> None:
+    """Take the tables of a resized vocabulary as they were: a script that resizes it again may draw other rows."""
+    backend, reference = run.model.backend, run.reference
+    if not isinstance(backend, LoraBackend):
+        return
+    run.model.frozen = run.model.frozen | backend.restore_tables(folder, run.model.frozen)
+    if reference is not None and reference.backend is backend.base:  # with its own copies of tables that train
+        own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+        changed = {path: backend.base.replaced(own, path, backend.tables[path]) for path in backend.tables.keys() & own}
+        reference.arrays = reference.arrays | {PREFIX + path: arrays[path] for path, arrays in changed.items()}
 
 
 def _restore_state(run: RunState, point: ResumePoint) -> None:
