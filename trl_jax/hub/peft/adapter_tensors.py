@@ -92,7 +92,7 @@ def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int,
     Raises:
         ValueError: a table has another shape.
     """
-    path = folder / WEIGHTS
+    path = _weights_in(folder)
     there, found = set(tensor_names(path)), {}
     for name, array in plan.saved_tables.items():
         if array in found or name not in there:
@@ -131,9 +131,7 @@ def read_tensors(
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it is of another model; by name and shape.
     """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise no_adapter(str(folder), (folder / PICKLED).exists())
+    path = _weights_in(folder)
     tensors, wanted = open_tensors(path), wanted_shapes(plan, shapes)
     lacking = sorted(set(defaults or {}) - set(tensors))
     if lacking:
@@ -147,6 +145,13 @@ def read_tensors(
                 "adapter is another model's. Pass the base model that it was trained on."
             )
     return {name: tensors[name] for name in wanted}
+
+
+def _weights_in(folder: Path) -> Path:
+    """The file of an adapter's folder. Raises FileNotFoundError or ValueError where there is none."""
+    if not (folder / WEIGHTS).is_file():
+        raise no_adapter(str(folder), (folder / PICKLED).exists())
+    return folder / WEIGHTS
 
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:

@@ -54,7 +54,7 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     if saved is None:
         params, state, progress = _of_transformers(run, point, params, tx)
     else:
-        params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
+        params, state, progress = _of_ours(run, checkpointer, saved, params, tx, point.state.global_step, length)
     _resume_tables(run, folder)
     run.model.params, run.progress.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
@@ -107,17 +107,27 @@ def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -
 
 
 def _of_ours(
-    run: RunState, checkpointer: Checkpointer, saved: SavedProgress, params: dict, tx: Any
+    run: RunState,
+    checkpointer: Checkpointer,
+    saved: SavedProgress,
+    params: dict,
+    tx: Any,
+    step: int,
+    length: RunLength,
 ) -> tuple[dict, Any, Progress]:
     _check_step(run, saved)
     like, plan = jax.eval_shape(tx.init, params), run.sharding_plan
     places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
     params = saved.tree("params", params, places[0]) if saved.names("params") else params
     state = saved.tree("optimizer", like, places[1])
-    _resume_reference(run, saved)
     if run.rollout is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
-        run.rollout.restore(arrays, saved.facts["rollout"])
+        moved = run.rollout.restore(arrays, saved.facts["rollout"])
+        if moved:
+            saved.progress.examples = run.rollout.micro_batches_done * run.micro_batch_examples
+        if moved or saved.facts["step_examples"] != run.step_examples:
+            _check_steps_left(run, saved, step, length)
+    _resume_reference(run, saved)
     run.progress.fill_last, run.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
@@ -169,6 +179,24 @@ def _check_step(run: RunState, saved: SavedProgress) -> None:
         f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
         f"{args.gradient_accumulation_steps} give {run.step_examples}. {way}"
     )
+
+
+def _check_steps_left(run: RunState, saved: SavedProgress, step: int, length: RunLength) -> None:
+    """Raise ValueError where a run of whole epochs, in other sizes than before, would end with prompts left."""
+    args, progress, source = run.args, saved.progress, run.rollout
+    if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
+        return
+    cycle, rows = source.cycle, len(run.train_dataset)
+    left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
+    left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
+    reached = (progress.epoch + 1) * len(source) - left
+    if step > reached and reached < length.max_steps:
+        raise ValueError(
+            f"{saved.folder} is at step {step}. In this run's sizes, {args.num_train_epochs:g} epochs are "
+            f"{length.max_steps} steps, and the prompts so far {reached}: the run would end with prompts left. Pass "
+            f"max_steps={step + length.max_steps - reached}, or num_generations, num_iterations, steps_per_generation "
+            "and the batch size that it began with."
+        )
 
 
 def _check_dataset(point: ResumePoint, now: str | None) -> None:
