@@ -11,11 +11,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from datasets import Dataset
 
-from compat_tests.effort import usually
+from compat_tests.effort import thorough, usually
 from compat_tests.parity.dpo_cases import SMALL
-from compat_tests.run.rollout_run import trainer_of
-from trl_jax import RLOOTrainer
+from compat_tests.parity.grpo_cases import prompt_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.run.rollout_run import CONFIG, trainer_of
+from trl_jax import GRPOTrainer, RLOOTrainer
 
 STEPS = 10
 CLOCK = ("runtime", "per_second", "step_time")
@@ -123,3 +126,113 @@ def test_what_was_thrown_by_a_reward_function_leaves_a_run_that_goes_on(whole, f
     again.train(resume_from_checkpoint=True)
     assert_same(whole[0], again)
     assert more == whole[1][1:]
+
+
+PLAIN = {"use_adaptive_entropy": None, "entropy_coef": None, "entropy_target": None, "sync_ref_model": None,
+         "ref_model_sync_steps": None, "ref_model_mixup_alpha": None, "log_completions": None,
+         "num_completions_to_print": None, "pad_to_multiple_of": None}  # fmt: skip
+
+
+def prompts_of(kind, folder, out, resume=False, rows=16, **config):
+    """A small run over prompts in their order, and the prompts of each generation, each once."""
+    given = BASE | CONFIG | PLAIN | {"beta": 0.0, "shuffle_dataset": False} | config
+    seen, table = [], Dataset.from_list(prompt_rows(rows))
+
+    def spy(prompts, **columns):
+        seen.append(list(dict.fromkeys(map(str, prompts))))
+        return [float(number % 3) for number in range(len(prompts))]
+
+    args = kind.config_class(str(out), **{name: value for name, value in given.items() if value is not None})
+    trainer = kind(str(folder), spy, args, table)
+    trainer.train(resume_from_checkpoint=resume)
+    order = [str(prompt) for prompt in table["prompt"]]
+    return trainer, [[order.index(prompt) for prompt in prompts] for prompts in seen]
+
+
+ONE = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 1, "num_generations": 2}
+
+
+# Two prompts a generation, one generation a step; then other sizes behind the second step.
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({"num_generations": 4}, [[4], [5]]),
+        ({"num_iterations": 2}, [[4, 5]]),
+        ({"steps_per_generation": 4}, [[4, 5, 6, 7]]),
+        ({"per_device_train_batch_size": 4}, [[4, 5, 6, 7], [8, 9, 10, 11]]),
+    ],
+)
+@pytest.mark.parametrize("kind", [GRPOTrainer, thorough(RLOOTrainer)])
+def test_behind_a_generation_other_sizes_go_on_with_the_next_prompts(kind, changed, wanted, folder, tmp_path):
+    _, first = prompts_of(kind, folder, tmp_path, max_steps=2, **ONE)
+    assert first == [[0, 1], [2, 3]]
+    again, then = prompts_of(kind, folder, tmp_path, True, max_steps=4, **ONE | changed)
+    assert then == wanted and again.state.global_step == 4
+    prompts = 4 + 2 * len(wanted[0]) / (changed.get("num_iterations", 1) * changed.get("steps_per_generation", 2) / 2)
+    assert again.state.epoch == prompts / 16
+
+
+@pytest.mark.parametrize("changed", [{"num_generations": 4}, {"num_iterations": 1}, {"steps_per_generation": 2}])
+def test_in_a_generation_other_sizes_complete_its_prompts_again(changed, folder, tmp_path, caplog):
+    two = ONE | {"num_iterations": 2, "steps_per_generation": 4}
+    _, first = prompts_of(GRPOTrainer, folder, tmp_path, max_steps=3, **two)
+    assert first == [[0, 1, 2, 3]]
+    _, then = prompts_of(GRPOTrainer, folder, tmp_path, True, max_steps=4, **two | changed)
+    assert then[0] == [0, 1, 2, 3][: len(then[0])]
+    [name] = changed
+    assert "Resuming in the middle of a generation with other arguments" in caplog.text and f"{name} " in caplog.text
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("betas", [(0.0, 0.1), (0.1, 0.0)])
+def test_another_beta_in_a_generation_writes_its_completions_again(kind, betas, folder, tmp_path, caplog):
+    one = ONE | {"steps_per_generation": 4}
+    prompts_of(kind, folder, tmp_path, max_steps=1, beta=betas[0], **one)
+    again, then = prompts_of(kind, folder, tmp_path, True, max_steps=3, beta=betas[1], **one)
+    assert then == [[0, 1, 2, 3], [4, 5, 6, 7]] and again.state.epoch == 6 / 16
+    assert "beta, from or to 0): its completions are dropped, and its prompts are completed again." in caplog.text
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (1, 8), (2, 1)])
+def test_other_micro_batches_of_a_step_in_a_generation(before, after, folder, tmp_path, caplog):
+    """Steps that use up generations begin where these do; of others a generation goes on where it was."""
+    one = ONE | {"steps_per_generation": 4}
+    prompts_of(GRPOTrainer, folder, tmp_path, max_steps=1, **one | {"gradient_accumulation_steps": before})
+    again, then = prompts_of(
+        GRPOTrainer, folder, tmp_path, True, max_steps=3, **one | {"gradient_accumulation_steps": after}
+    )
+    assert again.state.global_step == 3
+    if after == 1:
+        assert then == [] and "completed again" not in caplog.text
+    else:
+        assert then[0] == [0, 1, 2, 3] and len(then) == after // 2
+        assert "gradient_accumulation_steps, whose steps use up a generation or do not" in caplog.text
+
+
+def test_steps_that_would_leave_prompts_out_are_refused(folder, tmp_path):
+    epoch = {"max_steps": None, "num_train_epochs": 1.0}
+    prompts_of(GRPOTrainer, folder, tmp_path, max_steps=4, **ONE)
+    with pytest.raises(ValueError, match=r"is at step 4.* 4 steps, and the prompts so far 2.* max_steps=6"):
+        prompts_of(GRPOTrainer, folder, tmp_path, True, **ONE | epoch | {"per_device_train_batch_size": 4})
+    _, then = prompts_of(GRPOTrainer, folder, tmp_path, True, max_steps=6, **ONE | {"per_device_train_batch_size": 4})
+    assert then == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_a_bonus_that_the_checkpoint_lacks_begins(folder, tmp_path):
+    prompts_of(GRPOTrainer, folder, tmp_path, max_steps=1, **ONE)
+    again, _ = prompts_of(GRPOTrainer, folder, tmp_path, True, max_steps=2, entropy_coef=0.01, **ONE)
+    assert again.state.global_step == 2
+
+
+def test_other_prompts_as_a_stream_begin_the_epoch_again(folder, tmp_path):
+    prompts_of(GRPOTrainer, folder, tmp_path, max_steps=2, **ONE)
+    given = BASE | CONFIG | PLAIN | ONE | {"max_steps": 3, "ignore_data_skip": True, "shuffle_dataset": False}
+    args = GRPOTrainer.config_class(str(tmp_path), **{name: v for name, v in given.items() if v is not None})
+    stream, seen = Dataset.from_list(prompt_rows(4)).to_iterable_dataset(), []
+
+    def spy(prompts, **columns):
+        seen.append(list(dict.fromkeys(prompts)))
+        return [0.0] * len(prompts)
+
+    GRPOTrainer(str(folder), spy, args, stream).train(resume_from_checkpoint=True)
+    assert seen == [[row["prompt"] for row in prompt_rows(4)[:2]]]

@@ -230,6 +230,20 @@ def with_adapter(
     return adapted
 
 
+def rows_on_disk(name: str, config: Any) -> int | None:
+    """How many tokens the checkpoint of that name embeds, by its config.json on this machine; None without one.
+
+    Args:
+        config: transformers' object that was read of it, whose commit is asked for.
+    """
+    try:
+        commit = vars(config).get("_commit_hash")  # which configs of folders lack
+        folder, _ = checkpoint_folder(name, revision=commit, local_files_only=True)
+        return transformers_config(read_config(folder), folder / "config.json", "lm").get_text_config().vocab_size
+    except (FileNotFoundError, ConnectionError, ValueError):
+        return None
+
+
 def _find_adapted(
     folder: Path,
     repository: Repository | None,
@@ -251,7 +265,7 @@ def _find_adapted(
         checkpoint = find_checkpoint(base, head=head, dtype=dtype, **options, **values)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
-    tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native.head)
+    tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native)
     positions = positions_beside(checkpoint.max_positions, lora)
     vocab_size = tokens or checkpoint.vocab_size
     return replace(checkpoint, adapter=folder, lora=lora, vocab_size=vocab_size, max_positions=positions)

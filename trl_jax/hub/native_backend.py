@@ -109,7 +109,8 @@ class NativeBackend(Backend):
         return jax.vmap(unpack)(leaves) if stacked else unpack(leaves)
 
     def replaced(self, arrays: dict[str, jax.Array], path: str, values: np.ndarray) -> dict[str, jax.Array]:
-        """Other numbers for the array at a path, in its format and at its place.
+        """Other numbers for the array at a path, at its place and in its format, or in one with more digits where
+        `values` have them.
 
         Raises:
             ValueError: it is quantised.
@@ -121,7 +122,7 @@ class NativeBackend(Backend):
                 f"{form.kind}. Leave quantization_config out, or take init_lora_weights=True."
             )
         name = path if form is None else f"{path}.codes"
-        kind = arrays[path].dtype if form is None else jnp.dtype(form.kind)
+        kind = jnp.promote_types(arrays[path].dtype, values.dtype) if form is None else jnp.dtype(form.kind)
         stored = values.astype(kind) if form is None else values.astype(kind).view(np.uint16)
         return {name: jax.device_put(stored, arrays[name].sharding)}
 

@@ -46,6 +46,12 @@ class Experience:
         """Tokens of all completions that are learned from."""
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def logps(self) -> frozenset[str]:
+        """Which log-probabilities the completions come with, by the names of their fields."""
+        first = self.rows[0]._asdict()
+        return frozenset(name for name in ("old_logps", "ref_logps") if first[name] is not None)
+
     def ordered(self, order: Iterable[int]) -> Experience:
         """The same completions in another order."""
         return Experience([self.rows[place] for place in order])

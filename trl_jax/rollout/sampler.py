@@ -29,11 +29,19 @@ class Sampler(Protocol):
     def next(self) -> Any:
         """The chunk of prompts that the next micro-batch's generation has, or would have."""
 
+    @property
+    def num_done(self) -> int:
+        """Prompts of the epoch whose chunks have been given out as often as they are."""
+
+    def repeat_chunk(self) -> None:
+        """Give out the chunk that is under way from its first micro-batch again."""
+
     def state(self) -> dict[str, np.ndarray]:
         """For `restore`."""
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`. Where its chunks were of another size or given out another number of times, go on
+        behind the prompts that are done."""
 
 
 class RepeatSampler:
@@ -55,33 +63,48 @@ class RepeatSampler:
         self._stream = TorchGenerator(self._seed)
         for _ in range(epoch):
             self.next_epoch()
-        self._order, self._given = np.zeros(0, np.int64), 0
+        self._order, self._start, self._given = np.zeros(0, np.int64), 0, 0
 
     def next_epoch(self) -> None:
         self._order = self._stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
-        self._given = 0
+        self._start = self._given = 0
 
     @property
     def has_next(self) -> bool:
         """Whether the epoch has another micro-batch."""
-        return len(self._order) > 0 and self._given < self.num_chunks * self._repeats
+        chunks = (self._rows - self._start) // self._chunk
+        return len(self._order) > 0 and self._given < chunks * self._repeats
 
     def next(self) -> np.ndarray:
         """The prompts, int64 `[chunk]`, that the next micro-batch's generation has, or would have."""
-        number = self._given // self._repeats
+        first = self.num_done
         self._given += 1
-        return self._order[number * self._chunk : (number + 1) * self._chunk]
+        return self._order[first : first + self._chunk]
+
+    @property
+    def num_done(self) -> int:
+        return self._start + self._given // self._repeats * self._chunk
+
+    def repeat_chunk(self) -> None:
+        self._start, self._given = self.num_done, 0
 
     def state(self) -> dict[str, np.ndarray]:
         """For `restore`."""
         state = self._stream.state()
         numbers = np.asarray([self._given, state.used, state.position], np.int64)
-        return {"order": self._order, "stream": state.key, "numbers": numbers}
+        sizes = np.asarray([self._chunk, self._repeats, self._start], np.int64)
+        return {"order": self._order, "stream": state.key, "numbers": numbers, "sizes": sizes}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Go on from a `state`."""
-        self._order, (self._given, used, position) = state["order"], state["numbers"].tolist()
+        self._order, (given, used, position) = state["order"], state["numbers"].tolist()
         self._stream.restore(GeneratorState(state["stream"], used, position))
+        sizes = self._chunk, self._repeats
+        chunk, repeats, start = state["sizes"].tolist() if "sizes" in state else (*sizes, 0)  # earlier checkpoints
+        if (chunk, repeats) == sizes:
+            self._start, self._given = start, given
+        else:
+            self._start, self._given = start + given // repeats * chunk, 0
 
 
 class StreamSampler:
@@ -99,7 +122,7 @@ class StreamSampler:
         self.begin()
 
     def begin(self, epoch: int = 0) -> None:
-        self._epoch, self._chunks, self._given = epoch - 1, 0, 0
+        self._epoch, self._start, self._chunks, self._given = epoch - 1, 0, 0, 0
         self._rows: Iterator[dict[str, Any]] = iter(())
         self._chunk: list[dict[str, Any]] = []
 
@@ -112,11 +135,11 @@ class StreamSampler:
                 "(generation_batch_size / num_generations). Give it more, or lower per_device_train_batch_size."
             )
 
-    def _open(self, epoch: int, chunks: int) -> None:
-        """Read an epoch from behind its first `chunks`."""
-        self._epoch, self._chunks, self._given, self._chunk = epoch, chunks, 0, []
+    def _open(self, epoch: int, start: int, chunks: int = 0) -> None:
+        """Read an epoch from behind its first `start` prompts and `chunks`."""
+        self._epoch, self._start, self._chunks, self._given, self._chunk = epoch, start, chunks, 0, []
         self._stream.set_epoch(epoch)
-        self._rows = islice(iter(self._stream), chunks * self._size, None)
+        self._rows = islice(iter(self._stream), start + chunks * self._size, None)
 
     @property
     def has_next(self) -> bool:
@@ -132,16 +155,34 @@ class StreamSampler:
         self._given += 1
         return self._chunk
 
+    @property
+    def num_done(self) -> int:
+        return self._start + _done(self._chunks, self._given, self._repeats) * self._size
+
+    def repeat_chunk(self) -> None:
+        self._open(self._epoch, self.num_done)
+
     def state(self) -> dict[str, np.ndarray]:
-        """The epoch, chunks of it that were read, and how often the last one was given out."""
-        return {"numbers": np.asarray([self._epoch, self._chunks, self._given], np.int64)}
+        """The epoch, chunks of it that were read, and how often the last one was given out; and the sizes."""
+        numbers, sizes = [self._epoch, self._chunks, self._given], [self._size, self._repeats, self._start]
+        return {"numbers": np.asarray(numbers, np.int64), "sizes": np.asarray(sizes, np.int64)}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         epoch, chunks, given = state["numbers"].tolist()
+        sizes = self._size, self._repeats
+        size, repeats, start = state["sizes"].tolist() if "sizes" in state else (*sizes, 0)  # earlier checkpoints
         self.begin()
         if epoch < 0:
             return
-        self._open(epoch, max(chunks - 1, 0))
+        if (size, repeats) != sizes:
+            self._open(epoch, start + _done(chunks, given, repeats) * size)
+            return
+        self._open(epoch, start, max(chunks - 1, 0))
         if chunks:
             self._chunk, self._chunks = list(islice(self._rows, self._size)), chunks
         self._given = given
+
+
+def _done(chunks: int, given: int, repeats: int) -> int:
+    """How many of these chunks have been given out `repeats` times, of which the last one was `given` times."""
+    return chunks - (chunks > 0 and given < repeats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from trl_jax.rollout.rollout import Rollout
 from trl_jax.rollout.sampler import Sampler
 from trl_jax.tasks.rollout import Cycle
 
+logger = logging.getLogger(__name__)
+
 BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for workers' seeds
+# The argument by which completions come with log-probabilities.
+_REASONS = {
+    "old_logps": "gradient_accumulation_steps, whose steps use up a generation or do not",
+    "ref_logps": "beta, from or to 0",
+}
 
 
 @dataclass
@@ -31,6 +39,7 @@ class RolloutSteps:
     lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
         batch.
     bonus: the coefficient of the entropy bonus of each step; None without one.
+    logps: the log-probabilities that completions come with: "old_logps", "ref_logps".
     streams: torch's random numbers, one of each rank that micro-batches are divided over; the first is what completions
         are drawn with.
     num_micro_batches: since the beginning of the run, which decides when to generate.
@@ -45,6 +54,7 @@ class RolloutSteps:
     lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
     streams: Sequence[TorchGenerator]
     bonus: EntropyBonus | None = None
+    logps: frozenset[str] = frozenset()
     make_sampler: Callable[[], Sampler] | None = None
     num_micro_batches: int = 0
     num_steps: int = 0
@@ -171,6 +181,7 @@ class RolloutSteps:
             "num_micro_batches": self.num_micro_batches,
             "num_steps": self.num_steps,
             "epoch": self.epoch,
+            "sizes": self._sizes(),
             "streams": [[state.used, state.position] for state in states],
             "metrics": self.rollout.collected["train"].values,
             "bonus": None if self.bonus is None else self.bonus.state(),
@@ -178,20 +189,68 @@ class RolloutSteps:
         }
         return arrays, facts
 
-    def restore(self, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
-        """Go on from where `state` was asked."""
-        buffer = _under("buffer", arrays)
-        self.buffer = Experience.of_arrays(buffer) if buffer else None
-        for stream, key, (used, position) in zip(self.streams, arrays["streams"], facts["streams"], strict=True):
+    def restore(self, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> bool:
+        """Go on from where `state` was asked.
+
+        Returns:
+            Whether the place in the epoch is counted anew: arguments were changed, and prompts are divided into
+            generations from the first one on that no finished generation has had.
+        """
+        states = zip(arrays["streams"], facts["streams"], strict=True)
+        for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # other devices, other ranks
             stream.restore(GeneratorState(key, used, position))
-        self.sampler.restore(_under("sampler", arrays))
         if self.rollout.table is not None and "table" in arrays:
             self.rollout.table.restore(arrays["table"])
-        self.num_micro_batches, self.num_steps = facts["num_micro_batches"], facts["num_steps"]
-        self.epoch, self.generated = facts["epoch"], facts["generated"]
-        if self.bonus is not None:
+        self.num_steps, self.generated = facts["num_steps"], facts["generated"]
+        if self.bonus is not None and facts["bonus"] is not None:
             self.bonus.restore(facts["bonus"])
         self.rollout.collected["train"] = Collected(facts["metrics"])
+        return self._restore_place(_under("buffer", arrays), _under("sampler", arrays), facts)
+
+    def _restore_place(self, buffer: dict, sampler: dict, facts: dict[str, Any]) -> bool:
+        now = self._sizes()
+        then = facts.get("sizes", now)  # which earlier checkpoints lack
+        self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
+        self.buffer = Experience.of_arrays(buffer) if buffer else None
+        if ("order" in sampler) != ("order" in self.sampler.state()):  # a table in the place of a stream, or reversed
+            self.begin_epoch_again(self.epoch)
+            return True
+        self.sampler.restore(sampler)
+        changed = [f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
+        unfinished = self.num_micro_batches % (then["steps_per_generation"] * then["num_iterations"]) > 0
+        moved, reasons = bool(changed), changed
+        if unfinished and self.buffer is not None:
+            other = self.logps.symmetric_difference(self.buffer.logps)
+            reasons = changed + [_REASONS[name] for name in sorted(other)]
+            moved = moved or (bool(other) and self.cycle.keeps_policy)  # whose steps begin where generations do
+        if unfinished and reasons:
+            self.buffer = None
+            logger.warning(
+                "Resuming in the middle of a generation with other arguments (%s): its completions are dropped, and "
+                "its prompts are completed again.",
+                ", ".join(reasons),
+            )
+        if moved:
+            self.buffer, self.num_micro_batches = None, 0
+            self.sampler.repeat_chunk()
+        return moved
+
+    def _sizes(self) -> dict[str, int]:
+        """What the completions of a generation are divided by, by the names of arguments."""
+        cycle = self.cycle
+        return {
+            "num_generations": cycle.group,
+            "prompts of a generation": cycle.prompts,
+            "steps_per_generation": cycle.parts,
+            "num_iterations": cycle.iterations,
+            "devices": len(self.streams),
+        }
+
+    @property
+    def micro_batches_done(self) -> int:
+        """The place in the epoch, counted in micro-batches of these sizes."""
+        done = self.sampler.num_done * self.cycle.repeats // self.cycle.prompts
+        return done + self.num_micro_batches % self.cycle.repeats
 
 
 def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

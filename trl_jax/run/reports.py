@@ -18,6 +18,7 @@ from trl_jax.run.state import RunState
 def task_metrics(run: RunState, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
     """The task's metrics, and where TRL logs it `num_tokens`, the real tokens of all steps so far."""
     task = run.task
+    sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
     if run.rollout is not None:
         return run.rollout.logged(task.metrics(sums, split), run.state.global_step)
     metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.progress.tokens_seen)}

@@ -201,7 +201,8 @@ class Training:
             batches=AsNeeded(steps, place)
             if run.rollout is not None
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
-            num_epochs=length.num_epochs,
+            # Of other sizes than before the resume, max_steps may be reached in a later epoch than they would have it.
+            num_epochs=length.num_epochs + (progress.epoch if run.args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             advance=lambda batch: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,

@@ -40,6 +40,11 @@ class PolicyTask(RolloutTask):
     def diverges_in_loss(self) -> bool:
         return bool(self.beta) and not self.divergence_in_reward
 
+    @property
+    def logps(self) -> frozenset[str]:
+        kept = {"old_logps": self.keeps_old_logps, "ref_logps": bool(self.beta)}
+        return frozenset(name for name, there in kept.items() if there)
+
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
         """The log-probability and the entropy of each read, `[N]`."""
         return {"logps": outputs.logps, "entropy": outputs.entropy}

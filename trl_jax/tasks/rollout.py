@@ -82,6 +82,11 @@ class RolloutTask(TokenTask):
         raise TypeError("Rows of prompts are no examples: these are made of completions.")
 
     @property
+    def logps(self) -> frozenset[str]:
+        """The log-probabilities that completions come with, by the names of `Completed`'s fields."""
+        return frozenset()
+
+    @property
     def diverges_in_loss(self) -> bool:
         """Whether the divergence from a reference, which the policy begins as, is a part of the step's loss."""
         return False

@@ -87,7 +87,7 @@ def write_progress(
         writes: False in processes that only help to gather the arrays, which one of them writes.
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
-    arrays |= {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
+    arrays |= _metrics_of(steps)
     read = {name: Pieces(array.shape, array.dtype, partial(pieces, array, PIECE)) for name, array in arrays.items()}
     if not writes:
         for name in in_order(read):
@@ -96,6 +96,14 @@ def write_progress(
     (folder / TENSORS).parent.mkdir()
     write_tensors(folder / TENSORS, read)
     (folder / FACTS).write_text(text, encoding="utf-8")
+
+
+def _metrics_of(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The metrics of all steps, stacked by name; by step, where some are of a run in which steps had others."""
+    if len({tuple((name, np.shape(value)) for name, value in sorted(step.items())) for step in steps}) > 1:
+        each = ((f"metrics_of/{at}/{name}", value) for at, step in enumerate(steps) for name, value in step.items())
+        return {name: np.asarray(value) for name, value in each}
+    return {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
 
 
 class SavedProgress:
@@ -143,7 +151,13 @@ class SavedProgress:
     def _unreported(self) -> list[dict[str, np.ndarray]]:
         stacks = {name: self.tensors.get_tensor(f"metrics/{name}") for name in self.names("metrics")}
         count = len(next(iter(stacks.values()), ()))
-        return [{name: stack[step] for name, stack in stacks.items()} for step in range(count)]
+        steps: dict[int, dict[str, np.ndarray]] = {
+            step: {name: stack[step] for name, stack in stacks.items()} for step in range(count)
+        }
+        for name in self.names("metrics_of"):
+            at, _, metric = name.partition("/")
+            steps.setdefault(int(at), {})[metric] = self.tensors.get_tensor(f"metrics_of/{name}")
+        return [steps[at] for at in sorted(steps)]
 
     def names(self, prefix: str) -> list[str]:
         return [name.removeprefix(f"{prefix}/") for name in self._names if name.startswith(f"{prefix}/")]

@@ -40,6 +40,7 @@ class Source:
         dtype: that of tensors which the files had not, and the one that config.json will name.
         carried: reads each tensor that is saved as it came.
         drawn: the tensors that the checkpoint lacks.
+        resized: whether the tables of tokens have had another number of rows since it was loaded.
     """
 
     config: NativeConfig
@@ -49,6 +50,7 @@ class Source:
     tensor_map: list[TensorEntry] = field(repr=False)
     carried: dict[str, Pieces] = field(repr=False)
     drawn: tuple[str, ...] = ()
+    resized: bool = False
 
 
 def load(

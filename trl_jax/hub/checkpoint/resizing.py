@@ -16,7 +16,7 @@ _TABLES = ("embed.weight", "layer_embed.table.weight")  # of a trunk
 
 def resized_source(source: Source, rows: int) -> Source:
     """The source of a checkpoint that has so many rows."""
-    return replace(source, config=resized_config(source.config, rows))
+    return replace(source, config=resized_config(source.config, rows), resized=True)
 
 
 def resized_config(config: NativeConfig, rows: int) -> NativeConfig:

@@ -89,6 +89,16 @@ def shape_of(path: Path, name: str) -> tuple[int, ...] | None:
     return tuple(handle.get_slice(name).get_shape()) if name in handle.keys() else None  # noqa: SIM118 - no mapping
 
 
+def tensor_names(path: Path) -> list[str]:
+    """The names of the tensors of one file."""
+    return list(_opened(path).keys())
+
+
+def read_one(path: Path, name: str) -> np.ndarray:
+    """One tensor of a file."""
+    return _opened(path).get_tensor(name)
+
+
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """All tensors of one small file.
 

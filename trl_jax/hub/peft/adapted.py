@@ -13,7 +13,7 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft.adapter_tensors import full_tensors
+from trl_jax.hub.peft.adapter_tensors import full_tensors, saved_in
 from trl_jax.hub.peft.adapters import PREFIX, AdapterPlan, make_adapter_plan
 from trl_jax.hub.peft.backend import AdaptedBackend, LoraBackend
 from trl_jax.hub.peft.configs import AdapterConfig
@@ -23,7 +23,7 @@ from trl_jax.hub.peft.pissa import principal_parts
 from trl_jax.hub.peft.virtual.adapted import virtual_backend, with_virtual
 from trl_jax.hub.peft.virtual.config import PromptLearningConfig
 from trl_jax.hub.untied import untied
-from trl_jax.mesh.arrays import owned
+from trl_jax.mesh.arrays import fetched, owned
 from trl_jax.models.adapted import Layers
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def adapt(
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     if isinstance(config, PromptLearningConfig):
         return with_virtual(base, arrays, config, generator, folder)
-    plan = _plan_for(base, config, new=folder is None)
+    plan = _plan_for(base, config, folder)
     if plan.unties:
         base, arrays = untied(base, arrays)
     trained, frozen = _split_trained(plan, arrays)
@@ -53,8 +53,9 @@ def adapt(
     factors: dict[str, np.ndarray] = {}
     if plan.config.init_lora_weights == PISSA:
         factors, frozen = principal_parts(plan, base, frozen)
-    backend = LoraBackend(base, plan, frozen if plan.saved_tables else {}, shapes)
+    backend = LoraBackend(base, plan, _tables(plan, base, arrays), shapes)
     if folder is not None:
+        frozen = frozen | backend.restore_tables(folder, frozen)
         defaults = {} if plan.note is None else _head_tensors(plan, base, trained)
         return backend.load(folder, 0, defaults=defaults), backend, frozen
     pass_over_towers(config, plan, base.source.carried, generator)
@@ -70,16 +71,28 @@ def outline_adapted(
     if isinstance(config, PromptLearningConfig):
         backend = virtual_backend(base, config, folder)
         return backend.shapes, backend, shapes
-    plan = _plan_for(base, config, new=folder is None)
+    plan = _plan_for(base, config, folder)
     if plan.unties:
         base, shapes = untied(base, shapes)
     trained, frozen = jax.eval_shape(partial(_split_trained, plan), shapes)
     outlined = _shapes(plan, trained)
-    return outlined, LoraBackend(base, plan, frozen if plan.saved_tables else {}, outlined), frozen
+    return outlined, LoraBackend(base, plan, {}, outlined), frozen
 
 
-def _plan_for(base: NativeBackend, lora: LoraConfig, *, new: bool) -> AdapterPlan:
-    plan = make_adapter_plan(lora, base.source.config, base.source.drawn if new else ())
+def _tables(plan: AdapterPlan, base: NativeBackend, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of `plan.saved_tables` by path, on the host, in the dtype that they are held in."""
+    paths = set(plan.saved_tables.values())
+    return {path: fetched(arrays[path] if path in arrays else base.weight(arrays, path)) for path in sorted(paths)}
+
+
+def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> AdapterPlan:
+    """The plan of a new adapter, or of the one in a folder, whose file may have tables of tokens."""
+    source = base.source
+    if folder is None:
+        plan = make_adapter_plan(lora, source.config, source.drawn, resized=source.resized)
+    else:
+        plan = make_adapter_plan(lora, source.config, resized=True)
+        plan = plan if source.resized else saved_in(folder, plan)
     if plan.note is not None:
         logger.warning("LoraConfig: %s", plan.note)
     return plan

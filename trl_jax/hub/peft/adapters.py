@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.hub.checkpoint.head_tensors import architecture
+from trl_jax.hub.checkpoint.resizing import tables_of_tokens
 from trl_jax.hub.checkpoint.saving import IndexedEntry
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.peft.heads import is_lm_head, with_peft_head
@@ -23,6 +24,9 @@ from trl_jax.models.adapted import Adapter, Layers, leaf
 PREFIX = "base_model.model."
 _SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
 _SAVED_TABLES = ("embed_tokens", "lm_head")  # PEFT saves the base's own table or head too where one is named so
+_HEAD = "lm_head.weight"  # the path of ours
+# What PEFT puts between a table's name and its weight: nothing; a module with an adapter; one that trains whole; rows.
+WRAPPED = ("", ".base_layer", ".original_module", ".token_adapter.base_layer")
 _TABLE_SUFFIX = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
@@ -109,7 +113,8 @@ class AdapterPlan:
         modules: the adapters, a kind of module each.
         order: (layer, number in `modules`) in PEFT's order, modules before parameters.
         full: the model's own parameters that train.
-        saved_tables: name on disk -> path of the base's tables, or head, that PEFT saves beside their adapter.
+        saved_tables: name on disk -> path of the base's tables of tokens, or head, that PEFT saves with the adapter.
+        copies: name on disk -> the name of the tensor that PEFT saves a second time under it.
         unties: whether a head that the base ties to the table of tokens needs a weight of its own: one of the two
             trains, and the other does not.
         note: a line on what the config lacked for the model's head; None for nothing.
@@ -120,6 +125,7 @@ class AdapterPlan:
     order: tuple[tuple[int, int], ...]
     full: FullyTrained
     saved_tables: dict[str, str]
+    copies: dict[str, str]
     note: str | None
     unties: bool = False
 
@@ -137,8 +143,14 @@ class AdapterPlan:
         return [{kind: leaf(one.adapter.name, kind) for kind in one.shapes()} for one in self.modules]
 
 
-def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, ...] = ()) -> AdapterPlan:
-    """Resolve a LoraConfig on a native model; `drawn` are tensors that no file has: they train whole.
+def make_adapter_plan(
+    lora: LoraConfig, config: NativeConfig, drawn: tuple[str, ...] = (), *, resized: bool = False
+) -> AdapterPlan:
+    """Resolve a LoraConfig on a native model.
+
+    Args:
+        drawn: tensors that are in no file: they train whole.
+        resized: whether the tables of tokens are not those of the base's files, so that the adapter's file needs them.
 
     Raises:
         ValueError: it asks for what is not there, or not in this release; by name.
@@ -158,9 +170,16 @@ def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, 
     number = {module: at for at, module in enumerate(grouped)}
     order = tuple((layer, number[module]) for _, module, layer in (*targets, *parameters))
     adapted = {name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}
-    trained = _full_training(lora, modules, adapted, full, token_tables(lora, modules))
+    rows = token_tables(lora, modules)
+    trained = _full_training(lora, modules, adapted, full, rows)
     unties = config.is_tied and _unties(targets, full)
-    return AdapterPlan(lora, adapters, order, trained, _saved_tables(lora, targets), note, unties)
+    saved, copies = _saved_tables(lora, targets), {}
+    if resized:
+        tied = config.is_tied and not unties
+        whole, some = {name for name, _, _ in full}, {table.name for table, _ in rows}
+        saved, copies = _resized_tables(modules, adapted, whole, some, tied=tied, head=not (tied and saved))
+        saved = {name: path for name, path in saved.items() if name not in trained.tensors}
+    return AdapterPlan(lora, adapters, order, trained, saved, copies, note, unties)
 
 
 def _unties(targets: Targets, full: Targets) -> bool:
@@ -186,6 +205,42 @@ def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
         for module in saved
         for entry in module.tensor_map
     }
+
+
+def _resized_tables(
+    modules: list[Module], adapted: set[str], whole: set[str], some: set[str], *, tied: bool, head: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What PEFT saves by save_embedding_layers="auto" where the vocabulary was resized: the base's values of each table
+    of tokens and of the head (name on disk -> path), and copies of what trains (name -> name).
+
+    Args:
+        adapted, whole, some: names of the modules with an adapter, that train whole, and of which some rows train.
+        tied: the head is the table. head: whether it is saved then, too.
+    """
+    saved, copies = {}, {}
+    tables = [(one, entry) for one in modules for entry in one.tensor_map if tables_of_tokens([entry.path])]
+    [table] = [entry.path for one, entry in tables if is_token_table(one)]
+    for module, entry in tables:
+        name, kind = PREFIX + module.name, entry.tensor.rpartition(".")[2]
+        tied_head = tied and entry.path == _HEAD
+        if tied_head and not head:
+            continue
+        if module.name in adapted:
+            inner = WRAPPED[1]
+        elif module.name in whole:
+            inner, copies[f"{name}.modules_to_save.{kind}"] = WRAPPED[2], f"{name}.{kind}"
+        else:
+            inner = WRAPPED[3 if module.name in some or (tied_head and some) else 0]
+        saved[f"{name}{inner}.{kind}"] = table if tied_head else entry.path
+        if tied_head and some:
+            [other] = some
+            copies[f"{name}.{TENSOR}"] = f"{PREFIX}{other}.{TENSOR}"
+    return saved, copies
+
+
+def is_token_table(module: Module) -> bool:
+    """Whether it is the table that a trunk looks tokens up in."""
+    return any(path.endswith(".embed") for path, _ in module.parts)
 
 
 def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:

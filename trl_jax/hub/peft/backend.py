@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from trl_jax.core.files.tensors_file import as_dtype
 from trl_jax.core.torch_param_layout import TorchParamLayout
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.sharded_reading import Placement, shard_array
 from trl_jax.hub.freezing import Locations
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft.adapter_tensors import arrays_of, read_tensors, tensors_of, wanted_shapes
+from trl_jax.hub.peft.adapter_tensors import arrays_of, read_tables, read_tensors, tensors_of, wanted_shapes
 from trl_jax.hub.peft.adapters import AdapterPlan
 from trl_jax.hub.peft.lora_config import WEIGHTS
 from trl_jax.models.adapted import AdaptedGraph, adapted_graph, leaf
@@ -98,12 +99,12 @@ class AdaptedBackend(Backend):
 class LoraBackend(AdaptedBackend):
     """A native backend beside whose frozen arrays those of `plan` train: low-rank adapters, and parameters of its own.
 
-    `frozen` are the arrays that do not train, where some of them are in the adapter's files.
+    `tables` are the base's arrays of `plan.saved_tables`, by path, on the host: they are in the adapter's files, too.
     """
 
-    def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
+    def __init__(self, base: NativeBackend, plan: AdapterPlan, tables: dict[str, np.ndarray], shapes: dict[str, Any]):
         super().__init__(base, plan.config, shapes)
-        self.plan, self.frozen = plan, frozen
+        self.plan, self.tables = plan, tables
         self.name = f"{base.name} (with an adapter)"
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
@@ -130,10 +131,36 @@ class LoraBackend(AdaptedBackend):
     def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
         return arrays_of(self.plan, read_tensors(folder, self.plan, self.shapes, defaults), self.shapes)
 
+    def restore_tables(self, folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Take the tables that an adapter's folder has in the place of the base's.
+
+        Args:
+            arrays: the base's.
+
+        Returns:
+            The arrays that are others now, at their places on the devices.
+        """
+        shapes = {path: table.shape for path, table in self.tables.items()}
+        found = read_tables(folder, self.plan, shapes)
+        self.tables = self.tables | found
+        held = {path: table for path, table in found.items() if path in arrays or f"{path}.codes" in arrays}
+        changed = (self.base.replaced(arrays, path, table) for path, table in held.items())
+        return {name: array for one in changed for name, array in one.items()}
+
+    def _tables_on_disk(self) -> dict[str, np.ndarray]:
+        """The tables in the dtypes of the base's files, where these have all of their digits."""
+        source = self.base.source
+        kinds = {entry.path: source.dtypes.get(entry.tensor, source.dtype) for entry in source.tensor_map}
+        return {path: _narrowed(table, as_dtype(kinds[path])) for path, table in self.tables.items()}
+
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        tables = {path: self.base.weight(self.frozen, path) for path in self.plan.saved_tables.values()}
-        tensors = tensors_of(self.plan, params, tables)
+        tensors = tensors_of(self.plan, params, self._tables_on_disk())
         return ((name, np.ascontiguousarray(tensors[name])) for name in sorted(tensors))
+
+
+def _narrowed(table: np.ndarray, kind: np.dtype) -> np.ndarray:
+    narrow = table.astype(kind)
+    return narrow if np.array_equal(narrow.astype(np.float32), table.astype(np.float32)) else table
 
 
 def _graph_of(base: NativeBackend, plan: AdapterPlan) -> AdaptedGraph:

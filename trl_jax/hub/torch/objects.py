@@ -172,7 +172,7 @@ def _save(base: Any, state: dict[str, Any], folder: Path | str) -> None:
 
 
 def _without_peft(key: str) -> str:
-    return key.replace(".base_layer", "").replace(".original_module", "")
+    return key.replace(".token_adapter.base_layer", "").replace(".base_layer", "").replace(".original_module", "")
 
 
 def _in_few_bits(base: Any) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def quantization_of(base: Any) -> BitsAndBytesConfig | None:
 
 
 def _of_adapter(key: str, name: str) -> bool:
-    return ".lora_" in key or f".modules_to_save.{name}." in key
+    return ".lora_" in key or ".trainable_tokens_" in key or f".modules_to_save.{name}." in key
 
 
 def _check(model: Any, head: HeadName) -> None:

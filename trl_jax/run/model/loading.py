@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from trl_jax.engine.devices.processes import several
-from trl_jax.hub.find import Checkpoint, find_checkpoint, with_adapter
+from trl_jax.hub.find import Checkpoint, find_checkpoint, rows_on_disk, with_adapter
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.native_backend import NativeBackend
@@ -102,10 +102,13 @@ def from_torch(
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
     dropout = trains and not vars(args).get("disable_dropout", False)
     with as_checkpoint(torch_model, head, dropout=dropout) as checkpoint:
+        rows = rows_on_disk(checkpoint.name, torch_model.config)
         few = checkpoint.quantization is not None
         model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
             model.backend.saved_config = read_adapter_config(checkpoint.adapter)
+    if isinstance(model.backend, NativeBackend) and rows not in (None, model.vocab_size):
+        model.backend.source = replace(model.source, resized=True)
     if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
         model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
     if frozen := frozen_names(torch_model):

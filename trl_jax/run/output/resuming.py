@@ -20,7 +20,9 @@ from trl_jax.engine.checkpoints.progress import FACTS, Progress, SavedProgress
 from trl_jax.engine.checkpoints.resume import ResumePoint, changed_arguments, restore_callbacks
 from trl_jax.engine.checkpoints.run_id import checkpoint_of
 from trl_jax.engine.devices.processes import is_first
+from trl_jax.hub.peft.backend import LoraBackend
 from trl_jax.run.data import loader, order_of
+from trl_jax.run.model.reference import PREFIX
 from trl_jax.run.output import hf_resume
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.model_files import ARGUMENTS
@@ -52,7 +54,8 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     if saved is None:
         params, state, progress = _of_transformers(run, point, params, tx)
     else:
-        params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
+        params, state, progress = _of_ours(run, checkpointer, saved, params, tx, point.state.global_step, length)
+    _resume_tables(run, folder)
     run.model.params, run.progress.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
@@ -104,17 +107,27 @@ def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -
 
 
 def _of_ours(
-    run: RunState, checkpointer: Checkpointer, saved: SavedProgress, params: dict, tx: Any
+    run: RunState,
+    checkpointer: Checkpointer,
+    saved: SavedProgress,
+    params: dict,
+    tx: Any,
+    step: int,
+    length: RunLength,
 ) -> tuple[dict, Any, Progress]:
     _check_step(run, saved)
     like, plan = jax.eval_shape(tx.init, params), run.sharding_plan
     places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
     params = saved.tree("params", params, places[0]) if saved.names("params") else params
     state = saved.tree("optimizer", like, places[1])
-    _resume_reference(run, saved)
     if run.rollout is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
-        run.rollout.restore(arrays, saved.facts["rollout"])
+        moved = run.rollout.restore(arrays, saved.facts["rollout"])
+        if moved:
+            saved.progress.examples = run.rollout.micro_batches_done * run.micro_batch_examples
+        if moved or saved.facts["step_examples"] != run.step_examples:
+            _check_steps_left(run, saved, step, length)
+    _resume_reference(run, saved)
     run.progress.fill_last, run.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
@@ -128,6 +141,18 @@ def _resume_reference(run: RunState, saved: SavedProgress) -> None:
     arrays, plan = run.reference.arrays, run.sharding_plan
     places = None if plan is None else plan.params(arrays)
     run.reference.arrays = saved.tree("reference", arrays, places)
+
+
+def _resume_tables(run: RunState, folder: Path) -> None:
+    """Take the tables of a resized vocabulary as they were: a script that resizes it again may draw other rows."""
+    backend, reference = run.model.backend, run.reference
+    if not isinstance(backend, LoraBackend):
+        return
+    run.model.frozen = run.model.frozen | backend.restore_tables(folder, run.model.frozen)
+    if reference is not None and reference.backend is backend.base:  # with its own copies of tables that train
+        own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+        changed = {path: backend.base.replaced(own, path, backend.tables[path]) for path in backend.tables.keys() & own}
+        reference.arrays = reference.arrays | {PREFIX + path: arrays[path] for path, arrays in changed.items()}
 
 
 def _restore_state(run: RunState, point: ResumePoint) -> None:
@@ -154,6 +179,24 @@ def _check_step(run: RunState, saved: SavedProgress) -> None:
         f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
         f"{args.gradient_accumulation_steps} give {run.step_examples}. {way}"
     )
+
+
+def _check_steps_left(run: RunState, saved: SavedProgress, step: int, length: RunLength) -> None:
+    """Raise ValueError where a run of whole epochs, in other sizes than before, would end with prompts left."""
+    args, progress, source = run.args, saved.progress, run.rollout
+    if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
+        return
+    cycle, rows = source.cycle, len(run.train_dataset)
+    left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
+    left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
+    reached = (progress.epoch + 1) * len(source) - left
+    if step > reached and reached < length.max_steps:
+        raise ValueError(
+            f"{saved.folder} is at step {step}. In this run's sizes, {args.num_train_epochs:g} epochs are "
+            f"{length.max_steps} steps, and the prompts so far {reached}: the run would end with prompts left. Pass "
+            f"max_steps={step + length.max_steps - reached}, or num_generations, num_iterations, steps_per_generation "
+            "and the batch size that it began with."
+        )
 
 
 def _check_dataset(point: ResumePoint, now: str | None) -> None:

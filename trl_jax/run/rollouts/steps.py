@@ -55,7 +55,7 @@ def rollout_steps(
     sampler = partial(_sampler, run, parts.shuffle)
     return RolloutSteps(
         rollout, cycle, lambda index: row_of(run, run.train_dataset, index), sampler(), StepMaker(run), streams,
-        parts.bonus, sampler,
+        parts.bonus, run.task.logps, sampler,
     )  # fmt: skip
 
 

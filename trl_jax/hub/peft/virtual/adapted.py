@@ -43,6 +43,12 @@ def virtual_backend(base: NativeBackend, config: PromptLearningConfig, folder: P
         ValueError: the config does not go with the model.
     """
     native = base.source.config
+    if base.source.resized:
+        raise ValueError(
+            f"{type(config).__name__}: the model's vocabulary was resized to {base.vocab_size} tokens, and the folder "
+            "of virtual tokens would lack the new rows. Save the resized model with save_pretrained, and pass its "
+            "folder."
+        )
     if folder is None and config.inference_mode:
         raise ValueError(f"{type(config).__name__}: inference_mode=True, and nothing would train. Leave it out.")
     config = settled(config, native)
