@@ -88,7 +88,7 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
 
 
 def test_row11_three_bad_steps_from_the_first_are_explained_though_checkpoints_are_written(run, tmp_path):
-    with pytest.raises(FloatingPointError, match="^Step 3: loss inf, grad_norm .* Steps 1, 2, 3 in a row gave no number"):
+    with pytest.raises(FloatingPointError, match="^Step 3: loss inf, .* Steps 1, 2, 3 in a row gave no number"):
         run([BAD] * 4).train()
     card = (tmp_path / "run" / "README.md").read_text()  # of the first checkpoint, which has no finite loss to draw
     assert "| save_steps | 1 |" in card and "training_loss.svg" not in card
