@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -130,6 +131,8 @@ OTHER = [
      "tokens), [4] under trl_jax (2)"),
     (record(losses=(2.0, 1.1)), "the loss of step 2 is 1 under TRL and 1.1 under trl_jax"),
     (record(losses=(2.0,)), "TRL took 2 steps, trl_jax 1"),
+    (record(losses=(2.0, math.nan)), "the loss of step 2 is 1 under TRL and nan under trl_jax"),
+    (record(losses=(math.inf, 1.0)), "the loss of step 1 is 2 under TRL and inf under trl_jax"),
 ]  # fmt: skip
 
 
@@ -146,6 +149,12 @@ def test_rounding_is_no_difference():
     )
     assert report(near, record())[-1].endswith("; 4.0x slower, 2.0x the memory.")
     assert picture(record(), near).startswith("<svg")
+
+
+def test_two_runs_without_a_finite_loss():
+    nan = record(losses=(math.nan, math.nan))
+    nan = nan._replace(logs=[log | {"grad_norm": math.nan} for log in nan.logs])
+    assert report(nan, nan)[-1].startswith("The same run to 0e+00 in the loss") and picture(nan, nan) is None
 
 
 def test_a_script_that_one_side_does_not_run():

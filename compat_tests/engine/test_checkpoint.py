@@ -104,10 +104,11 @@ def test_the_best_is_the_one_that_beats_all_before(greater, best):
     assert (state.best_metric, state.best_global_step) == ((3.0, 2) if greater else (1.0, 1))
 
 
+@pytest.mark.parametrize("value", [float("nan"), None])
 @pytest.mark.parametrize("greater", [True, False])
-def test_a_metric_that_is_no_number_is_never_the_best(greater):
+def test_a_metric_that_is_no_number_is_never_the_best(greater, value):
     state = TrainerState(global_step=1)
-    assert not is_new_best({"eval_m": float("nan")}, asked(greater=greater), state)
+    assert not is_new_best({"eval_m": value}, asked(greater=greater), state)
     assert state.best_metric is None
     assert is_new_best({"eval_m": 1.0}, asked(greater=greater), state)
 

@@ -87,6 +87,14 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
     assert all(np.isfinite(array).all() for array in trained.model.params.values())
 
 
+def test_row11_three_bad_steps_from_the_first_are_explained_though_checkpoints_are_written(run, tmp_path):
+    with pytest.raises(FloatingPointError, match="^Step 3: loss inf, .* Steps 1, 2, 3 in a row gave no number"):
+        run([BAD] * 4).train()
+    card = (tmp_path / "run" / "README.md").read_text()  # of the first checkpoint, which has no finite loss to draw
+    assert "| save_steps | 1 |" in card and "training_loss.svg" not in card
+    assert not (tmp_path / "run" / "training_loss.svg").exists()
+
+
 def test_row11_the_layer_is_named(run):
     trained = run([GOOD])
     [path] = [path for path in trained.model.params if path.endswith("mlp.up.weight")]

@@ -42,6 +42,14 @@ def test_calibration():
     assert calibration_error(np.zeros(4)) == pytest.approx(0.5)  # not sure at all, and never right
 
 
+def test_margins_that_are_no_numbers(tmp_path):
+    found = report(np.array([1.0, np.nan, -2.0, 3.0]), ["a", "a", "b", "b"], prefix="eval", folder=tmp_path)
+    assert np.isnan(found["ece"]) and found["accuracy_a"] == 0.5 and found["accuracy_b"] == 0.5
+    assert "margin of 3 pairs" in (tmp_path / "eval_margins.svg").read_text()
+    report(np.full(2, np.nan), None, prefix="none", folder=tmp_path)
+    assert not (tmp_path / "none_margins.svg").exists()
+
+
 def test_the_picture_is_one():
     drawn = histogram(np.array([-1.0, 0.5, 0.5, 2.0]))
     xml.dom.minidom.parseString(drawn)

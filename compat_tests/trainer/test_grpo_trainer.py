@@ -352,6 +352,15 @@ def test_a_rollout_func_returns_a_dict():
         written_by(lambda prompts: [], ["a"], 10)
 
 
+def test_what_a_rollout_func_raises_is_named(make):
+    def breaks(prompts, trainer):
+        raise OSError("no server")
+
+    with pytest.raises(OSError, match="^no server$") as error:
+        make(rollout_func=breaks).train()
+    assert error.value.__notes__[0].startswith("This was raised by rollout_func, for 8 completions, the first of them of")
+
+
 def test_conversations(make):
     seen = []
 
@@ -428,6 +437,23 @@ def test_evaluate_predict_and_several_sets(kind, make):
     assert {"eval_loss", "eval_reward", "eval_rewards/length_reward/mean"} <= one.keys()
     out = trainer.predict(table(2))
     assert out.predictions is None and np.isfinite(out.metrics["test_reward"])
+
+
+def test_an_evaluation_without_a_reward_or_a_row(make):
+    def of_training(completions, trainer_state, **columns):
+        return [None] * 4 if len(completions) == 4 else [float(len(text)) for text in completions]
+
+    config = {
+        "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2,
+        "per_device_eval_batch_size": 4, "metric_for_best_model": "eval_reward", "greater_is_better": True,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+    }  # fmt: skip
+    trainer = make(of_training, eval_dataset=table(2), config=config)
+    trainer.train()
+    evaluations = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
+    assert evaluations == [None, None] and trainer.state.best_metric is None
+    with pytest.raises(ValueError, match="^The evaluation set has no rows"):
+        trainer.evaluate(table(2).to_iterable_dataset().take(0))
 
 
 def test_the_best_model_by_reward(make):

@@ -143,8 +143,9 @@ def _run_section(folder: Path, run: Run | None) -> str:
     if run is None:
         return ""
     sections = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
-    if len(run.losses) > 1:
-        (folder / CURVE).write_text(curve(run.losses), encoding="utf-8")
+    losses = [(step, loss) for step, loss in run.losses if math.isfinite(loss)]
+    if len(losses) > 1:
+        (folder / CURVE).write_text(curve(losses), encoding="utf-8")
         sections.insert(0, f"![Training loss]({CURVE})\n")
     return "\n" + "\n".join(section for section in sections if section)
 
@@ -161,8 +162,7 @@ def _short(value: object) -> str:
 
 
 def curve(losses: list[tuple[int, float]]) -> str:
-    """An SVG of a line through (step, loss); values that are not finite are left out."""
-    losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    """An SVG of a line through (step, loss), at least one, all of them finite."""
     last, low, high = losses[-1][0], min(loss for _, loss in losses), max(loss for _, loss in losses)
     first, height, width = losses[0][0], 160, 480
     points = " ".join(

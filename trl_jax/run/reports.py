@@ -37,7 +37,7 @@ def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
 def log_metrics(split: str, metrics: dict[str, Any]) -> None:
     """Print the metrics of "train", "eval" or "test" in columns, by name."""
     shown = metrics_format(metrics)
-    names, values = (max(len(str(entry)) for entry in entries) for entries in (shown, shown.values()))
+    names, values = (max(map(len, map(str, entries)), default=0) for entries in (shown, shown.values()))
     print(f"***** {split} metrics *****")
     for name in sorted(shown):
         print(f"  {name:<{names}} = {shown[name]:>{values}}")

@@ -14,7 +14,8 @@ _WIDTH, _HEIGHT, _BARS = 480, 200, 24
 def report(
     margins: np.ndarray, subsets: list[Any] | None, *, prefix: str, folder: Path
 ) -> dict[str, float]:
-    """Compute the metrics of an evaluation's pairs, and write `<prefix>_margins.svg` into the folder.
+    """Compute the metrics of an evaluation's pairs, and write `<prefix>_margins.svg` into the folder, if any margin is
+    finite.
 
     Args:
         margins: `[N]`, chosen score less rejected score.
@@ -24,7 +25,9 @@ def report(
         `ece`; with subsets `accuracy_<subset>` of each and `accuracy_of_subsets`, their mean, as RewardBench reports.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{prefix}_margins.svg").write_text(histogram(margins), encoding="utf-8")
+    finite = margins[np.isfinite(margins)]
+    if len(finite):
+        (folder / f"{prefix}_margins.svg").write_text(histogram(finite), encoding="utf-8")
     metrics = {"ece": calibration_error(margins)}
     if subsets is not None:
         names = np.asarray(list(map(str, subsets)))
@@ -40,8 +43,10 @@ def calibration_error(margins: np.ndarray) -> float:
     The confidence of a Bradley-Terry model in the answer it prefers is sigmoid(|margin|).
 
     Args:
-        margins: `[N]`.
+        margins: `[N]`; a NaN among them makes the result NaN.
     """
+    if np.isnan(margins).any():
+        return float("nan")
     confidence, right = 1 / (1 + np.exp(-np.abs(margins))), margins > 0
     bins = np.minimum(((confidence - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
     gaps = [
@@ -51,7 +56,7 @@ def calibration_error(margins: np.ndarray) -> float:
 
 
 def histogram(margins: np.ndarray) -> str:
-    """A histogram of margins `[N]` as SVG; pairs that the model gets wrong are left of zero, in red."""
+    """A histogram of finite margins `[N]`, N > 0, as SVG; pairs that the model gets wrong are left of zero, in red."""
     edge = float(np.max(np.abs(margins))) or 1.0
     counts, edges = np.histogram(margins, bins=_BARS, range=(-edge, edge))
     width, highest = _WIDTH / _BARS, max(counts.max(), 1)

@@ -78,7 +78,11 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         write_whole(Path(args.json), json.dumps({side: record._asdict() for side, record in records.items()}, indent=2))
     if args.picture:
-        write_whole(Path(args.picture), picture(*records.values()))
+        drawn = picture(*records.values())
+        if drawn is None:
+            print(f"{args.picture} was not written: no loss of either run is a finite number.", file=sys.stderr)
+        else:
+            write_whole(Path(args.picture), drawn)
 
 
 def run(side: str, script: str, flags: list[str], steps: int) -> Record:

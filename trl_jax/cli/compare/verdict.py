@@ -67,21 +67,22 @@ def first_difference(theirs: Record, ours: Record) -> str:
     return ""
 
 
-def picture(theirs: Record, ours: Record) -> str:
-    """Loss, gradient norm and reward of both, as SVG."""
+def picture(theirs: Record, ours: Record) -> str | None:
+    """Loss, gradient norm and reward of both, as SVG; None where neither logged a finite number."""
     panels = {}
     for name, title in _PANELS.items():
         both = zip(_COLORS, (theirs, ours), strict=True)
         curves = [Curve(color, points_of(record.logs, name)) for color, record in both]
         if any(curve.points for curve in curves):
             panels[title] = curves
-    return svg(panels)
+    return svg(panels) if panels else None
 
 
 def _apart(a: float, b: float) -> float:
-    if math.isnan(a) and math.isnan(b):
+    """The difference in parts of `a`, or of 1 where that is larger; infinite where only one is NaN or infinite."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
-    return abs(a - b) / max(1.0, abs(a))
+    return abs(a - b) / max(1.0, abs(a)) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def _table(theirs: Record, ours: Record) -> list[str]:

@@ -9,7 +9,8 @@ from transformers.trainer_utils import SaveStrategy
 
 
 def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bool:
-    """Whether `metric_for_best_model` beats every earlier value; remembers it in `state` if so.
+    """Whether `metric_for_best_model` beats every earlier value; remembers it in `state` if so. A metric that is
+    NaN, or None because nothing was measured, never does.
 
     Raises:
         KeyError: the evaluation did not report that metric; the message lists those it did.
@@ -25,7 +26,7 @@ def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bo
         )
     worst = float("-inf") if args.greater_is_better else float("inf")
     value, best = metrics[name], worst if state.best_metric is None else state.best_metric
-    if not (value > best if args.greater_is_better else value < best):  # so a NaN is never the best
+    if value is None or not (value > best if args.greater_is_better else value < best):
         return False
     state.best_metric = value
     if args.save_strategy != SaveStrategy.NO:

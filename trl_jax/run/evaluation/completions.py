@@ -51,6 +51,8 @@ class CompletionEvaluator:
                 sums.append(found)
                 counts.append(len(rows))
                 run.events.fire("on_prediction_step")
+        if not counts:
+            raise ValueError("The evaluation set has no rows.")
         total = sum(counts)
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))

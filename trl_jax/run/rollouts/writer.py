@@ -13,6 +13,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.rows import prompts as rows
 from trl_jax.data.rows.checks import check_no_media, token_ids
 from trl_jax.hub.generating.complete import complete
+from trl_jax.rollout.coroutines import raised_by
 from trl_jax.rollout.rollout_func import written_by
 from trl_jax.rollout.written import Ids, Written, all_written
 from trl_jax.run.progress_line import GenerationProgress, ProgressLine
@@ -38,7 +39,8 @@ class PolicyWriter:
         for prompt in prompts[::group]:
             check_no_media(prompt, f"The prompt {brief(prompt)}")
         if self._rollout_func is not None:
-            return written_by(self._rollout_func, prompts, self._run.vocab_size)
+            with raised_by("rollout_func", prompts):
+                return written_by(self._rollout_func, prompts, self._run.vocab_size)
         tools = self._sampling.tools
         if tools is not None and not rows.is_messages(prompts[0]):
             raise ValueError(
