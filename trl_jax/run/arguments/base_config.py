@@ -59,7 +59,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     logging_steps: float = field(
         default=10, metadata={"help": "Steps between two log lines; below 1, a share of all steps."}
     )
-    gradient_checkpointing: bool | None = field(
+    gradient_checkpointing: bool = field(
         default=True,
         metadata={"help": "Recompute activations in the backward pass: less memory, about 20%% more time."},
     )
@@ -140,6 +140,8 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         self.hub_token = as_token("hub_token", self.hub_token)
         if self.bf16 is None and isinstance(self.fp16, bool):
             self.bf16 = not self.fp16
+        if self.gradient_checkpointing is None:  # off in transformers, where it is the default
+            self.gradient_checkpointing = False
         processes = end_other_processes()
         for name, value in sharding_of_launcher(vars(self)).items():
             setattr(self, name, value)
