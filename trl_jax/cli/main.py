@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             _run(command, argv[1:], typed)
     except USER_ERRORS as error:
+        if "trl_jax.engine.devices.processes" in sys.modules:
+            sys.modules["trl_jax.engine.devices.processes"].announce_end(error)
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
         print(f"trl-jax: error: {_one_line(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
