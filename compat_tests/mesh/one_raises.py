@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import threading
 
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -11,19 +12,20 @@ from compat_tests import tiny
 from trl_jax import RewardConfig, RewardTrainer
 
 fault, who, model, out = sys.argv[1:]
+SENTENCE = " ".join(("the", "very", "sentence"))  # tracebacks quote lines of this file
 mine = os.environ["JAX_PROCESS_ID"] == who
 
 
 def fail(*given, **options):
     if mine:
-        raise RuntimeError("the very sentence")
+        raise RuntimeError(SENTENCE)
 
 
 class Callback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == 2:
             if fault == "exit" and mine:
-                sys.exit("the very sentence")
+                sys.exit(SENTENCE)
             fail()
 
 
@@ -31,7 +33,7 @@ def full_disk():
     from trl_jax.run.output import checkpointing
 
     def write(*given, **options):
-        raise OSError(errno.ENOSPC, "the very sentence")
+        raise OSError(errno.ENOSPC, SENTENCE)
 
     checkpointing.write_progress = write
 
@@ -55,10 +57,7 @@ try:
 except RuntimeError:
     if fault != "caught":
         raise
-    while True:  # as a script that goes on after the exception, and waits for something
-        import time
-
-        time.sleep(1)
+    threading.Event().wait()  # as a script that goes on to something else
 if fault == "between":
     fail()
     trainer.evaluate()

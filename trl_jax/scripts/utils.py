@@ -16,7 +16,7 @@ from transformers.hf_argparser import string_to_bool
 from trl_jax.core.arguments.renamed import translated, way_out
 from trl_jax.core.arguments.renamed_flags import is_of_training, modern_flags
 from trl_jax.core.arguments.values import read_bools
-from trl_jax.core.secrets import learn, learn_flags, masked, scrubbed, shown
+from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
 from trl_jax.run.arguments.old_names import OldNames
 from trl_jax.scripts.help_format import HelpFormatter
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
@@ -167,7 +167,7 @@ class TrlParser(HfArgumentParser):
         return flags, config
 
     def error(self, message: str) -> NoReturn:
-        super().error(scrubbed(message))
+        super().error(cleaned(message))
 
     def format_help(self) -> str:
         return scrubbed(super().format_help())  # with the YAML's values as defaults

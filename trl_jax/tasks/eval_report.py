@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.files.whole_file import write_whole
+
 _BINS = 10
 _WIDTH, _HEIGHT, _BARS = 480, 200, 24
 
@@ -24,7 +26,7 @@ def report(
         `ece`; with subsets `accuracy_<subset>` of each and `accuracy_of_subsets`, their mean, as RewardBench reports.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{prefix}_margins.svg").write_text(histogram(margins), encoding="utf-8")
+    write_whole(folder / f"{prefix}_margins.svg", histogram(margins))
     metrics = {"ece": calibration_error(margins)}
     if subsets is not None:
         names = np.asarray(list(map(str, subsets)))

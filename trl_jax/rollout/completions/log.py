@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import pandas as pd
 from trl_jax.core.files.whole_file import replacing
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.completions.table import print_completions
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["train", "eval"]
 
@@ -113,6 +116,9 @@ class CompletionsLog:
             self._rows[mode] = deque(rows, maxlen=self.size)
 
     def _write(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
+        if self.folder.is_symlink():
+            logger.warning("%s is a link, which is not followed: completions are not written to files.", self.folder)
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{'eval_' if mode == 'eval' else ''}completions_{step:05d}.parquet"
         with replacing(path) as beside:
