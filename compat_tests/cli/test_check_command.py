@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import jax
 import pytest
 
 from compat_tests.pages import ROOT
@@ -96,6 +99,59 @@ def test_arguments_of_policies():
 def test_scripts_that_run(name, verdict, capsys):
     assert main(["check", str(ROOT / name)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == verdict
+
+
+def test_no_run_is_joined_and_no_process_ends(monkeypatch):
+    for name, value in {
+        "JAX_COORDINATOR_ADDRESS": "localhost:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "SLURM_NTASKS": "2",
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: pytest.fail("joined a run"))
+    monkeypatch.setattr(jax, "devices", lambda *given: pytest.fail("asked for devices"))
+    found = findings(read("""
+from trl import DistillationConfig, GRPOConfig, RLOOConfig
+GRPOConfig(num_generations=8, per_device_train_batch_size=1, coordinator_address="localhost:9", num_processes=2,
+    process_id=1)
+RLOOConfig(num_generations=1)
+RLOOConfig(generation_batch_size=8, steps_per_generation=2)
+DistillationConfig(generation_batch_size=8)
+"""))  # fmt: skip
+    refused = {one.what: one.text for one in found if one.kind == REFUSED}
+    assert set(refused) == {"RLOOConfig(num_generations=1)", "RLOOConfig(...)"}, refused
+    assert "requires at least 2 generations" in refused["RLOOConfig(num_generations=1)"]
+    assert "can not be both configured" in refused["RLOOConfig(...)"]
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+@pytest.mark.parametrize("text", [
+    "x = " + " + ".join(["'a'"] * 400), "x = trl" + ".a" * 400, "SFTConfig(seed=" + "-" * 80 + "1)",
+    "SFTConfig(max_length=" + "[" * 80 + "]" * 80 + ")",
+])  # fmt: skip
+def test_deep_expressions(text, tmp_path, capsys):
+    (tmp_path / "deep.py").write_text(f"import trl\nfrom trl import SFTConfig\n{text}\n")
+    assert main(["check", str(tmp_path / "deep.py")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "It runs as it is."
+
+
+def test_expressions_too_deep_for_python_are_an_error_in_one_line(tmp_path, capsys):
+    (tmp_path / "deep.py").write_text("x = a" + ".b" * 100_000)
+    assert main(["check", str(tmp_path / "deep.py")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_neither_control_characters_nor_tokens_are_printed(tmp_path, capsys):
+    token, escape = "hf_" + "a1" * 17, "\x1b[31m"
+    (tmp_path / "it.py").write_text(f"from trl import SFTConfig\nSFTConfig(optim='{escape}{token}', {token}=1)\n")
+    assert main(["check", str(tmp_path / "it.py")]) == 0
+    assert main(["check", f"{escape} {token}"]) == 2
+    (tmp_path / f"{escape}{token}.py").write_text("no python")
+    assert main(["check", str(tmp_path / f"{escape}{token}.py")]) == 2
+    for line in (["check", "a", f"{escape} {token}"], [f"{escape} {token}"], ["env", f"{escape} {token}"]):
+        with pytest.raises(SystemExit):
+            main(line)
+    said = "".join(capsys.readouterr())
+    assert token not in said and escape not in said and said.count("<SECRET>") >= 6, said
 
 
 def test_no_script(tmp_path, capsys):

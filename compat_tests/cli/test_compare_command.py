@@ -165,6 +165,13 @@ def test_a_script_that_one_side_does_not_run():
     assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are TRL's.")
 
 
+def test_what_a_script_says_is_printed_without_control_characters_and_tokens(tmp_path):
+    token = "hf_" + "a1" * 17
+    (tmp_path / "it.py").write_text(f"raise RuntimeError('\\x1b[31m {token}')")
+    said = run("trl_jax", str(tmp_path / "it.py"), [], 1).error
+    assert said == "RuntimeError: \\x1b[31m <SECRET>"
+
+
 def test_bad_words(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "none.py")]) == 2
     (tmp_path / "script.py").write_text("print(1)")

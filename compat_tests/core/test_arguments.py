@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import warnings
 
+import numpy as np
 import pytest
 
 import trl_jax.trainer
@@ -14,9 +15,16 @@ from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS
 from trl_jax.core.arguments.renamed import GONE, RENAMED, translated, way_out
 from trl_jax.core.arguments.table import defaults_of, validate
 from trl_jax.core.arguments.tables.base import SUPPORTED
-from trl_jax.core.arguments.values import as_choice, as_dict, as_pad_multiple, show
+from trl_jax.core.arguments.values import as_choice, as_dict, as_pad_multiple, bool_fields, show
+from trl_jax.hub.load_arguments import checked_arguments
+from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.scripts.mixture import DatasetMixtureConfig
+from trl_jax.scripts.utils import ScriptArguments
+from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.sft_config import SFTConfig
 
 TABLE, DEFAULTS = RewardConfig.argument_table, defaults_of(dataclasses.fields(RewardConfig))
 
@@ -60,6 +68,72 @@ def test_a_config_can_be_made_alone_and_its_defaults_are_accepted_in_silence(kin
 def test_every_config_checks_its_values(kind, tmp_path):
     with pytest.raises(ValueError, match="^batch_layout='mixed' is not in this release of trl_jax; supported: auto, "):
         kind(str(tmp_path / "out"), batch_layout="mixed")
+
+
+BOOLS = [(kind, name, optional) for kind in config_classes() for name, optional in bool_fields(kind).items()]
+OTHERS = (BitsAndBytesConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments)
+
+
+def test_boolean_fields_are_found():
+    found = {(kind.__name__, name): optional for kind, name, optional in BOOLS}
+    assert found["SFTConfig", "shuffle_dataset"] is False and found["GRPOConfig", "shuffle_dataset"] is True
+    assert found["RewardConfig", "bf16"] is True and found["RewardConfig", "push_to_hub"] is False
+    assert ("RewardConfig", "include_num_input_tokens_seen") not in found and len(found) > 400
+
+
+@pytest.mark.parametrize("kind", config_classes())
+def test_boolean_fields_take_what_a_command_line_does_and_nothing_else(kind, tmp_path):
+    args = kind(str(tmp_path / "out"))
+    for name, optional in bool_fields(kind).items():
+        before = vars(args)[name]
+        for text in ("no", "False", "f", "N", "0", 0, np.False_, False):
+            setattr(args, name, text)
+            assert vars(args)[name] is False, (name, text)
+        for text in ("YES", "true", "t", "y", "1", 1, np.int64(1), True):
+            setattr(args, name, text)
+            assert vars(args)[name] is True, (name, text)
+        for wrong in ("off", "", "None", 2, -1, 1.0, [], np.zeros(2), *(() if optional else (None,))):
+            setattr(args, name, wrong)
+            with pytest.raises(ValueError, match=f"^{name}=.*: wanted True, False(, None)?, or one of yes/no, true/"):
+                args.check()
+        setattr(args, name, before)
+    args.check()
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("False", False), ("n", False), (0, False), ("TRUE", True), (1, True)])
+def test_boolean_fields_are_bools_in_a_config(given, wanted, tmp_path):
+    assert SFTConfig(str(tmp_path), shuffle_dataset=given).shuffle_dataset is wanted
+
+
+def test_every_wrong_boolean_has_a_line(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        SFTConfig(str(tmp_path), shuffle_dataset="maybe", push_to_hub="never", batch_layout="mixed")
+    lines = str(caught.value).splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["push_to_hub", "shuffle_dataset", "batch_layout"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_boolean_fields_of_the_other_dataclasses_of_a_script(kind):
+    four = {"load_in_4bit": True} if kind is BitsAndBytesConfig else {}
+    for name in bool_fields(kind).keys() - {"load_in_4bit", "load_in_8bit"}:
+        assert vars(kind(**four, **{name: "False"}))[name] is False
+        assert vars(kind(**four, **{name: "y"}))[name] is True
+        with pytest.raises(ValueError, match=f"^{name}='maybe': wanted True, False, or one of yes/no"):
+            kind(**four, **{name: "maybe"})
+    assert ModelConfig(load_in_4bit="False", load_in_8bit="1").load_in_8bit is True
+
+
+@pytest.mark.parametrize("name", bool_fields(LoraConfig))
+def test_boolean_fields_of_lora(name):
+    with pytest.raises(ValueError, match=f"^LoraConfig: {name}='False', wanted True or False"):
+        LoraConfig(**{name: "False"})
+
+
+def test_the_code_of_a_tokenizer_does_not_run_for_the_text_false():
+    found, _, _ = checked_arguments({"trust_remote_code": "False", "local_files_only": "no"}, None)
+    assert found == {"code": False, "local_files_only": False}
+    with pytest.raises(ValueError, match="^trust_remote_code='never': wanted True, False, None, or one of"):
+        checked_arguments({"trust_remote_code": "never"}, None)
 
 
 WARNED = {

@@ -9,7 +9,7 @@ import sys
 import warnings
 from importlib import metadata
 
-from trl_jax.core.secrets import masked_flags, scrubbed
+from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
 from trl_jax.core.trainers import TRAINERS
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             _run(command, argv[1:], typed)
     except USER_ERRORS as error:
+        if "trl_jax.engine.devices.processes" in sys.modules:
+            sys.modules["trl_jax.engine.devices.processes"].announce_end(error)
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
         print(f"trl-jax: error: {_one_line(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
@@ -69,15 +71,15 @@ def module_of(command: str) -> str:
 def _one_line(error: Exception) -> str:
     """The error's text and notes in one line; a KeyError's own str() would quote its text."""
     text = " ".join(map(str, error.args)) if isinstance(error, KeyError) else str(error)
-    return scrubbed(" ".join(" ".join([text, *vars(error).get("__notes__", ())]).split()))
+    return cleaned(" ".join(" ".join([text, *vars(error).get("__notes__", ())]).split()))
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    print(f"trl-jax: warning: {scrubbed(' '.join(str(message).split()))}", file=sys.stderr)
+    print(f"trl-jax: warning: {cleaned(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CleanParser(
         prog="trl-jax",
         description="Train and use models in JAX, with TRL's flags.",
         epilog=(
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--version", action="version", version=f"trl-jax {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(parser_class=argparse.ArgumentParser, dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser

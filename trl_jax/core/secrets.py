@@ -6,6 +6,7 @@ objects that a run works with keep the real values.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -13,8 +14,10 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
+
+from trl_jax.core.printable import printable
 
 _SHORTEST = 8  # of the known secrets that are looked for in texts: shorter ones are found in ordinary words
 _SECRET = re.compile(
@@ -26,12 +29,13 @@ _VOCABULARY = re.compile(  # tokens of a vocabulary, and numbers of them
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|vision|start|end|stop|prefix|middle|suffix|special|added"
     r"|extra|per|num|max|min|first|last|next|new|scored|boi|eoi)_token$"
 )
+_START = r"(?:\b|(?<=[\[\d;]m))"  # of a word, which the escape code of a colour may come before
 _SHAPES = re.compile(
-    r"\bhf_(?:[a-z]+_)?[A-Za-z0-9]{30,}\b|\bapi_org_[A-Za-z0-9]{30,}\b"  # Hugging Face
-    r"|\bsk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI and its like
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}\b"  # AWS, Google
-    r"|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}|\bxox[abprs]-[\w-]{10,}"
-    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}"  # JSON web tokens
+    rf"{_START}(?:hf_(?:[a-z]+_)?[A-Za-z0-9]{{30,}}\b|api_org_[A-Za-z0-9]{{30,}}\b"  # Hugging Face
+    r"|sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI and its like
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{35}\b"  # AWS, Google
+    r"|gh[pousr]_[A-Za-z0-9]{36,}\b|github_pat_\w{22,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"  # JSON web tokens
     r"|(?<=://)[^/\s:@?#]*:[^/\s@?#]+(?=@)"  # user:password of a URL
     r"|(?<=[?&])(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|sig)=[^&\s]+"
     r"|(?<=\bBearer )(?=\S*[0-9_])[\w.~+/=-]{8,}",
@@ -69,6 +73,18 @@ def masked(value: Any, name: str = "") -> Any:
 def scrubbed(text: str) -> str:
     """A text without secrets: those that are known, those of a secret's shape, and those that stand behind a name."""
     return _scrubbed(text, _known_forms())
+
+
+def cleaned(text: str) -> str:
+    """A text for a terminal: without secrets, and with control characters written out."""
+    return printable(scrubbed(text))
+
+
+class CleanParser(argparse.ArgumentParser):
+    """A parser whose errors, which quote the command line, are `cleaned`."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(cleaned(message))
 
 
 def _masked(value: Any, name: str, known: _Forms) -> Any:

@@ -12,7 +12,7 @@ from types import FrameType
 from jax.experimental import multihost_utils
 
 from trl_jax.core.say import say
-from trl_jax.engine.devices.processes import several
+from trl_jax.engine.devices.processes import AgreedExit, several
 
 _HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -103,7 +103,7 @@ class Interrupts:
     def leave(self) -> None:
         """Raise SystemExit with the code that shells expect of a process ended by this signal: 143, 130 or 129."""
         say(f"{self.received.name}: leaving.")
-        raise SystemExit(128 + self.received)
+        raise AgreedExit(128 + self.received)
 
 
 def _do_without_terminal() -> None:

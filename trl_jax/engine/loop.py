@@ -14,6 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl_jax.engine.checkpoints.best import is_new_best
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.checkpoints.snapshot import Snapshot
+from trl_jax.engine.devices.processes import several
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupted, Interrupts
 from trl_jax.engine.nonfinite_guard import NonFiniteGuard
@@ -80,7 +81,8 @@ class Loop:
         try:
             self._epochs()
         except Exception:  # whatever ended the run is raised again
-            if self._between_steps and self.events.control.should_save:  # a callback asked for it and then raised
+            # A callback asked for it and then raised. Not with other processes: saving takes all, and they go on.
+            if self._between_steps and self.events.control.should_save and not several():
                 self._save()
             raise
         self.nonfinite_guard.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -83,7 +84,8 @@ def write_card(
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
     path = folder / CARD
-    if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()):  # a card in any encoding
+    own = not path.is_symlink() and path.is_file() and _MARK.encode() in path.read_bytes()  # a card in any encoding
+    if os.path.lexists(path) and not own:
         return
     metadata = {
         "library_name": "peft" if adapter else "transformers",
@@ -145,7 +147,7 @@ def _run_section(folder: Path, run: Run | None) -> str:
     sections = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
     losses = [(step, loss) for step, loss in run.losses if math.isfinite(loss)]
     if len(losses) > 1:
-        (folder / CURVE).write_text(curve(losses), encoding="utf-8")
+        write_whole(folder / CURVE, curve(losses))
         sections.insert(0, f"![Training loss]({CURVE})\n")
     return "\n" + "\n".join(section for section in sections if section)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trl_jax.core.arguments.values import as_bool
+
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -37,7 +39,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
                 "%s has no effect in trl_jax: arrays go to JAX's default device, or to all of a mesh with mesh_shape=.",
                 key,
             )
-    code = bool(kwargs.pop("trust_remote_code", False))
+    code = as_bool("trust_remote_code", kwargs.pop("trust_remote_code", False), optional=True)
     if code:
         logger.warning(
             "trust_remote_code has no effect on models, whose own code is never run. It lets the code of a tokenizer "
@@ -45,7 +47,9 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
         )
     fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
     fetch = {key: value for key, value in fetch.items() if value is not None}
-    return fetch | {"code": code}, dtype, kwargs
+    if "local_files_only" in fetch:
+        fetch["local_files_only"] = as_bool("local_files_only", fetch["local_files_only"])
+    return fetch | {"code": bool(code)}, dtype, kwargs
 
 
 def not_taken(names: Iterable[str], why: str = "") -> TypeError:

@@ -12,6 +12,7 @@ import numpy as np
 
 from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.secrets import masked
+from trl_jax.engine.checkpoints.plain_files import is_file
 from trl_jax.run.state import RunState
 
 
@@ -48,7 +49,7 @@ def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bo
     _write(folder / f"{split}_results.json", metrics)
     if combined:
         path = folder / "all_results.json"
-        _write(path, (_read(path) if path.exists() else {}) | metrics)
+        _write(path, (_read(path) if is_file(path) else {}) | metrics)
 
 
 def speed_metrics(prefix: str, start: float, num_samples: float, num_steps: float) -> dict[str, float]:

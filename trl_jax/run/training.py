@@ -25,7 +25,7 @@ from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.checkpoints.resume import find
 from trl_jax.engine.checkpoints.run_id import new_id
 from trl_jax.engine.checkpoints.snapshot import Snapshot
-from trl_jax.engine.devices.processes import barrier, is_first, naming_lost_processes
+from trl_jax.engine.devices.processes import barrier, is_first, naming_lost_processes, together
 from trl_jax.engine.interrupts import Interrupted, Interrupts
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
@@ -222,6 +222,7 @@ class Training:
                 checkpointer.saver.settled(),
                 naming_lost_processes(),
                 explain_memory(run),
+                together(),  # announces an exception before a save in the background is waited for
                 compiling_ahead(run, train_step, step, steps, progress),
             ):
                 return loop, *loop.run()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 from importlib import metadata
+
+from trl_jax.core.secrets import CleanParser
 
 REQUIRED = "jax jaxlib flax optax transformers datasets huggingface_hub safetensors numpy".split()
 OPTIONAL = {
@@ -20,7 +21,7 @@ OPTIONAL = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CleanParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple:
         self.parse_args(argv)
         return ()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trl_jax.core.secrets import CleanParser
+
 _SWITCHES = ("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache")  # alone, such a flag means true
 
 
-class FieldsParser(argparse.ArgumentParser):
+class FieldsParser(CleanParser):
     """A parser whose commands take any field beside their own flags."""
 
     def __init__(self, **options: Any):

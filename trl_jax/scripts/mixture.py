@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.arguments.values import read_bools
 from trl_jax.core.secrets import scrubbed
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class DatasetMixtureConfig:
     )
 
     def __post_init__(self):
+        read_bools(self)
         self.datasets = [DatasetConfig(**each) if isinstance(each, dict) else each for each in self.datasets]
 
 

@@ -15,7 +15,8 @@ from transformers.hf_argparser import string_to_bool
 
 from trl_jax.core.arguments.renamed import translated, way_out
 from trl_jax.core.arguments.renamed_flags import is_of_training, modern_flags
-from trl_jax.core.secrets import learn, learn_flags, masked, scrubbed, shown
+from trl_jax.core.arguments.values import read_bools
+from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
 from trl_jax.run.arguments.old_names import OldNames
 from trl_jax.scripts.help_format import HelpFormatter
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
@@ -50,6 +51,9 @@ class ScriptArguments:
     ignore_bias_buffers: bool = field(
         default=False, metadata={"help": "Accepted without effect: there are no buffers to keep in step."}
     )
+
+    def __post_init__(self):
+        read_bools(self)
 
 
 def take_bare(actions: Iterable[argparse.Action]) -> None:
@@ -163,7 +167,7 @@ class TrlParser(HfArgumentParser):
         return flags, config
 
     def error(self, message: str) -> NoReturn:
-        super().error(scrubbed(message))
+        super().error(cleaned(message))
 
     def format_help(self) -> str:
         return scrubbed(super().format_help())  # with the YAML's values as defaults

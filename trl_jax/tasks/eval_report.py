@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.files.whole_file import write_whole
+
 _BINS = 10
 _WIDTH, _HEIGHT, _BARS = 480, 200, 24
 
@@ -27,7 +29,7 @@ def report(
     folder.mkdir(parents=True, exist_ok=True)
     finite = margins[np.isfinite(margins)]
     if len(finite):
-        (folder / f"{prefix}_margins.svg").write_text(histogram(finite), encoding="utf-8")
+        write_whole(folder / f"{prefix}_margins.svg", histogram(finite))
     metrics = {"ece": calibration_error(margins)}
     if subsets is not None:
         names = np.asarray(list(map(str, subsets)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trl_jax.core.arguments.renamed import translated
+from trl_jax.core.arguments.values import read_bools
 
 
 def _taking_torch_dtype(kind: type) -> type:
@@ -83,6 +84,7 @@ class ModelConfig:
     )
 
     def __post_init__(self):
+        read_bools(self)
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError(
                 "load_in_8bit=True and load_in_4bit=True: a model has one of them. Leave one out."

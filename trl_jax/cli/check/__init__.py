@@ -8,9 +8,10 @@ from pathlib import Path
 
 from trl_jax.cli.check.judging import Finding, findings
 from trl_jax.cli.check.reading import read
+from trl_jax.core.secrets import CleanParser, cleaned
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CleanParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[argparse.Namespace]:
         return (self.parse_args(argv),)
 
@@ -38,9 +39,11 @@ def main(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     try:
         uses = read(Path(args.script).read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, ValueError) as error:  # not UTF-8, or null bytes
         raise ValueError(f"{args.script} is no Python: {error}") from None
-    print("\n".join(report(findings(uses))))
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{args.script}: its expressions are nested too deeply to be read.") from None
+    print("\n".join(map(cleaned, report(findings(uses)))))
 
 
 def report(found: list[Finding]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import warnings
@@ -16,6 +17,7 @@ from trl_jax.cli.front import MODULES
 from trl_jax.core.arguments.renamed import RENAMED, way_out
 from trl_jax.core.arguments.values import show
 from trl_jax.core.trainers import TRAINERS, TrainerNames
+from trl_jax.run.arguments.launchers import no_launcher
 from trl_jax.trainer.not_built import NEAR
 
 
@@ -73,8 +75,37 @@ def _names() -> list[str]:
     return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
 
 
+def _alone(config: type) -> type:
+    """The same config, which neither joins other processes nor asks JAX for devices.
+
+    How many devices the run has is not known here. Sizes that depend on it are refused only if they fit neither one
+    device nor as many as a prompt has completions.
+    """
+
+    def settle_sizes(self: Any) -> None:
+        given = dict(vars(self))
+        try:
+            config.settle_sizes(self)
+        except ValueError:
+            if "num_generations" not in given:
+                raise
+            vars(self).update(given, _devices=self.num_generations)
+            with contextlib.suppress(ValueError):
+                return config.settle_sizes(self)
+            raise
+
+    own = {
+        "join_processes": lambda self: None,
+        "settle_sizes": settle_sizes,
+        "_devices": 1,
+        "data_parallel_size": property(lambda self: self._devices),
+    }
+    return type(config.__name__, (config,), own)
+
+
 def _of_config(call: Call, config: type) -> Iterator[Finding]:
     """Construct the config with each argument whose value is written in the script."""
+    known, config = config, _alone(config)
     given = {name: value for name, value in call.arguments.items() if value is not UNKNOWN}
     fitting: dict[str, Any] = {}
     for name, value in given.items():
@@ -89,7 +120,7 @@ def _of_config(call: Call, config: type) -> Iterator[Finding]:
             fitting[name] = value
         yield found
     for name in call.arguments.keys() - given.keys():
-        yield _of_unknown_value(call, name, config)
+        yield _of_unknown_value(call, name, known)
     whole = _tried(call.line, f"{call.name}(...)", partial(config, **{"output_dir": "out"} | fitting))
     if whole.kind == "refused":
         yield whole
@@ -141,11 +172,11 @@ def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
 
 
 def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as told, no_launcher():
         warnings.simplefilter("always")
         try:
             do()
-        except (TypeError, ValueError, NotImplementedError, ImportError, OSError) as error:
+        except Exception as error:  # whatever it is, the script would get it, too
             return Finding(line, what, "refused", _first(error))
     texts = [" ".join(str(warning.message).split()) for warning in told]
     return Finding(line, what, "changed", " ".join(dict.fromkeys(texts))) if texts else Finding(line, what, "works")

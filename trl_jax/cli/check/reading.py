@@ -6,6 +6,7 @@ import ast
 from typing import Any, NamedTuple
 
 PACKAGES = ("trl", "trl_jax")
+_DEEPEST = 50  # levels of an expression that are read
 UNKNOWN = object()  # a value that only a run would know
 
 
@@ -51,9 +52,15 @@ def read(source: str) -> Uses:
     """
     tree = ast.parse(source)
     reader = _Reader()
-    reader.visit(tree)  # imports first: a class may stand above one
+    nodes = list(ast.walk(tree))  # not by recursion: expressions may be deep
+    for node in nodes:  # imports first: a class may come before one
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            reader.visit(node)
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            reader.visit(node)
     uses = Uses(reader.names, [], [])
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and (name := reader.name_of(node.func)):
             arguments = {word.arg: _value(word.value) for word in node.keywords if word.arg}
             uses.calls.append(Call(node.lineno, name, arguments))
@@ -101,7 +108,6 @@ class _Reader(ast.NodeVisitor):
         module = self._module_of(node.value)
         if module is not None and node.attr[:1].isupper():
             self.names.append(Name(node.lineno, module, node.attr))
-        self.generic_visit(node)
 
     def name_of(self, node: ast.expr) -> str | None:
         """The name of trl's that an expression means; None for others."""
@@ -115,15 +121,27 @@ class _Reader(ast.NodeVisitor):
         return any(isinstance(one, ast.Name) and one.id in self._torch for one in ast.walk(node))
 
     def _module_of(self, node: ast.expr) -> str | None:
-        if isinstance(node, ast.Name):
-            return self._modules.get(node.id)
-        if isinstance(node, ast.Attribute) and (above := self._module_of(node.value)) and node.attr.islower():
-            return f"{above}.{node.attr}"
-        return None
+        below: list[str] = []
+        while isinstance(node, ast.Attribute) and node.attr.islower() and len(below) < _DEEPEST:
+            below.append(node.attr)
+            node = node.value
+        module = self._modules.get(node.id) if isinstance(node, ast.Name) else None
+        return None if module is None else ".".join([module, *reversed(below)])
 
 
 def _value(node: ast.expr) -> Any:
+    if _is_deep(node):  # literal_eval and repr are recursive
+        return UNKNOWN
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         return UNKNOWN
+
+
+def _is_deep(node: ast.expr) -> bool:
+    level: list[ast.AST] = [node]
+    for _ in range(_DEEPEST):
+        level = [child for one in level for child in ast.iter_child_nodes(one)]
+        if not level:
+            return False
+    return True

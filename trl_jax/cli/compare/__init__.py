@@ -12,12 +12,13 @@ from pathlib import Path
 
 from trl_jax.cli.compare.verdict import Record, picture, report
 from trl_jax.core.files.whole_file import write_whole
+from trl_jax.core.secrets import CleanParser, cleaned
 
 SIDES = ("trl", "trl_jax")
 _OWN = ("--steps", "--json", "--picture")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CleanParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[argparse.Namespace]:
         """Its own flags may stand right behind the script, too, before the script's; a first `--` ends them."""
         own, ended, rest = self._own(argv)
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         records[side] = run(side, args.script, args.flags, args.steps)
     if all(record.error for record in records.values()):
         raise ValueError(" ".join(f"{side}: {record.error}" for side, record in records.items()))
-    print("\n".join(report(*records.values())))
+    print("\n".join(map(cleaned, report(*records.values()))))
     if args.json:
         write_whole(Path(args.json), json.dumps({side: record._asdict() for side, record in records.items()}, indent=2))
     if args.picture:
@@ -95,5 +96,5 @@ def run(side: str, script: str, flags: list[str], steps: int) -> Record:
         if out.is_file():
             return Record(**json.loads(out.read_text(encoding="utf-8")))
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    said = lines[-1] if lines else f"it ended with status {done.returncode} and trained nothing"
+    said = cleaned(lines[-1]) if lines else f"it ended with status {done.returncode} and trained nothing"
     return Record(error=said if done.returncode else "the script ended and called no train()")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from trl_jax.core.arguments.rules import HERE, Rule
 from trl_jax.core.arguments.values import show
 from trl_jax.core.secrets import scrubbed
@@ -61,7 +63,9 @@ def validate(
     refusals, warnings = [], []
     for name, line in table.items():
         value = values[name]
-        if line.rule is not None and (problem := line.rule(name, value, values)):
+        if isinstance(value, np.ndarray):  # whose comparisons are arrays
+            refusals.append(f"{show(name, value)} is an array: no argument takes one. Pass a plain value.")
+        elif line.rule is not None and (problem := line.rule(name, value, values)):
             refusals.append(problem)
         elif differs_from_default(value, defaults[name], line):
             if line.kind == "refused":

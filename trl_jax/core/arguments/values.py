@@ -6,9 +6,13 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
 
 from trl_jax.core.secrets import masked
 
@@ -74,6 +78,51 @@ def as_choice(value: str | bool | None) -> str | bool | None:
     """`resume_from_checkpoint` as train() takes it: a command line gives True and False as words."""
     named = {"true": True, "false": None, "none": None, "": None}
     return named.get(value.lower(), value) if isinstance(value, str) else value or None
+
+
+_BOOLS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+
+
+def as_bool(name: str, value: Any, optional: bool = False) -> bool | None:
+    """A boolean, which may be written as 0 or 1, or as a word that HfArgumentParser reads.
+
+    Args:
+        optional: None is allowed, too.
+
+    Raises:
+        ValueError: it is none of these. By Python's own rule any other text would be true, "off" included.
+    """
+    if value is None and optional:
+        return None
+    if isinstance(value, str) and value.lower() in _BOOLS:
+        return _BOOLS[value.lower()]
+    if isinstance(value, bool | np.bool_ | Integral) and value in (0, 1):
+        return bool(value)
+    raise ValueError(wanted_bool(name, value, optional))
+
+
+def wanted_bool(name: str, value: Any, optional: bool) -> str:
+    none = ", None" if optional else ""
+    words = "yes/no, true/false, t/f, y/n, 1/0 (case insensitive)"  # as HfArgumentParser lists them
+    return f"{show(name, value)}: wanted True, False{none}, or one of {words}."
+
+
+@cache
+def bool_fields(kind: type) -> dict[str, bool]:
+    """The boolean fields of a dataclass -> whether each may be None."""
+    hints = get_type_hints(kind)
+    kinds = {f.name: set(get_args(hints[f.name])) or {hints[f.name]} for f in dataclasses.fields(kind)}
+    return {name: NoneType in found for name, found in kinds.items() if found - {NoneType} == {bool}}
+
+
+def read_bools(config: Any) -> None:
+    """Convert the boolean fields of a dataclass to bool.
+
+    Raises:
+        ValueError: as `as_bool`.
+    """
+    for name, optional in bool_fields(type(config)).items():
+        setattr(config, name, as_bool(name, vars(config)[name], optional))
 
 
 def as_words(value: Any) -> list[str]:

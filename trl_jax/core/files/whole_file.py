@@ -9,8 +9,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what then takes the place of `path`. Where the block raises, what was there stays."""
+    """Where to write what then takes the place of `path`. Where the block raises, what was there stays. A link of
+    either name is replaced, not followed."""
     beside = path.with_name(f"{path.name}.part")
+    beside.unlink(missing_ok=True)
     try:
         yield beside
         beside.replace(path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +16,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from trl_jax.core.say import say
+
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead
+GRACE = 8  # seconds that this process has to raise an exception by itself, after another one has
+LAST = 15  # seconds to wait for the other processes at the end
 _SCHEDULERS = {"SLURM_NTASKS": "SLURM", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -32,7 +39,8 @@ def join(address: str | None, count: int | None, number: int | None) -> None:
     Raises:
         ValueError: an address without the other two.
     """
-    if jax.distributed.is_initialized():
+    if jax.distributed.is_initialized():  # by the script itself
+        _watch.start()
         return
     variables = [os.environ.get(name) for name in _ENVIRONMENT]
     arguments = (address, count, number)
@@ -49,6 +57,8 @@ def join(address: str | None, count: int | None, number: int | None) -> None:
         jax.distributed.initialize(address, int(count), int(number), **options)
     elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
         jax.distributed.initialize(**options)
+    if jax.distributed.is_initialized():
+        _watch.start()
 
 
 def _tpu_pod() -> bool:
@@ -65,12 +75,130 @@ def is_first() -> bool:
     return not several() or jax.process_index() == 0
 
 
+class AgreedExit(SystemExit):
+    """Every process leaves after the same step, each in its own time."""
+
+
+class _Watch:
+    """Ends this process when another one has left a block of `together` with an exception, or has ended.
+
+    Such a process never comes to the collective in which this one waits, and no Python code can interrupt the wait. So
+    a thread looks at what the processes announce through JAX's coordination service. Blocks are numbered alike in all
+    processes, which run the same code. A process that raises the same exception within GRACE seconds is left alone.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []  # the numbers of the blocks that this process is in
+        self.raising = False  # an exception is on its way out of them
+        self._client: Any = None
+        self._thread: threading.Thread | None = None  # begins with the first block: until then scripts may fork
+        self._count, self._over = 0, threading.Event()
+
+    def start(self) -> None:
+        if self._client is None:
+            self._client = _client()
+            atexit.register(self._stop)  # runs before JAX waits there for all processes
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        if self._thread is None:
+            self.start()
+            self._thread = threading.Thread(target=self._look, name="trl_jax-processes", daemon=True)
+            self._thread.start()
+        self._count += 1
+        number, self.raising = self._count, False
+        self.blocks.append(number)
+        try:
+            yield
+        except AgreedExit:
+            raise
+        except BaseException as error:  # whatever it is, it is raised again
+            self.raising = True
+            self.announce(f"left/{number}", error)
+            raise
+        finally:
+            self.blocks.remove(number)
+
+    def announce(self, what: str, error: BaseException) -> None:
+        if self._client is None:
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first process has gone, and with it the service
+            key = f"trl_jax/{what}/{jax.process_index()}"
+            self._client.key_value_set(key, type(error).__name__, allow_overwrite=True)
+
+    def _look(self) -> None:
+        found, seconds = None, 0
+        while not self._over.wait(1):
+            try:
+                now = self._announced()
+            except jax.errors.JaxRuntimeError:  # the first process has gone: JAX ends this one
+                return
+            seconds = seconds + 1 if now == found and now is not None else 0
+            found = now
+            if found is not None and seconds >= GRACE:
+                _end(*found[1:])
+
+    def _announced(self) -> tuple[int, str, str] | None:
+        """The block that another process does not come back to, the process, and its exception."""
+        for number in [] if self.raising else tuple(self.blocks):
+            for what in (f"left/{number}", "ended"):
+                for key, name in self._client.key_value_dir_get(f"trl_jax/{what}/"):
+                    process = key.rpartition("/")[2]
+                    if process != str(jax.process_index()):
+                        return number, process, name
+        return None
+
+    def _stop(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(2)
+        if "last_value" in vars(sys):  # an exception ends this process: Python has printed it
+            self.announce("ended", sys.last_value)
+
+
+_watch = _Watch()
+
+
+def announce_end(error: Exception) -> None:
+    """Tell the other processes that this exception, which nothing raises any more, ends this one."""
+    _watch.announce("ended", error)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A block in which the processes wait for each other. If one of them leaves it with an exception, the others end
+    within GRACE + LAST seconds, with exit code 1 and a line that names the process."""
+    if not several():
+        yield
+        return
+    with _watch.block():
+        yield
+
+
+def _end(process: str, error: str) -> None:
+    say(
+        f"Process {process} of {jax.process_count()} ended with {error} (its own log says where), so this one, number "
+        f"{jax.process_index()}, ends, too. Checkpoints are whole or absent: start all processes again with "
+        "resume_from_checkpoint=True."
+    )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    # All processes meet here. If this one just ended, JAX would abort the others.
+    last = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    last.start()
+    last.join(LAST)
+    os._exit(1)  # the main thread waits in a collective
+
+
+@together()
 def barrier(name: str) -> None:
     """Wait until every process is at the barrier of this name."""
     if several():
         multihost_utils.sync_global_devices(name)
 
 
+@together()
 def from_first(data: bytes) -> bytes:
     """The first process's `data`, in all processes; as long in each."""
     if not several():
@@ -78,6 +206,7 @@ def from_first(data: bytes) -> bytes:
     return multihost_utils.process_allgather(np.frombuffer(data, np.uint8))[0].tobytes()
 
 
+@together()
 def from_all(data: bytes) -> list[bytes]:
     """Every process's `data`, in their order, in all processes."""
     lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int64)).reshape(-1).tolist()
@@ -107,6 +236,7 @@ def of_each_process(do: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in found]
 
 
+@together()
 def check_alike(facts: dict[str, int]) -> None:
     """Check that all processes have the same values.
 
@@ -151,12 +281,16 @@ def naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
-def _gone() -> list[int]:
+def _client() -> Any:
     from jax._src import distributed  # the one place where JAX keeps its connection to the others
 
+    return distributed.global_state.client
+
+
+def _gone() -> list[int]:
     every = list(range(jax.process_count()))
     try:
-        alive = distributed.global_state.client.get_live_nodes(every)
+        alive = _client().get_live_nodes(every)
     except jax.errors.JaxRuntimeError:  # no answer: the first process gives it
         return [] if jax.process_index() == 0 else [0]
     return [number for number in every if number not in alive]

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.arguments.values import bool_fields
 from trl_jax.core.files import strict_json
 from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.printable import brief, listed
@@ -169,7 +170,7 @@ def check(config: LoraConfig) -> None:
         if not good:
             raise ValueError(f"LoraConfig: {name}={brief(values[name])}, wanted {wanted}.")
 
-    for name in ("inference_mode", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias"):
+    for name in bool_fields(LoraConfig):
         must(isinstance(values[name], bool), name, "True or False")
     for name in ("peft_version", "base_model_name_or_path", "revision"):
         must(isinstance(values[name], str | None), name, "a text or None")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.arguments.values import read_bools
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.heads import is_lm_head, with_peft_head
@@ -39,6 +40,7 @@ class BitsAndBytesConfig:
     bnb_4bit_quant_storage: Any = None
 
     def __post_init__(self):
+        read_bools(self)
         if self.load_in_4bit == self.load_in_8bit:
             both = self.load_in_4bit
             raise ValueError(

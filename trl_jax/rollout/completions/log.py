@@ -149,6 +149,9 @@ class CompletionsLog:
             self._rows[mode] = deque(rows, maxlen=self.size)
 
     def _write(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
+        if self.folder.is_symlink():
+            logger.warning("%s is a link, which is not followed: completions are not written to files.", self.folder)
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{'eval_' if mode == 'eval' else ''}completions_{step:05d}.parquet"
         with replacing(path) as beside:

@@ -1,5 +1,6 @@
 """The arguments that all trainers share, and a table that handles each of them."""
 
+import contextlib
 import copy
 import inspect
 import os
@@ -7,12 +8,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 from trl_jax.core.arguments.renamed import RENAMED, todays_name
 from trl_jax.core.arguments.table import Handling, defaults_of, validate
 from trl_jax.core.arguments.tables.base import BASE, COMMON
-from trl_jax.core.arguments.values import as_pad_multiple
+from trl_jax.core.arguments.values import as_bool, as_pad_multiple, bool_fields, wanted_bool
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 from trl_jax.run.arguments.jax_arguments import JaxArguments
 from trl_jax.run.arguments.launchers import end_other_processes, note_of, sharding_of_launcher
@@ -136,8 +138,10 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     def __post_init__(self):
         learn({f.name: getattr(self, f.name) for f in fields(self)})
         self.hub_token = as_token("hub_token", self.hub_token)
-        if self.bf16 is None:
+        if self.bf16 is None and isinstance(self.fp16, bool):
             self.bf16 = not self.fp16
+        if self.gradient_checkpointing is None:  # off in transformers, where it is the default
+            self.gradient_checkpointing = False
         processes = end_other_processes()
         for name, value in sharding_of_launcher(vars(self)).items():
             setattr(self, name, value)
@@ -174,11 +178,15 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         return getattr(self, new)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an argument by an old name, which would otherwise change nothing."""
+        """Set an argument, also by an old name, which would otherwise change nothing; texts such as "False" become
+        bools in boolean fields."""
         new = todays_name(name)
         if new in self.__dataclass_fields__ and name not in self.__dataclass_fields__:
             warnings.warn(f"{name} is an old name: {RENAMED[name]}", FutureWarning, stacklevel=2)
             name = new
+        if name in bool_fields(self._released_kind()) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError):  # `check` refuses it, together with other values
+                value = as_bool(name, value)
         super().__setattr__(name, value)
 
     def settle_sizes(self) -> None:
@@ -209,10 +217,20 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         table = {**BASE, **{name: line for name, line in COMMON.items() if name in values}} | self.argument_table
         defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
-        refusals, notes = validate(table, values, defaults)
+        bools = self._refused_bools()
+        refusals, notes = validate(table, values | {name: defaults[name] for name in bools}, defaults)
+        refusals = [*bools.values(), *refusals]
         if refusals:
             raise ValueError("\n".join(refusals))
         return notes
+
+    def _refused_bools(self) -> dict[str, str]:
+        """name -> refusal of each boolean field that `__setattr__` could not convert, or that was set past it."""
+        return {
+            name: scrubbed(wanted_bool(name, value, optional))
+            for name, optional in bool_fields(self._released_kind()).items()
+            if not isinstance(value := vars(self)[name], bool | (NoneType if optional else bool))
+        }
 
     @classmethod
     def _released_kind(cls) -> type:

@@ -46,6 +46,16 @@ def launcher_aside() -> Iterator[None]:
         os.environ.update(told)
 
 
+@contextlib.contextmanager
+def no_launcher() -> Iterator[None]:
+    """A block for which no launcher has started several processes: building a configuration would end all but one."""
+    set_aside = {name: os.environ.pop(name) for name in (*_RANKS, *_TOLD) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(set_aside)
+
+
 def end_other_processes() -> int | None:
     """End this process if it is not the launcher's first; the first is alone from here on.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import sys
@@ -12,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.secrets import CleanParser
 from trl_jax.scripts.loaded_model import digests
 from trl_jax.scripts.rows.output import Job, Output, to_stdout
 from trl_jax.scripts.rows.reading import Row, read_rows
@@ -46,7 +46,7 @@ class ScoreArguments:
     quiet: bool = False
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CleanParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[ScoreArguments]:
         return (ScoreArguments(**vars(self.parse_args(argv))),)
 

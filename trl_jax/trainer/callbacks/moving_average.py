@@ -58,6 +58,9 @@ class BEMACallback(TrainerCallback):
         self._corrected: Weights = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / "bema"
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a link, which is not followed: remove it, or choose another output_dir.")
         self._begin = _weights(model)
         self._average = {path: array.copy() for path, array in self._begin.items()}
         self._corrected = self._begin

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers.trainer_utils import PredictionOutput
 
+from trl_jax.engine.devices.processes import together
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.user_loss.bound_model import BoundModel
 from trl_jax.trainer.shared.refusals import NEVER_CALLED, NEVER_READ, ONCE_CALLED, refuse
@@ -53,7 +54,7 @@ class Evaluating(Surface):
         return self._evaluate_one(dataset, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        with self._model_at_rest():
+        with together(), self._model_at_rest():
             metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
             self.log(metrics)
             if self.state.epoch is not None:
@@ -86,7 +87,7 @@ class Evaluating(Surface):
         self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         loader = self.get_test_dataloader(prepared)
-        with self._model_at_rest():
+        with together(), self._model_at_rest():
             return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
 
     def prediction_step(

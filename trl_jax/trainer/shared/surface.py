@@ -12,7 +12,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerCallback, Trai
 from trl_jax.core.files.whole_file import write_whole
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.engine.checkpoints.checkpoint import STATE_FILE, state_text
-from trl_jax.engine.devices.processes import is_first
+from trl_jax.engine.devices.processes import is_first, together
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.sharding import ShardingPlan
 from trl_jax.run import callbacks, data, reports
@@ -233,7 +233,8 @@ class Surface(abc.ABC):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        self.parts.checkpointer.write_model(folder, self.model)
+        with together():
+            self.parts.checkpointer.write_model(folder, self.model)
         if not _internal_call:
             tell_saved(self._run, folder)
         if self.args.push_to_hub and not _internal_call:

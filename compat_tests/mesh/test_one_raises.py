@@ -1,0 +1,65 @@
+"""An exception in one of two processes ends both: soon, with exit code 1, and with its sentence once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from compat_tests.mesh.launching import port
+
+SCRIPT = Path(__file__).with_name("one_raises.py")
+ROOT = str(Path(__file__).parents[2])
+SENTENCE = "the very sentence"
+MOST = 40  # seconds from the exception to the end of both
+
+
+def run(fault, who, folder, out):
+    """The exit codes and outputs of both processes, and the seconds from the first exception to the last end."""
+    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port()}", "JAX_NUM_PROCESSES": "2", "PYTHONPATH": ROOT}
+    logs, processes = [out / "0.log", out / "1.log"], []
+    for number, log in enumerate(logs):
+        command = [sys.executable, str(SCRIPT), fault, str(who), str(folder), str(out / "run")]
+        with log.open("w") as file:
+            own = env | {"JAX_PROCESS_ID": str(number)}
+            processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
+    began, raised = time.monotonic(), None
+    while any(process.poll() is None for process in processes) and time.monotonic() < began + 200:
+        if raised is None and SENTENCE in logs[who].read_text():
+            raised = time.monotonic()
+        time.sleep(0.1)
+    seconds = time.monotonic() - (raised or began)
+    for process in processes:
+        process.kill()
+        process.wait()
+    return [process.returncode for process in processes], [log.read_text() for log in logs], seconds
+
+
+@pytest.mark.parametrize(
+    ("fault", "who", "kind"),
+    [
+        ("callback", 1, "RuntimeError"), ("save", 0, "OSError"), ("log", 0, "RuntimeError"),
+        ("exit", 1, "SystemExit"), ("before", 1, "RuntimeError"), ("between", 0, "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_an_exception_of_one_process_ends_both(fault, who, kind, checkpoint, tmp_path):
+    codes, texts, seconds = run(fault, who, checkpoint(), tmp_path)
+    print(f"{fault} in process {who}: {seconds:.0f} s")
+    assert codes == [1, 1] and seconds < MOST, (codes, seconds, texts)
+    assert [text.count(SENTENCE) for text in texts] == ([1, 0] if who == 0 else [0, 1]), texts
+    sentence = f"Process {who} of 2 ended with {kind} (its own log says where), so this one, number {1 - who}, ends"
+    assert [text.count(sentence) for text in texts] == ([0, 1] if who == 0 else [1, 0]), texts
+
+
+def test_a_script_that_catches_the_exception_is_left_by_the_others(checkpoint, tmp_path):
+    codes, texts, _ = run("caught", 1, checkpoint(), tmp_path)
+    assert codes[0] == 1 and "Process 1 of 2 ended with RuntimeError" in texts[0], texts
+
+
+def test_an_exception_of_all_processes_may_be_caught(checkpoint, tmp_path):
+    codes, texts, _ = run("alike", 0, checkpoint(), tmp_path)
+    assert codes == [0, 0] and all("went on" in text for text in texts), texts
