@@ -156,3 +156,19 @@ def test_virtual_tokens_on_a_resized_model_are_refused(checkpoint, tmp_path):
     resized(base).save_pretrained(tmp_path / "resized")
     model = trl_jax.AutoModelForCausalLM.from_pretrained(tmp_path / "resized")
     assert with_adapter(model, config, 0).backend.virtual.count == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resume_on_other_frozen_weights_is_refused(dtype, checkpoint, tmp_path):
+    base = checkpoint(**SMALL, dtype=dtype)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    trainer_of("SFT", str(base), tokenizer, tmp_path, max_steps=2, model_init_kwargs={"dtype": dtype}).train()
+    same, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)) for _ in range(2)
+    )
+    trainer_of("SFT", same, tokenizer, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight[0, 0] += 1
+    other = trainer_of("SFT", other, tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="on other frozen weights than this model has: decoder.layers.mlp.down.weight"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

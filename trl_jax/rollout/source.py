@@ -236,7 +236,7 @@ class RolloutSteps:
         return moved
 
     def _sizes(self) -> dict[str, int]:
-        """What the completions of a generation are divided by, by the names of arguments."""
+        """The sizes by which completions are divided into generations and micro-batches, by the names of arguments."""
         cycle = self.cycle
         return {
             "num_generations": cycle.group,

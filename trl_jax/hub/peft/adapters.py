@@ -210,7 +210,7 @@ def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
 def _resized_tables(
     modules: list[Module], adapted: set[str], whole: set[str], some: set[str], *, tied: bool, head: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What PEFT saves by save_embedding_layers="auto" where the vocabulary was resized: the base's values of each table
+    """The tensors that PEFT adds by save_embedding_layers="auto" for a resized vocabulary: base values of each table
     of tokens and of the head (name on disk -> path), and copies of what trains (name -> name).
 
     Args:

@@ -23,6 +23,7 @@ from trl_jax.hub.peft.adapter_tensors import arrays_of, read_tables, read_tensor
 from trl_jax.hub.peft.adapters import AdapterPlan
 from trl_jax.hub.peft.lora_config import WEIGHTS
 from trl_jax.models.adapted import AdaptedGraph, adapted_graph, leaf
+from trl_jax.nn.quantized import HALVES
 
 if TYPE_CHECKING:
     from trl_jax.hub.peft.configs import AdapterConfig
@@ -130,6 +131,11 @@ class LoraBackend(AdaptedBackend):
 
     def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
         return arrays_of(self.plan, read_tensors(folder, self.plan, self.shapes, defaults), self.shapes)
+
+    def is_as_in_files(self, name: str) -> bool:
+        """Whether a frozen array has the numbers of the base's files, and the adapter's file does not have it."""
+        path, form = name.removesuffix(".codes"), self.base.formats.get(name.rpartition(".")[0])
+        return path not in self.tables and (form is None or form.kind in HALVES)
 
     def restore_tables(self, folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
         """Take the tables that an adapter's folder has in the place of the base's.

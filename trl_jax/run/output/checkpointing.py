@@ -23,6 +23,8 @@ from trl_jax.engine.checkpoints.resume import ResumePoint
 from trl_jax.engine.checkpoints.run_id import record
 from trl_jax.engine.devices import host_memory
 from trl_jax.engine.devices.processes import barrier, is_first, several
+from trl_jax.hub.peft.backend import LoraBackend
+from trl_jax.hub.peft.lora_config import PISSA
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.optimizer_choice import LearningRate
 from trl_jax.run.data import order_of
@@ -52,6 +54,7 @@ class Checkpointer:
         self.lr_scheduler: LearningRate | None = None
         self.run_id = ""
         self._fingerprint: str | None = None
+        self._frozen: dict[str, int] | None = None
 
     def save(self, progress: Progress, *, background: bool) -> Path:
         """Write the checkpoint of this step; returns its folder.
@@ -117,7 +120,7 @@ class Checkpointer:
         fill_last = run.shards > 1 if run.progress.fill_last is None else run.progress.fill_last
         facts = {"tokens_seen": run.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fill_last}
-        facts |= {"order": order_of(run), "rollout": rollout}
+        facts |= {"order": order_of(run), "rollout": rollout, "frozen": self.frozen_digests()}
         text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
@@ -170,6 +173,21 @@ class Checkpointer:
             self._fingerprint = fingerprint(run.train_dataset, run.task.columns)
         return self._fingerprint
 
+    def frozen_digests(self) -> dict[str, int]:
+        """Digests of the base model's arrays under an adapter, by path, computed once: they are in no file of the run.
+
+        Those in an adapter's file are left out, and those that are computed when the model is made, by PiSSA or in few
+        bits, as their last digits may depend on the machine.
+        """
+        model = self._run.model
+        if self._frozen is None:
+            backend, self._frozen = model.backend, {}
+            if isinstance(backend, LoraBackend) and backend.config.init_lora_weights != PISSA:
+                kept = {path.removesuffix(".codes"): path for path in model.frozen if backend.is_as_in_files(path)}
+                arrays = {path: backend.floats(name, model.frozen[name]) for path, name in kept.items()}
+                self._frozen = {path: int(_digest(array)) for path, array in arrays.items()}
+        return self._frozen
+
     def digests(self) -> dict[str, int]:
         """Digests of the facts that all processes of a run must share, by name."""
         arguments = {name: value for name, value in json.loads(self.arguments).items() if name not in _PER_PROCESS}
@@ -179,6 +197,15 @@ class Checkpointer:
             "release": " ".join(map(version, ("jax", "flax", "optax"))),
         }
         return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
+
+
+@jax.jit
+def _digest(array: jax.Array) -> jax.Array:
+    """A digest of the numbers of an array, the same for every dtype that has them and however it is divided."""
+    bits, place = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32), jnp.uint32(0)
+    for axis, size in enumerate(array.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
 
 @jax.jit

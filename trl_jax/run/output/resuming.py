@@ -12,7 +12,7 @@ import jax
 from datasets import Dataset
 from transformers.trainer_callback import TrainerState
 
-from trl_jax.core.printable import brief
+from trl_jax.core.printable import brief, listed
 from trl_jax.core.secrets import masked
 from trl_jax.data.order import RunLength
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, libraries
@@ -48,6 +48,7 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
         _check_place(run, saved, point.state.global_step)
+        _check_frozen(saved, checkpointer.frozen_digests())
         if not (reached or args.ignore_data_skip):
             _check_order(run, saved)
     params = weights_of(run, folder)
@@ -228,6 +229,18 @@ def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
     known = run.rollout is None and not run.args.ignore_data_skip
     if known and progress.examples > most:  # the last step of an epoch may be filled up
         raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
+
+
+def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
+    """Raise ValueError where the base model under an adapter is another one."""
+    then = saved.facts.get("frozen", {})  # which earlier checkpoints lack
+    changed = sorted(path for path in then.keys() & now if then[path] != now[path])
+    if changed:
+        raise ValueError(
+            f"{saved.folder} was trained on other frozen weights than this model has: {listed(changed, 4)}. An adapter "
+            "belongs to the weights that it was trained on. Pass the model that the run began with; one that a script "
+            "has changed is in no file until save_pretrained() writes it."
+        )
 
 
 def _check_order(run: RunState, saved: SavedProgress) -> None:
