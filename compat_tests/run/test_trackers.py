@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import io
 import json
+import logging
 import sqlite3
 import struct
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from transformers.integrations import integration_utils
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.run.callbacks import Callbacks, without_torch
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +132,151 @@ def test_trackio_has_locally_what_was_logged(folder, tmp_path, monkeypatch):
     [run] = trackio.Api().runs("ours")
     assert run.config["learning_rate"] == 5e-4 and run.config["model_type"] == "llama"
     assert run.config["model/num_parameters"] == trainer.model.num_parameters()
+
+
+# ---- trackers that want torch, with stand-ins for their libraries ---------------------------------------------------
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Makes a module with these members that `import` finds."""
+
+    def made(name, **members):
+        fake = types.ModuleType(name)
+        fake.__spec__, fake.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        vars(fake).update(members)
+        monkeypatch.setitem(sys.modules, name, fake)
+        return fake
+
+    return made
+
+
+class Artifact:
+    """wandb's: what its files hold is read when they are added."""
+
+    def __init__(self, name, type, metadata):
+        self.name, self.metadata, self.files = name, metadata, {}
+
+    def new_file(self, name, mode):
+        return io.BytesIO()
+
+    def add_dir(self, path):
+        self.files = {file.name: file.read_bytes() for file in Path(path).iterdir() if file.is_file()}
+
+
+@pytest.fixture
+def wandb(module):
+    logged = []
+
+    def log_artifact(artifact, aliases):
+        logged.append((aliases, artifact))
+
+    def watch(model, **options):
+        raise ValueError("Expected a pytorch model (torch.nn.Module).")
+
+    class Config(dict):
+        def update(self, values, allow_val_change):
+            super().update(values)
+
+    fake = module("wandb", run=None, config=Config(), summary={"train/loss": 0.5, "_step": 3}, watch=watch,
+                  Artifact=Artifact, log=lambda values: None, log_artifact=log_artifact)  # fmt: skip
+
+    def init(**options):
+        fake.run = SimpleNamespace(id="7", name="mine", url="", summary={}, _label=lambda code: None,
+                                   log_artifact=log_artifact)  # fmt: skip
+
+    fake.init, fake.logged = init, logged
+    module("wandb.sdk.lib.config_util", ConfigError=type("ConfigError", (Exception,), {}))
+    for name in ("wandb.sdk", "wandb.sdk.lib"):
+        module(name)
+    return fake
+
+
+def test_wandb_gets_checkpoints_and_the_final_model_and_watch_is_left_out(folder, tmp_path, monkeypatch, wandb, caplog):
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    monkeypatch.setenv("WANDB_WATCH", "all")
+    ended = []
+
+    class Mine(integration_utils.WandbCallback):
+        def on_train_end(self, *given, **others):
+            super().on_train_end(*given, **others)
+            ended.append(self)
+
+    mine, config = Mine(), {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "run_name": "mine"}
+    trainer = make(trl_jax, folder, tmp_path, config=config, callbacks=[mine])
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "WANDB_WATCH=all is left out: wandb.watch follows the gradients of torch modules" in caplog.text
+    assert ended == [mine] and isinstance(mine, Mine) and mine in trainer.callback_handler.callbacks
+    [(_, saved), (aliases, final)] = wandb.logged[1:]
+    assert [aliases for aliases, _ in wandb.logged] == [
+        ["base_model"], ["epoch_0.25", "checkpoint_global_step_1"], ["final_model"]]  # fmt: skip
+    assert final.metadata == {"train/loss": 0.5, "final_model": True} and final.name == "model-mine"
+    assert {"config.json", "tokenizer.json", "training_args.json"} < final.files.keys()
+    assert final.files["model.safetensors"] == saved.files["model.safetensors"]
+    trainer.remove_callback(mine)
+    assert trainer.pop_callback(integration_utils.WandbCallback) is None
+
+
+def test_dvclive_gets_the_final_model(folder, tmp_path, module):
+    calls = []
+
+    class Live:
+        def log_params(self, params):
+            calls.append("params")
+
+        def log_artifact(self, path, **options):
+            calls.append((path, options, load_file(f"{path}/model.safetensors")))
+
+        def log_metric(self, name, value):
+            calls.append(name)
+
+        def next_step(self):
+            pass
+
+        def end(self):
+            calls.append("end")
+
+    module("dvclive", Live=Live)
+    module("dvclive.plots", Metric=SimpleNamespace(could_log=lambda value: True))
+    module("dvclive.utils", standardize_metric_name=lambda name, framework: name)
+    callback = integration_utils.DVCLiveCallback(log_model=True)
+    trainer = make(trl_jax, folder, tmp_path, config={"max_steps": 1}, callbacks=[callback])
+    trainer.train()
+    *_, (path, options, weights), last = calls
+    assert (calls[0], last, path) == ("params", "end", str(tmp_path / "last")) and "loss" in calls
+    assert options == {"name": "last", "type": "model", "copy": True}
+    np.testing.assert_array_equal(weights["score.weight"], trainer.model.params["score.weight"])
+
+
+def test_trackers_that_name_torch_do_without_it(module, monkeypatch):
+    monkeypatch.delattr(integration_utils, "torch", raising=False)  # as where it is not installed
+    for name in ("torch.utils.tensorboard", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
+    logged = []
+    limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=100, MAX_PARAMS_TAGS_PER_BATCH=9)
+    module("mlflow", utils=SimpleNamespace(validation=limits), active_run=lambda: None,
+           log_metrics=lambda metrics, **options: logged.append(metrics))  # fmt: skip
+    module("codecarbon", EmissionsTracker=SimpleNamespace)
+    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: True)
+    given = [integration_utils.MLflowCallback, integration_utils.CodeCarbonCallback]
+    handler = Callbacks(given, None, None, None, None)
+    mlflow, carbon = handler.callbacks
+    mlflow._initialized, mlflow._async_log = True, False
+    args, state, control = SimpleNamespace(output_dir="out"), TrainerState(), TrainerControl()
+    handler.on_log(args, state, control, {"reward": None, "loss": 0.5})
+    handler.on_init_end(args, state, control)
+    assert logged == [{"loss": 0.5}] and carbon.tracker.output_dir == "out"
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    with pytest.raises(ImportError, match="^report_to='tensorboard' writes with tensorboardX where torch is not ins"):
+        handler.add_callback(integration_utils.TensorBoardCallback)
+
+
+def test_other_callbacks_keep_their_class():
+    wandb = without_torch(integration_utils.WandbCallback)
+    for kind in (integration_utils.NeptuneCallback, trl_jax.BEMACallback, wandb):
+        assert without_torch(kind) is kind
+    assert issubclass(without_torch(integration_utils.DagsHubCallback), integration_utils.DagsHubCallback)
 
 
 def test_the_rich_callback_draws_bars_and_the_last_log(folder, tmp_path, monkeypatch):

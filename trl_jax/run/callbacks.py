@@ -123,8 +123,8 @@ class DvcLiveWithoutTorch:
 
 
 class MlflowWithoutTorch:
-    """MLflowCallback, and DagsHub's: of a value that is no number, as the mean of no rewards, it asks whether it is a
-    torch tensor."""
+    """MLflowCallback, and DagsHub's: on_log asks of a value that is no number, as the mean of nothing, whether it is
+    a torch tensor."""
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], model: Any = None, **kwargs: Any

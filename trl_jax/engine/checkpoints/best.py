@@ -10,7 +10,7 @@ from transformers.trainer_utils import SaveStrategy
 
 def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bool:
     """Whether `metric_for_best_model` beats every earlier value; remembers it in `state` if so. A metric that is
-    NaN, or None as a reward that applies to no completion, never does.
+    NaN, or None because nothing was measured, never does.
 
     Raises:
         KeyError: the evaluation did not report that metric; the message lists those it did.
