@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -14,8 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from trl_jax.core.arguments.values import show
 from trl_jax.rollout.rewards.arguments import reward_functions
 from trl_jax.rollout.rewards.functions import callable_name, numbered
+from trl_jax.rollout.rewards.models import RewardModel
 
 PROMPTS = ["a", "a", "b", "b"]
 COMPLETIONS = ["x", "yy", "", "zzzz"]
@@ -171,6 +174,43 @@ def test_one_that_takes_too_long():
     assert ended == ["cancelled"]
 
 
+def test_one_that_blocks_the_event_loop_is_named_and_the_next_call_goes_on():
+    times = iter([3.0, 0.0])
+
+    async def blocks(completions, **kwargs):
+        time.sleep(next(times))
+        return [0.0] * 4
+
+    start, rewards = time.monotonic(), made(later, blocks, timeout=0.1)
+    with pytest.raises(TimeoutError, match=r"^The reward function 'blocks' took longer than reward_timeout=0.1 sec"):
+        rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
+    assert time.monotonic() - start < 2.9
+    assert rewards(ROWS, PROMPTS, COMPLETIONS, IDS)[:, 1].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("other", ["none", "one that fails"])
+def test_one_that_swallows_its_cancellation_is_left(other):
+    free = threading.Event()
+
+    async def stays(completions, **kwargs):
+        while not free.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return [0.0] * 4
+
+    start = time.monotonic()
+    if other == "none":
+        with pytest.raises(TimeoutError, match=r"^The reward function 'stays' took longer than reward_timeout=0.1 sec"):
+            call(stays, later, timeout=0.1)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            call(stays, fails_later, timeout=60)
+    assert time.monotonic() - start < 5
+    free.set()
+
+
 def test_a_timeout_of_its_own_stays_its_own():
     async def gives_up(completions, **kwargs):
         raise TimeoutError("the server")
@@ -208,6 +248,19 @@ def test_an_exception_keeps_its_kind_and_says_where(function):
      "The reward function 'bad' returned rewards=['1.0', 1, 2, 3]: wanted numbers or None."),
     (["a", 1, 2, 3], TypeError,
      "The reward function 'bad' returned rewards=['a', 1, 2, 3]: wanted numbers or None."),
+    ({0: 1.0}, TypeError,
+     "The reward function 'bad' returned rewards={0: 1.0}: wanted a list of 4 rewards, numbers or None."),
+    ({7}, TypeError, "The reward function 'bad' returned rewards={7}: wanted a list of 4 rewards, numbers or None."),
+    (b"abcd", TypeError,
+     "The reward function 'bad' returned rewards=b'abcd': wanted a list of 4 rewards, numbers or None."),
+    (itertools.count(), ValueError, "The reward function 'bad' returned more than 4 rewards, but 4 were expected (one "
+     "per prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
+    ([0.0, float("-inf"), 0.0, 0.0], ValueError, "The reward function 'bad' returned -inf for completion 1: wanted a "
+     "finite number of float32, or None where it does not apply."),
+    ([0.0, 0.0, 1e39, 0.0], ValueError, "The reward function 'bad' returned 1e+39 for completion 2: wanted a finite "
+     "number of float32, or None where it does not apply."),
+    ([10**309, 0, 0, 0], TypeError, f"The reward function 'bad' returned {show('rewards', [10**309, 0, 0, 0])}: wanted "
+     "numbers or None."),
 ])  # fmt: skip
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_no_reward(returned, kind, text, asynchronous):
@@ -221,6 +274,58 @@ def test_what_is_no_reward(returned, kind, text, asynchronous):
     with pytest.raises(kind) as error:
         call(bad_later if asynchronous else bad)
     assert str(error.value) == text
+
+
+def test_a_generator_of_rewards_is_read_and_its_errors_are_its_own():
+    assert call(lambda completions, **kwargs: (len(text) for text in completions))[:, 0].tolist() == [1, 2, 0, 4]
+    with pytest.raises(TypeError, match="^unsupported operand"):
+        call(lambda completions, **kwargs: (text + 1 if isinstance(text, int) else None + 1 for text in completions))
+
+
+def test_a_function_may_change_its_lists():
+    prompts = [[{"role": "user", "content": "a"}] for _ in range(4)]
+    circular = [1]
+    circular.append(circular)
+    environment, seen = object(), []
+    rows = [{"prompt": prompt, "tags": ["x"], "answer": circular, "environments": environment} for prompt in prompts]
+
+    def clears(prompts, completions, completion_ids, tags, answer, **kwargs):
+        prompts[0][0]["content"] = "b"
+        for values in (prompts, completions, completion_ids, tags[0], tags, answer):
+            values.clear()
+        return [0.0] * 4
+
+    async def clears_later(**kwargs):
+        return clears(**kwargs)
+
+    def sees(prompts, completions, completion_ids, tags, answer, environments, **kwargs):
+        seen.append((prompts, completions, completion_ids, tags))
+        assert answer[0][1] is answer[0] and environments[0] is environment
+        return [0.0] * 4
+
+    made(clears, clears_later, sees)(rows, prompts, COMPLETIONS, IDS)
+    whole = [[{"role": "user", "content": "a"}]] * 4
+    assert seen == [(whole, COMPLETIONS, IDS, [["x"]] * 4)] and prompts == whole and len(IDS) == 4
+
+
+def test_a_metric_that_is_no_number():
+    def wrong(completions, log_metric, **kwargs):
+        log_metric("share", "much")
+        return [0.0] * 4
+
+    with pytest.raises(TypeError, match=r"^log_metric\('share', value\) got value='much': wanted a number."):
+        call(wrong)
+
+
+def test_a_reward_model_that_gives_no_number():
+    class Judge(RewardModel):
+        name = "judge"
+
+        def __call__(self, prompts, completions):
+            return np.asarray([1.0, np.nan, 1.0, 1.0], np.float32)
+
+    with pytest.raises(ValueError, match="^The reward model 'judge' gave completion 1 the score nan: wanted a finite"):
+        call(Judge(None, None))
 
 
 def test_a_column_of_another_length():

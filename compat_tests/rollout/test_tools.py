@@ -11,6 +11,7 @@ import trl
 
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.rows.templates.response_templates import response_template
+from trl_jax.rollout.environments import Environments
 from trl_jax.rollout.tools import Calls, Tools
 from trl_jax.trainer.shared.tools import tools_of
 
@@ -175,3 +176,13 @@ def test_another_form_of_calls_says_what_to_set():
     words.chat_template = FORMS["json"].replace("tool_call>", "call>")
     with pytest.raises(ValueError, match="Set tokenizer.response_template, which says how"):
         response_template(words)
+
+
+def test_what_the_reset_of_an_environment_raises_is_named():
+    class Shop:
+        def reset(self, prompt):
+            raise KeyError("stock")
+
+    with pytest.raises(KeyError, match="stock") as error:
+        Environments(Shop).begin([{"prompt": [{"role": "user", "content": "Buy."}]}])
+    assert error.value.__notes__[0].startswith("This was raised by reset() of the environment 'Shop', for 1 ")

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trl_jax.rollout.coroutines import raised_by
+
 Row = dict[str, Any]
 _OWN = ("reset", "get_reward")  # which a model does not call
 
@@ -66,7 +68,9 @@ class Environments:
         return [self._reset(*pair) for pair in zip(rows, self.current, strict=True)]
 
     def _reset(self, row: Row, environment: Any) -> Row:
-        told = environment.reset(**{name: row[name] for name in row if name != "environment" or not self._several})
+        columns = {name: row[name] for name in row if name != "environment" or not self._several}
+        with raised_by(f"reset() of the environment {type(environment).__name__!r}", [row["prompt"]]):
+            told = environment.reset(**columns)
         if told is not None:
             row = row | {"prompt": _with_observation(row["prompt"], told)}
         return row | {"environments": environment}

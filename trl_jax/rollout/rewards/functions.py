@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from trl_jax.core.arguments.values import show
 from trl_jax.core.secrets import scrubbed
-from trl_jax.rollout.coroutines import EventLoop, is_async, unwrapped
+from trl_jax.rollout.coroutines import EventLoop, TookTooLong, is_async, raised_by, unwrapped
 from trl_jax.rollout.rewards.models import RewardModel, is_model
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,8 @@ class RewardFunctions:
     ) -> np.ndarray:
         """The reward of each completion by each function, float32 `[B, F]`, NaN where one does not apply.
 
-        Synchronous functions are called one after another, then the asynchronous ones together.
+        Synchronous functions are called one after another, then the asynchronous ones together. Each gets lists of its
+        own, which it may change.
 
         Args:
             rows: of the dataset, one a completion; their columns but prompt, completion and completion_ids are passed
@@ -65,7 +65,7 @@ class RewardFunctions:
             completions: texts, or lists of messages.
 
         Raises:
-            ValueError, TypeError: a function returned something else than a reward for each completion.
+            ValueError, TypeError: a function returned something else than a finite reward or None for each completion.
             TimeoutError: an asynchronous function took longer than `timeout`.
             Exception: whatever a function raises, with a note that names it and the first prompt.
         """
@@ -74,21 +74,21 @@ class RewardFunctions:
         self._numbers.clear()
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        given |= {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        helpers = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
         rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
         later = []
         for number, function in enumerate(self.functions):
             if isinstance(function, RewardModel):
-                with _named(self.names[number], prompts):
-                    rewards[:, number] = function(prompts, completions)
+                with raised_by(f"the reward function {self.names[number]!r}", prompts):
+                    rewards[:, number] = _finite_scores(self.names[number], function(prompts, completions))
             elif is_async(function):
                 later.append(number)
             else:
-                with _named(self.names[number], prompts):
-                    rewards[:, number] = _checked(self.names[number], function(**given), len(prompts))
+                with raised_by(f"the reward function {self.names[number]!r}", prompts):
+                    found = function(**_copied(given), **helpers)
+                    rewards[:, number] = _checked(self.names[number], found, len(prompts))
         if later:
-            found = self._loop.run([self._awaited(number, given) for number in later])
-            rewards[:, later] = np.stack(found, axis=1)
+            rewards[:, later] = np.stack(self._all_awaited(later, given, helpers), axis=1)
         _warn_of_none(rewards, given)
         self._completions = len(prompts)
         return rewards
@@ -140,7 +140,10 @@ class RewardFunctions:
         self._columns[column].extend(values)
 
     def _log_metric(self, name: str, value: float) -> None:
-        self._numbers[name].append(value)
+        try:
+            self._numbers[name].append(float(value))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"log_metric({name!r}, value) got {show('value', value)}: wanted a number.") from error
 
     def _check_columns(self, completions: int) -> None:
         for name, values in self._columns.items():
@@ -150,19 +153,27 @@ class RewardFunctions:
                     "for each. Call it once, with a list as long as completions."
                 )
 
-    async def _awaited(self, number: int, given: dict[str, Any]) -> np.ndarray:
-        name, prompts = self.names[number], given["prompts"]
-        with _named(name, prompts):
-            try:
-                async with asyncio.timeout(self.timeout) as limit:
-                    found = await self.functions[number](**given)
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise  # the function's own
+    def _all_awaited(self, numbers: list[int], given: dict[str, Any], helpers: dict[str, Any]) -> list[np.ndarray]:
+        try:
+            return self._loop.run([self._awaited(number, given, helpers) for number in numbers], self.timeout)
+        except TookTooLong as error:
+            name = self.names[numbers[error.number]]
+            way = "have the function return None in time"
+            if error.blocks:
+                way = (
+                    "let the function wait with await: it blocks the event loop, so that no other function runs. "
+                    "asyncio.to_thread(function, ...) awaits one that cannot"
+                )
+            with raised_by(f"the reward function {name!r}", given["prompts"]):
                 raise TimeoutError(
                     f"The reward function {name!r} took longer than reward_timeout={self.timeout:g} seconds. Raise it, "
-                    "or have the function return None in time."
+                    f"or {way}."
                 ) from error
+
+    async def _awaited(self, number: int, given: dict[str, Any], helpers: dict[str, Any]) -> np.ndarray:
+        name, prompts = self.names[number], given["prompts"]
+        with raised_by(f"the reward function {name!r}", prompts):
+            found = await self.functions[number](**_copied(given), **helpers)
             return _checked(name, found, len(prompts))
 
 
@@ -189,24 +200,50 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 def _checked(name: str, found: Any, completions: int) -> np.ndarray:
     """Rewards as a function returned them, float32 `[B]`, NaN for None."""
+    wrong = TypeError(
+        f"The reward function {name!r} returned {show('rewards', found)}: wanted a list of {completions} rewards, "
+        "numbers or None."
+    )
+    if isinstance(found, Mapping | Set | str | bytes):  # which have no order, or are no numbers
+        raise wrong
     try:
-        values = list(found)
+        rewards = iter(found)
     except TypeError as error:
-        raise TypeError(
-            f"The reward function {name!r} returned {show('rewards', found)}: wanted a list of {completions} rewards, "
-            "numbers or None."
-        ) from error
+        raise wrong from error
+    values = list(islice(rewards, completions + 1))  # a generator may have no end
     if len(values) != completions:
+        count = len(found) if isinstance(found, Sized) else len(values)
+        more = "more than " if count > completions and not isinstance(found, Sized) else ""
         raise ValueError(
-            f"The reward function '{name}' returned {len(values)} rewards, but {completions} were expected (one per "
-            "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."
+            f"The reward function '{name}' returned {more}{completions if more else count} rewards, but {completions} "
+            "were expected (one per prompt-completion pair). Make sure the reward function returns exactly one reward "
+            "per completion."
         )
     try:
-        return np.asarray([_number(value) for value in values], np.float32)
-    except (TypeError, ValueError) as error:
+        numbers = [_number(value) for value in values]
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"The reward function {name!r} returned {show('rewards', values)}: wanted numbers or None."
         ) from error
+    with np.errstate(over="ignore"):
+        array = np.asarray(numbers, np.float32)
+    if (bad := np.flatnonzero(np.isinf(array))).size:
+        raise ValueError(
+            f"The reward function {name!r} returned {numbers[bad[0]]} for completion {bad[0]}: wanted a finite number "
+            "of float32, or None where it does not apply."
+        )
+    return array
+
+
+def _finite_scores(name: str, scores: np.ndarray) -> np.ndarray:
+    """A reward model's, `[B]`. Of a function NaN says that it does not apply; a model has no such case."""
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if bad.size:
+        raise ValueError(
+            f"The reward model {name!r} gave completion {bad[0]} the score {scores[bad[0]]}: wanted a finite number. "
+            "Its weights are at fault, or too large for their dtype."
+        )
+    return scores
 
 
 def _number(value: Any) -> float:
@@ -215,18 +252,22 @@ def _number(value: Any) -> float:
     return np.nan if value is None else float(value)
 
 
-@contextlib.contextmanager
-def _named(name: str, prompts: list) -> Iterator[None]:
-    """Adds to an exception which function raised it, and for what."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(
-            f"This was raised by the reward function {name!r}, for {len(prompts)} completions, the first of them of "
-            f"{scrubbed(show('prompt', prompts[0]))}. The run can go on from its last checkpoint: "
-            "train(resume_from_checkpoint=True)."
-        )
-        raise
+def _copied(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function in lists and dicts of its own; what these hold else, as environments, is shared."""
+    copies: dict[int, Any] = {}  # by id: a tool's answer may contain itself
+
+    def copy(value: Any) -> Any:
+        if type(value) not in (list, dict):
+            return value
+        if id(value) not in copies:
+            own = copies[id(value)] = type(value)()
+            if isinstance(value, list):
+                own.extend(map(copy, value))
+            else:
+                own.update((key, copy(entry)) for key, entry in value.items())
+        return copies[id(value)]
+
+    return {name: copy(value) for name, value in given.items()}
 
 
 def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:

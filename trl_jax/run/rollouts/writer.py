@@ -12,6 +12,7 @@ from trl_jax.core.printable import brief
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.rows import prompts as rows
 from trl_jax.hub.generating.complete import complete
+from trl_jax.rollout.coroutines import raised_by
 from trl_jax.rollout.rollout_func import written_by
 from trl_jax.rollout.written import Ids, Written, all_written
 from trl_jax.run.progress_line import GenerationProgress, ProgressLine
@@ -35,7 +36,8 @@ class PolicyWriter:
 
     def write(self, prompts: list, group: int) -> Written:
         if self._rollout_func is not None:
-            return written_by(self._rollout_func, prompts)
+            with raised_by("rollout_func", prompts):
+                return written_by(self._rollout_func, prompts)
         tools = self._sampling.tools
         if tools is not None and not rows.is_messages(prompts[0]):
             raise ValueError(
