@@ -202,12 +202,27 @@ def test_row20_another_stream_is_refused(train):
     train("run", True, train=other, max_steps=3, ignore_data_skip=True)
 
 
-def test_row20_without_the_training_state(train, tmp_path):
-    train("run", max_steps=2, save_only_model=True)
-    assert not (tmp_path / "run" / "checkpoint-2" / "training_state").exists()
-    text = "holds no training_state/facts.json, so training cannot go on from it (save_only_model leaves it out)"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        train("run", True)
+def test_row20_a_checkpoint_of_the_model_alone_goes_on_as_in_trl(train, tmp_path, caplog):
+    trl = pytest.importorskip("trl")
+    config = {"logging_steps": 1, "warmup_steps": 1}
+    found = {}
+    for name, package in (("theirs", trl), ("ours", trl_jax)):
+        train(name, max_steps=2, save_only_model=True, package=package, **config)
+        again = train(name, True, max_steps=6, package=package, **config)
+        found[name] = [log for log in again.state.log_history if "grad_norm" in log][2:]
+    assert not (tmp_path / "ours" / "checkpoint-2" / "training_state").exists()
+    assert caplog.text.count("holds the model alone (save_only_model=True): the step and the place in") == 1
+    (tmp_path / "theirs" / "checkpoint-2").rename(tmp_path / "of trl")
+    here = train("here", str(tmp_path / "of trl"), max_steps=6, **config)
+    found["trl's here"] = [log for log in here.state.log_history if "grad_norm" in log][2:]
+    later = train("ours", str(tmp_path / "ours" / "checkpoint-4"), max_steps=6, **config)  # a whole one
+    found["twice"] = [log for log in later.state.log_history if "grad_norm" in log][2:]
+    for name in ("ours", "trl's here", "twice"):
+        for own, other in zip(found[name], found["theirs"], strict=True):
+            assert own["step"] == other["step"]
+            for key, mark in (("loss", 1e-5), ("grad_norm", 2e-4), ("learning_rate", 1e-12)):
+                assert abs(own[key] - other[key]) <= mark, (name, own["step"], key)
+    assert found["ours"][0]["learning_rate"] == 0 < found["ours"][1]["learning_rate"]  # the warmup comes again
 
 
 @pytest.fixture(scope="module")

@@ -211,4 +211,4 @@ def test_what_the_reset_of_an_environment_raises_is_named():
 
     with pytest.raises(KeyError, match="stock") as error:
         Environments(Shop).begin([{"prompt": [{"role": "user", "content": "Buy."}]}])
-    assert error.value.__notes__[0].startswith("This was raised by reset() of the environment 'Shop', for 1 completions")
+    assert error.value.__notes__[0].startswith("This was raised by reset() of the environment 'Shop', for 1 ")

@@ -118,8 +118,8 @@ class SavedProgress:
         for name in (FACTS, TENSORS):
             if not (folder / name).is_file():
                 raise BrokenCheckpoint(
-                    f"{folder} holds no {name}, so training cannot go on from it (save_only_model leaves it out). "
-                    "Pass the folder as model= to start anew from its weights."
+                    f"{folder} holds no {name}, so training cannot go on from it. Pass the folder as model= to "
+                    "start from its weights."
                 )
         try:
             self.facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))

@@ -13,10 +13,13 @@ from trl_jax.core.printable import brief, listed
 from trl_jax.core.secrets import masked
 from trl_jax.engine.checkpoints.checkpoint import STATE_FILE
 from trl_jax.engine.checkpoints.manifest import MANIFEST, BrokenCheckpoint, verify
+from trl_jax.engine.checkpoints.progress import FACTS, TENSORS
 from trl_jax.engine.checkpoints.run_id import checkpoints, recorded, run_of
 from trl_jax.engine.events import Events
 
 logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,13 @@ class ResumePoint:
     folder: Path
     state: TrainerState
     manifest: dict[str, Any] | None
+
+    @property
+    def model_only(self) -> bool:
+        """Whether `save_only_model` left out the optimizer, its schedule and the random numbers."""
+        if self.manifest is None:
+            return not (self.folder / OPTIMIZER).is_file()
+        return not any(name in self.manifest["files"] for name in (FACTS, TENSORS))
 
 
 def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
@@ -80,8 +90,9 @@ def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None
 
 
 def _is_transformers(folder: Path) -> bool:
-    """Whether transformers' Trainer may have written it, whose optimizer is a pickle."""
-    return (folder / STATE_FILE).is_file() and (folder / "optimizer.pt").is_file()
+    """Whether transformers' Trainer may have written it, whose optimizer and arguments are pickles."""
+    pickles = [folder / OPTIMIZER, folder / "training_args.bin"]
+    return (folder / STATE_FILE).is_file() and any(path.is_file() for path in pickles)
 
 
 def _newest(run_dir: Path) -> ResumePoint:

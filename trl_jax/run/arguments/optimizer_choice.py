@@ -143,7 +143,7 @@ class LearningRate:
     """The run's schedule in the form of torch's `lr_scheduler`; `finished` returns the number of finished steps."""
 
     def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
-        self._rate, self._finished = rate, finished
+        self._rate, self._finished, self._first = rate, finished, 0
         self._taken, self._set_for, self._set = -1, -1, {}  # the number of finished steps at the last step; when set
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -156,16 +156,20 @@ class LearningRate:
 
     def __call__(self, step: int) -> float:
         """The rate of the step after `step` finished ones."""
-        return self._rate(step)
+        return self._rate(max(step - self._first, 0))
+
+    def begin_at(self, step: int) -> None:
+        """Let the schedule begin after this many steps of the run, whose optimizer began again there."""
+        self._first = step
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of the next step, of each group, as that of transformers' Trainer after a step."""
-        return [self._rate(self._finished())] * GROUPS
+        return [self(self._finished())] * GROUPS
 
     def of_group(self, number: int) -> float:
         """The rate of a group of parameters in the next step."""
         step = self._finished()
-        return self._set.get(number, self._rate(step)) if self._set_for == step else self._rate(step)
+        return self._set.get(number, self(step)) if self._set_for == step else self(step)
 
     def set_for_group(self, number: int, rate: float) -> None:
         """Let a group of parameters take its next step, and that alone, at another rate than the schedule's.
@@ -212,9 +216,11 @@ class LearningRate:
         self._rate.observe(float("nan") if metrics[name] is None else metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, ready for JSON; empty for a function of the step."""
-        return self._rate.state() if isinstance(self._rate, Plateau) else {}
+        """The state, ready for JSON; empty for a function of the run's step."""
+        own = self._rate.state() if isinstance(self._rate, Plateau) else {}
+        return own | ({"first": self._first} if self._first else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._first = state.get("first", 0)
         if isinstance(self._rate, Plateau):
-            self._rate.restore(state)
+            self._rate.restore({name: value for name, value in state.items() if name != "first"})

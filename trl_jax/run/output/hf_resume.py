@@ -59,11 +59,13 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
     )
 
 
-def rollout_place(folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int) -> Progress:
+def rollout_place(
+    folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
+) -> Progress:
     """The same of a run whose rows are completions, of which transformers keeps none; with the place in the streams of
-    random numbers, and the coefficient of the entropy bonus."""
+    random numbers, and the coefficient of the entropy bonus, unless the checkpoint has the model alone."""
     of_epoch = steps.pass_over(state.global_step)
-    for rank, stream in enumerate(steps.streams):
+    for rank, stream in enumerate(() if model_only else steps.streams):
         known = None
         if importlib.util.find_spec("torch") is not None:
             known = random_state(folder, rank, len(steps.streams))

@@ -40,7 +40,7 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
         ValueError: the checkpoint is of another model, dataset, batch or release.
     """
     folder, args = point.folder, run.args
-    saved = SavedProgress(folder) if point.manifest is not None else None
+    saved = None if point.manifest is None or point.model_only else SavedProgress(folder)
     if point.manifest is not None and not args.ignore_data_skip:
         _check_dataset(point, checkpointer.dataset_fingerprint())
     if saved is not None:
@@ -54,6 +54,8 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     params = weights_of(run, folder)
     if saved is None:
         params, state, progress = _of_transformers(run, point, params, tx)
+        if point.model_only:
+            checkpointer.lr_scheduler.begin_at(point.state.global_step)
     else:
         params, state, progress = _of_ours(run, checkpointer, saved, params, tx, point.state.global_step, length)
     _resume_tables(run, folder)
@@ -97,13 +99,24 @@ def _begin_epoch_again(run: RunState, progress: Progress, length: RunLength) -> 
 
 
 def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
-    fresh, load = tx.init(params), lambda folder: weights_of(run, folder)
-    state = hf_resume.optimizer_state(point.folder, fresh, run.model, load)
+    state = tx.init(params)
+    if point.model_only:
+        logger.warning(
+            "%s holds the model alone (save_only_model=True): the step and the place in the data go on, while the "
+            "optimizer, its learning-rate schedule and the random numbers%s begin again, as in TRL.",
+            point.folder,
+            ", and the reference that follows the policy" if run.moving_reference else "",
+        )
+    else:
+        state = hf_resume.optimizer_state(point.folder, state, run.model, lambda folder: weights_of(run, folder))
     if run.sharding_plan is not None:
         state = run.sharding_plan.placed_state(state, params)
     run.progress.tokens_seen = hf_resume.tokens_seen(point.state)
     if run.rollout is not None:
-        return params, state, hf_resume.rollout_place(point.folder, point.state, run.rollout, run.step_examples)
+        place = hf_resume.rollout_place(
+            point.folder, point.state, run.rollout, run.step_examples, model_only=point.model_only
+        )
+        return params, state, place
     return params, state, _place_of(run, point.state)
 
 
