@@ -115,7 +115,7 @@ GRPOConfig(num_generations=8, per_device_train_batch_size=1, coordinator_address
     process_id=1)
 RLOOConfig(num_generations=1)
 RLOOConfig(generation_batch_size=8, steps_per_generation=2)
-DistillationConfig(generation_batch_size=8)
+DistillationConfig(temperature=2.0)
 """))  # fmt: skip
     refused = {one.what: one.text for one in found if one.kind == REFUSED}
     assert set(refused) == {"RLOOConfig(num_generations=1)", "RLOOConfig(...)"}, refused

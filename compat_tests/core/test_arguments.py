@@ -22,8 +22,10 @@ from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.scripts.mixture import DatasetMixtureConfig
 from trl_jax.scripts.utils import ScriptArguments
+from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.rloo_config import RLOOConfig
 from trl_jax.trainer.sft_config import SFTConfig
 
 TABLE, DEFAULTS = RewardConfig.argument_table, defaults_of(dataclasses.fields(RewardConfig))
@@ -134,6 +136,24 @@ def test_the_code_of_a_tokenizer_does_not_run_for_the_text_false():
     assert found == {"code": False, "local_files_only": False}
     with pytest.raises(ValueError, match="^trust_remote_code='never': wanted True, False, None, or one of"):
         checked_arguments({"trust_remote_code": "never"}, None)
+
+
+@pytest.mark.parametrize(("kind", "given", "text"), [
+    (RewardConfig, {"save_total_limit": "1"}, "save_total_limit='1': wanted a whole number of at least -1 or None."),
+    (RewardConfig, {"eval_steps": "abc"}, "eval_steps='abc': wanted a number or None."),
+    (RewardConfig, {"save_steps": "5"}, "save_steps='5': wanted a number."),
+    (RewardConfig, {"max_steps": None}, "max_steps=None: wanted a number."),
+    (SFTConfig, {"chat_template_path": 5}, "chat_template_path=5: wanted a path or a name, or None."),
+    (GRPOConfig, {"top_k": 2**63}, "top_k=9223372036854775808: wanted at most 2,147,483,647. Lower it."),
+    (RLOOConfig, {"temperature": 2**63}, "temperature=9223372036854775808: wanted at most 4.611686018427388e+18."),
+    (GRPOConfig, {"use_adaptive_entropy": True, "entropy_coef_min": 2},
+     "entropy_coef_min=2 is above entropy_coef_max=1.0: wanted at most that. Lower it."),
+    (RewardConfig, {"learning_rate": np.ones(2)}, "learning_rate=array([1., 1.]) is an array: no argument takes one."),
+])  # fmt: skip
+def test_values_that_no_run_could_use_are_refused_in_a_line(kind, given, text, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        kind(str(tmp_path), **given)
+    assert str(caught.value).startswith(text) and "\n" not in str(caught.value), caught.value
 
 
 WARNED = {
@@ -388,7 +408,8 @@ def test_values_that_can_never_work_are_refused_before_anything_is_allocated(nam
 
 @pytest.mark.parametrize("name", "warmup_steps max_steps logging_steps save_steps eval_steps eval_delay".split())
 def test_steps_that_are_no_number(name):
-    assert verdict(**{name: NAN}) == ([f"{name}=nan: wanted a number."], [])
+    none = " or None" if name == "eval_steps" else ""
+    assert verdict(**{name: NAN}) == ([f"{name}=nan: wanted a number{none}."], [])
 
 
 def test_a_step_of_too_many_pairs_names_both_that_make_it():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from argparse import Namespace
 
+import numpy as np
 import pytest
 from transformers import TrainerCallback
 
@@ -16,7 +19,11 @@ from trl_jax.engine.checkpoints.checkpoint import sweep
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, read_manifest
 from trl_jax.engine.checkpoints.plain_files import files_below
 from trl_jax.engine.checkpoints.resume import find
+from trl_jax.hub.card import Run, write_card
+from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.run.output.hub_push import sweep_stages
+from trl_jax.run.reports import save_metrics
+from trl_jax.tasks.eval_report import report
 
 HUB = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "hub_strategy": "all_checkpoints"}
 
@@ -104,6 +111,40 @@ def test_files_below_a_folder(run_dir, elsewhere):
     (run_dir / "out").symlink_to(elsewhere)
     assert list(files_below(run_dir)) == ["a/.d", "a/c", "b"]
     assert list(files_below(run_dir, lambda name: name != "a")) == ["b"]
+
+
+@pytest.mark.parametrize("name", ["training_loss.svg", "training_loss.svg.part", "README.md", "README.md.part"])
+def test_a_card_is_not_written_through_links(name, run_dir, elsewhere):
+    (run_dir / name).symlink_to(elsewhere / "precious")
+    write_card(run_dir, model_name="mine", base_model=None, datasets=[], tags=[], run=Run({}, {}, [(1, 2.0), (2, 1.0)]))
+    assert (elsewhere / "precious").read_text() == "precious"
+    assert (run_dir / "README.md").is_symlink() == (name == "README.md")
+    assert not (run_dir / "training_loss.svg").is_symlink()
+
+
+def test_metrics_are_neither_read_nor_written_through_links(run_dir, elsewhere):
+    (elsewhere / "precious").write_text('{"secret": 1}')
+    for name in ("all_results.json", "eval_results.json", "eval_margins.svg"):
+        (run_dir / name).symlink_to(elsewhere / "precious")
+    save_metrics(run_dir, "eval", {"loss": 1.0})
+    report(np.ones(3), None, prefix="eval", folder=run_dir)
+    assert (elsewhere / "precious").read_text() == '{"secret": 1}'
+    assert json.loads((run_dir / "all_results.json").read_text()) == {"loss": 1.0}
+
+
+def test_completions_are_not_written_through_a_link(run_dir, elsewhere, caplog):
+    (run_dir / "completions").symlink_to(elsewhere)
+    log = CompletionsLog(None, 4, folder=run_dir / "completions")
+    log.add("train", ["a"], ["b"])
+    log.log("train", 1)
+    assert os.listdir(elsewhere) == ["precious"]
+    assert "completions is a link, which is not followed: completions are not written to files." in caplog.text
+
+
+def test_averaged_weights_are_not_written_through_a_link(run_dir, elsewhere):
+    (run_dir / "bema").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="bema is a link, which is not followed: remove it"):
+        trl_jax.BEMACallback().on_train_begin(Namespace(output_dir=str(run_dir)), None, None, model=None)
 
 
 class Wait(TrainerCallback):

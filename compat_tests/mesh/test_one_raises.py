@@ -28,7 +28,7 @@ def run(fault, who, folder, out):
             own = env | {"JAX_PROCESS_ID": str(number)}
             processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
     began, raised = time.monotonic(), None
-    while any(process.poll() is None for process in processes) and time.monotonic() < began + 200:
+    while any(process.poll() is None for process in processes) and time.monotonic() < began + 500:
         if raised is None and SENTENCE in logs[who].read_text():
             raised = time.monotonic()
         time.sleep(0.1)

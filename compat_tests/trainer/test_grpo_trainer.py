@@ -356,15 +356,6 @@ def test_what_a_rollout_func_raises_is_named(make):
     def breaks(prompts, trainer):
         raise OSError("no server")
 
-    with pytest.raises(OSError, match="^no server$") as error:
-        make(rollout_func=breaks).train()
-    assert error.value.__notes__[0].startswith("This was raised by rollout_func, for 8 completions, the first of them of")
-
-
-def test_what_a_rollout_func_raises_is_named(make):
-    def breaks(prompts, trainer):
-        raise OSError("no server")
-
     with pytest.raises(OSError, match="^no server") as error:
         make(rollout_func=breaks).train()
     assert error.value.__notes__[0].startswith("This was raised by rollout_func, for 8 completions, the first of ")

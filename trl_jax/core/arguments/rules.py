@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
+from os import PathLike
 from typing import Any
 
 from trl_jax.core.arguments.values import as_dict, as_pad_multiple, as_words, is_whole, plain, show
@@ -60,15 +61,23 @@ def number(minimum: float, optional: bool = False, *, most: float = math.inf) ->
     return rule
 
 
-def bounded(most: float = math.inf) -> Rule:
+def bounded(most: float = math.inf, optional: bool = False) -> Rule:
     """Of a number whose other values transformers judges, or that may be below zero: not NaN, and not above `most`."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-        if isinstance(value, Real) and math.isnan(value):
-            return f"{show(name, value)}: wanted a number."
-        return too_large(name, value, most) if isinstance(value, Real) and value > most else None
+        if value is None and optional:
+            return None
+        if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
+            return f"{show(name, value)}: wanted a number{_or_none(optional)}."
+        return too_large(name, value, most) if value > most else None
 
     return rule
+
+
+def path(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if isinstance(value, str | PathLike | None):
+        return None
+    return f"{show(name, value)}: wanted a path or a name, or None."
 
 
 def accumulation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -89,7 +98,8 @@ def _or_none(optional: bool) -> str:
 
 def epochs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     # Scripts that count in max_steps often leave num_train_epochs at -1.
-    return None if values["max_steps"] > 0 else number(0, most=MOST_STEPS)(name, value, values)
+    counted = isinstance(values["max_steps"], Real) and values["max_steps"] > 0
+    return None if counted else number(0, most=MOST_STEPS)(name, value, values)
 
 
 def a_dict(name: str, value: Any, values: Mapping[str, Any]) -> str | None:

@@ -53,7 +53,8 @@ BASE: dict[str, Handling] = {
     **fields("torch_empty_cache_steps", "warned", "JAX manages its own memory."),
     # Logging and tracking
     **fields("logging_strategy logging_first_step log_level log_level_replica", "native"),
-    **fields("logging_steps save_steps eval_steps eval_delay", "native", rule=rules.bounded()),
+    **fields("logging_steps save_steps eval_delay", "native", rule=rules.bounded()),
+    **fields("eval_steps", "native", rule=rules.bounded(optional=True)),
     **fields("disable_tqdm report_to run_name project", "native"),
     **fields("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
     **fields("log_on_each_node", "silent", "one process logs"),
@@ -67,7 +68,7 @@ BASE: dict[str, Handling] = {
     # Saving, the Hub, resuming
     **fields("save_strategy", "native"),
     **fields("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
-    **fields("save_total_limit", "native", rule=rules.bounded()),
+    **fields("save_total_limit", "native", rule=rules.whole(-1, optional=True)),
     **fields("save_only_model", "native"),
     **fields("save_on_each_node", "silent", "one process saves"),
     **fields("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
@@ -115,7 +116,8 @@ BASE: dict[str, Handling] = {
 
 # Of the arguments that BaseConfig has no field for, since each trainer of TRL's has them at other places.
 COMMON: dict[str, Handling] = {
-    **fields("chat_template_path disable_dropout eos_token pad_token", "native"),
+    **fields("disable_dropout eos_token pad_token", "native"),
+    **fields("chat_template_path", "native", rule=rules.path),
     **fields("dataset_num_proc", "native", rule=rules.whole(0, optional=True, most=rules.MOST_PROCESSES)),
     **fields("max_length", "native", rule=rules.whole(1, optional=True)),
     **fields("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),

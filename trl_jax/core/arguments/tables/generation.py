@@ -115,10 +115,10 @@ WRITING: dict[str, Handling] = {
     **fields("chat_template_kwargs", "native", rule=rules.template_arguments),
     # Sampling
     # As in TRL, None is what the model's generation_config has, then transformers' own default.
-    **fields("temperature", "native", rule=_above(0, rules.MOST_FLOAT32)),
+    **fields("temperature", "native", rule=_above(0, 2.0**62)),
     **fields("repetition_penalty", "native", rule=_above(0, rules.MOST_FLOAT32, optional=True)),
     **fields("top_p", "native", rule=rules.number(0, optional=True, most=1.0)),
-    **fields("top_k", "native", rule=rules.whole(-1, optional=True)),  # -1 is 0, as vLLM has it
+    **fields("top_k", "native", rule=rules.whole(-1, optional=True, most=2**31 - 1)),  # -1 is 0, as vLLM has it
     **fields("min_p", "native", rule=rules.number(0, optional=True, most=1.0)),
     **fields("generation_kwargs", "native", rule=_generation_kwargs),
     **fields("cache_implementation", "warned", f"{_OWN_ENGINE}, whose cache has one form."),

@@ -8,6 +8,7 @@ from typing import Any
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.table import Handling, fields
 from trl_jax.core.arguments.tables.generation import GENERATION, whole_groups_only, without_sequence_axis
+from trl_jax.core.arguments.values import show
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -59,6 +60,16 @@ def _correction(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 _any_number = rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)
 
+
+def _least_entropy_coef(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := _any_number(name, value, values):
+        return problem
+    most = values["entropy_coef_max"]
+    if not values["use_adaptive_entropy"] or _any_number("entropy_coef_max", most, values) or value <= most:
+        return None
+    return f"{show(name, value)} is above {show('entropy_coef_max', most)}: wanted at most that. Lower it."
+
+
 GRPO: dict[str, Handling] = {
     **GENERATION,
     **without_sequence_axis("GRPOTrainer"),
@@ -85,7 +96,8 @@ GRPO: dict[str, Handling] = {
               rule=rules.number(-rules.MOST_FLOAT32, optional=True, most=rules.MOST_FLOAT32)),
     **fields("use_bias_correction_kl use_adaptive_entropy", "native"),
     **fields("top_entropy_quantile", "native", rule=rules.number(0, most=1.0)),
-    **fields("entropy_coef entropy_coef_min entropy_coef_max entropy_target", "native", rule=_any_number),
+    **fields("entropy_coef entropy_coef_max entropy_target", "native", rule=_any_number),
+    **fields("entropy_coef_min", "native", rule=_least_entropy_coef),
     **fields("entropy_coef_delta", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
     # Of what samples, where that is vLLM
     **fields("vllm_importance_sampling_correction vllm_importance_sampling_cap", "mapped"),
