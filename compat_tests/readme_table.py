@@ -10,8 +10,8 @@ from compat_tests.models import encoders
 from compat_tests.models.families import BODY_ONLY
 from compat_tests.parity.cases import FAMILY_CASES as DECODER_CURVES
 from compat_tests.parity.test_encoder_curves import CASES as ENCODER_CURVES
-from trl_jax.hub.exported.refused import REFUSED
 from trl_jax.hub.families import families
+from trl_jax.hub.model_types import REFUSED
 
 _SAME = "transformers' scores and gradients, byte-identical export"
 _CURVE = f"TRL's loss curve, {_SAME}"
@@ -33,7 +33,7 @@ def lines() -> list[str]:
         (set(encoders.FAMILIES) - curves, "native", _SAME),
         (set(EXPORTED_CURVES), "exported", "TRL's loss curve, transformers' scores and gradients"),
         (exported & set(configs.SOME) - set(EXPORTED_CURVES), "exported", "transformers' scores and gradients"),
-        (exported - set(configs.SOME), "exported", "the same, with `python -m compat_tests.bench.exported_sweep`"),
+        (exported - set(configs.SOME), "exported", "the same, with `python -m benchmarks.exported_sweep`"),
     ]
     for reason in dict.fromkeys(reason for reason, _ in REFUSED.values()):
         refused = {f"{name} ({nearest})" for name, (why, nearest) in REFUSED.items() if why == reason}

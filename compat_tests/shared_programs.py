@@ -49,21 +49,26 @@ HOST_OF_OURS = HOST | frozenset("""
     dataloader_num_workers
 """.split())  # fmt: skip
 # Fields of a task that make rows, or what is learned of them.
-HOST_OF_TASK = frozenset("""
+HOST_OF_TASK = frozenset(
+    """
     row_options eval_packing padding_free max_length max_prompt_length truncation_mode num_generations
     num_generations_eval reward_weights cycle scale_rewards multi_objective_aggregation
-""".split())
+""".split()
+)
 # Fields of a run that no step is traced from, and those that the key has in another form.
-HOST_OF_RUN = frozenset("""
+HOST_OF_RUN = frozenset(
+    """
     args task batch_size model reference rollout sharding_plan processing_class train_dataset eval_dataset events
     finish_rows progress vocab_size max_positions assembled
-""".split())
+""".split()
+)
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 # Rooms and files that only the host goes through: patched, they leave every program as it is.
 _HOST = (
-    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.engine.checkpoints", "trl_jax.engine.prefetch",
-    "trl_jax.hub.network", "trl_jax.rewards", "trl_jax.run.memory", "trl_jax.run.model.logps_cache",
-    "trl_jax.run.output", "trl_jax.run.progress_line", "trl_jax.scripts",
+    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint", "trl_jax.training.prefetch",
+    "trl_jax.hub.fetch", "trl_jax.hub.push", "trl_jax.rewards", "trl_jax.training.metrics",
+    "trl_jax.training.reference_logps", "trl_jax.training.resume", "trl_jax.training.push", "trl_jax.training.logging",
+    "trl_jax.scripts",
 )  # fmt: skip
 
 _shared: OrderedDict[Any, Any] = OrderedDict()
@@ -76,14 +81,11 @@ def install() -> None:
     """Let trainers share; does nothing under THOROUGH=1."""
     if THOROUGH:
         return
-    from trl_jax.run.evaluation.completions import CompletionEvaluator
-    from trl_jax.run.evaluation.evaluation import Evaluator
-    from trl_jax.run.evaluation.logits import LogitsEvaluation
-    from trl_jax.run.evaluation.whole_batch import WholeBatchEvaluation
-    from trl_jax.run.model import precompute
-    from trl_jax.run.rollouts.logps import CompletionLogps
-    from trl_jax.run.step import train_step
     from trl_jax.trainer import base_trainer
+    from trl_jax.training import reference_logps as precompute
+    from trl_jax.training import step as train_step
+    from trl_jax.training.evaluate import CompletionEvaluator, Evaluator, LogitsEvaluation, WholeBatchEvaluation
+    from trl_jax.training.rollout import CompletionLogps
 
     _after(pytest.MonkeyPatch, "__init__", lambda patch, _: _patches.add(patch))
     base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
@@ -122,7 +124,7 @@ def _after(kind: type, name: str, then: Callable) -> None:
 
 
 def _remembered(default_optimizer: Callable) -> Callable:
-    from trl_jax.run.data import length_of
+    from trl_jax.training.data import length_of
 
     @functools.wraps(default_optimizer)
     def made(run, choice):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax import chat_template_utils as ours
-from trl_jax.data_utils import prepare_multimodal_messages
+from trl_jax import chat_template_utils
+from trl_jax.data.chat_templates import prepare_multimodal_messages
 
 MARKED = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
@@ -55,37 +55,37 @@ def tokenizer():
 def test_templates_are_judged_as_trl_judges_them(tokenizer, template):
     theirs = pytest.importorskip("trl.chat_template_utils")
     tokenizer.chat_template = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
-    assert ours.supports_tool_calling(tokenizer) == theirs.supports_tool_calling(tokenizer)
+    assert chat_template_utils.supports_tool_calling(tokenizer) == theirs.supports_tool_calling(tokenizer)
     if template is None:
         return
-    assert ours.has_generation_markers(tokenizer.chat_template) == theirs.has_generation_markers(
+    assert chat_template_utils.has_generation_markers(tokenizer.chat_template) == theirs.has_generation_markers(
         tokenizer.chat_template
     )
-    if ours.supports_tool_calling(tokenizer):
-        kept = ours.is_chat_template_prefix_preserving(tokenizer)
+    if chat_template_utils.supports_tool_calling(tokenizer):
+        kept = chat_template_utils.is_chat_template_prefix_preserving(tokenizer)
         assert kept == theirs.is_chat_template_prefix_preserving(tokenizer)
     wanted = told(theirs.get_training_chat_template, tokenizer)
     if wanted is not ValueError:  # of templates that TRL does not know, ours may be derived
-        assert told(ours.get_training_chat_template, tokenizer) == wanted
+        assert told(chat_template_utils.get_training_chat_template, tokenizer) == wanted
 
 
 def test_without_a_replacement(tokenizer, monkeypatch):
     tokenizer.chat_template = TOOLS["dict"]
-    assert ours.supports_tool_calling(tokenizer)
+    assert chat_template_utils.supports_tool_calling(tokenizer)
     with pytest.raises(ValueError, match="not training-compatible .* patching is not supported for this template. Cha"):
-        ours.get_training_chat_template(tokenizer)
+        chat_template_utils.get_training_chat_template(tokenizer)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for file in of_trl():
         if file.stem == "qwen2_5":
             tokenizer.chat_template = file.read_text(encoding="utf-8")
-            assert "{% generation %}" in ours.get_training_chat_template(tokenizer)
+            assert "{% generation %}" in chat_template_utils.get_training_chat_template(tokenizer)
     tokenizer.chat_template = MARKED
     with pytest.warns(FutureWarning, match="tokenizer= is now processing_class="):
-        assert ours.get_training_chat_template(tokenizer=tokenizer) is None
+        assert chat_template_utils.get_training_chat_template(tokenizer=tokenizer) is None
     with pytest.raises(TypeError, match="Pass only processing_class"):
-        ours.get_training_chat_template(tokenizer, tokenizer)
+        chat_template_utils.get_training_chat_template(tokenizer, tokenizer)
     with pytest.raises(TypeError, match="misses its argument: 'processing_class'"):
-        ours.get_training_chat_template()
+        chat_template_utils.get_training_chat_template()
 
 
 PLACE, TEXT = {"type": "image"}, {"type": "text", "text": "What?"}

@@ -13,11 +13,11 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 import trl_jax
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax import data_utils as ours
+from trl_jax import data_utils
 from trl_jax.chat_template_utils import clone_chat_template
-from trl_jax.hub.exported.backend import ExportedBackend
-from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
-from trl_jax.trainer.collators.padded import DataCollatorForPreference
+from trl_jax.exported.program import ExportedBackend
+from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
+from trl_jax.trainer.collators import RewardDataCollator
 from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config
 
 
@@ -73,22 +73,22 @@ def both(ours, theirs, *given, **how):
 def test_rows_are_read_as_trl_reads_them(theirs, name, row):
     if name == "is_conversational" and row is TEXTS[3]:
         pytest.skip("TRL looks at whichever column a set gives first")
-    found, wanted = both(getattr(ours, name), getattr(theirs, name), row)
+    found, wanted = both(getattr(data_utils, name), getattr(theirs, name), row)
     assert found == wanted
 
 
 @pytest.mark.parametrize("row", ROWS + TEXTS[-1:])
 def test_a_template_is_applied_as_trl_applies_it(theirs, tokenizer, row):
-    found = ours.maybe_apply_chat_template(row, tokenizer)
+    found = data_utils.maybe_apply_chat_template(row, tokenizer)
     assert found == theirs.maybe_apply_chat_template(copy.deepcopy(row), tokenizer)
     assert list(found) == list(theirs.maybe_apply_chat_template(copy.deepcopy(row), tokenizer))
 
 
 def test_rows_without_a_form(tokenizer):
     with pytest.raises(KeyError, match="Invalid keys in the example"):
-        ours.apply_chat_template({"completion": ANSWER}, tokenizer)
+        data_utils.apply_chat_template({"completion": ANSWER}, tokenizer)
     with pytest.raises(ValueError, match="Invalid role in the last message: system; wanted user, tool or assistant."):
-        ours.apply_chat_template({"prompt": say(("system", "x"))}, tokenizer)
+        data_utils.apply_chat_template({"prompt": say(("system", "x"))}, tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["table", "dict", "stream", "other"])
@@ -96,11 +96,11 @@ def test_pairs_are_unpaired_as_trl_does(theirs, kind):
     rows = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}", "source": i} for i in range(3)]
     table = Dataset.from_list(rows)
     if kind == "other":
-        assert ours.maybe_unpair_preference_dataset(table.remove_columns("chosen")).column_names[0] == "prompt"
+        assert data_utils.maybe_unpair_preference_dataset(table.remove_columns("chosen")).column_names[0] == "prompt"
         return
     given = {"table": table, "dict": DatasetDict(train=table), "stream": table.to_iterable_dataset()}[kind]
     function = "unpair_preference_dataset" if kind == "stream" else "maybe_unpair_preference_dataset"
-    found, wanted = (getattr(module, function)(given) for module in (ours, theirs))
+    found, wanted = (getattr(module, function)(given) for module in (data_utils, theirs))
     if kind == "dict":
         found, wanted = found["train"], wanted["train"]
     assert list(found) == list(wanted) and len(list(found)) == 6
@@ -116,16 +116,16 @@ EXAMPLES = [
 def test_the_collator_is_trls(multiple):
     torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl.trainer.reward_trainer")
     wanted = trl.DataCollatorForPreference(0, multiple)(EXAMPLES)
-    found = DataCollatorForPreference(0, multiple, return_tensors="np")(EXAMPLES)
+    found = RewardDataCollator(0, multiple, return_tensors="np")(EXAMPLES)
     assert list(found) == list(wanted)
     for name, values in wanted.items():
         assert found[name].dtype == values.numpy().dtype
         np.testing.assert_array_equal(found[name], values)
-    tensors = DataCollatorForPreference(0, multiple)(EXAMPLES)
+    tensors = RewardDataCollator(0, multiple)(EXAMPLES)
     assert all(torch.equal(tensors[name], values) for name, values in wanted.items())
-    assert "margin" not in DataCollatorForPreference(0)([{"chosen_ids": [1], "rejected_ids": [2]}])
+    assert "margin" not in RewardDataCollator(0)([{"chosen_ids": [1], "rejected_ids": [2]}])
     with pytest.raises(ValueError, match="return_tensors='tf': wanted 'np', or 'pt' where torch is installed."):
-        DataCollatorForPreference(0, return_tensors="tf")
+        RewardDataCollator(0, return_tensors="tf")
 
 
 def test_a_mixture_is_trls(tmp_path):
@@ -141,7 +141,7 @@ def test_a_mixture_is_trls(tmp_path):
         ]
         return module.get_dataset(module.DatasetMixtureConfig(datasets=parts, **how))
 
-    import trl_jax.scripts.utils as mine
+    from trl_jax.scripts import utils as mine
 
     for how in ({}, {"a": {"fraction": 1}, "b": {"fraction": 3}}, {"streaming": True}):
         found, wanted = mixture(mine, **copy.deepcopy(how)), mixture(trl, **copy.deepcopy(how))
@@ -268,4 +268,4 @@ def test_a_program_cannot_grow():
 
 def test_streams_tell_their_columns():
     stream = IterableDataset.from_generator(lambda: iter([{"chosen": "a", "rejected": "b"}]))
-    assert ours.get_dataset_column_names(stream) == ["chosen", "rejected"]
+    assert data_utils.get_dataset_column_names(stream) == ["chosen", "rejected"]

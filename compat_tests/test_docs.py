@@ -23,7 +23,7 @@ import yaml
 import trl_jax
 from compat_tests import pages
 from compat_tests.pages import FOLDER, PAGES, README, ROOT
-from trl_jax.cli import main as command_line
+from trl_jax.cli import main
 
 EVERY = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 A_READER_HAS = ("pairs", "rows", "held_out", "trainer")  # a page need not make these
@@ -131,11 +131,11 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
         case ["bash", script, *rest]:
             assert all((ROOT / path).exists() for path in (script, *rest)), "there is no such file"
         case ["trl-jax", command, *flags]:
-            assert command in command_line.COMMANDS, f"there is no {command}"
+            assert command in main.COMMANDS, f"there is no {command}"
             if flags and flags != ["--help"]:
-                patched.setattr(f"{command_line.module_of(command)}.main", stop)
+                patched.setattr(f"{main.module_of(command)}.main", stop)
                 with pytest.raises(Parsed):
-                    assert command_line.main([command, *flags]) == 0, "it exits with an error"
+                    assert main.main([command, *flags]) == 0, "it exits with an error"
         case ["python", "-m", "trl_jax", *_]:
             pass
         case ["python", "-m", module, *flags]:

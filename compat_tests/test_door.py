@@ -15,10 +15,10 @@ import pytest
 import trl_jax
 import trl_jax.trainer
 from compat_tests.effort import only_thorough
-from trl_jax.cli.front import MODULES
 from trl_jax.cli.main import COMMANDS
+from trl_jax.cli.trl_alias import MODULES
 from trl_jax.core.trainers import TRAINERS
-from trl_jax.trainer.not_built import NEAR
+from trl_jax.trainer.overrides import NEAR
 
 HEAVY = (
     "jax",
@@ -41,7 +41,7 @@ def fresh(code: str) -> str:
 
 
 # Few models need them: they are imported with the first that does.
-OF_FEW = ("trl_jax.nn.aten", "trl_jax.models.exported", "trl_jax.hub.exported.backend")
+OF_FEW = ("trl_jax.nn.aten", "trl_jax.exported.model", "trl_jax.exported.program")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,8 @@ def test_every_name_on_trls_door_is_ours_or_says_that_it_is_not_here_when_it_is_
 def test_a_script_that_mentions_a_trainer_of_trls_and_never_uses_it_goes_on():
     from transformers import HfArgumentParser
 
-    from trl_jax import PPOConfig, PPOTrainer, SFTConfig
+    from trl_jax import PPOConfig, PPOTrainer
+    from trl_jax.trainer.sft_config import SFTConfig
 
     assert not isinstance(SFTConfig("out"), PPOConfig) and PPOTrainer.__name__ == "PPOTrainer"
     said = "^PPOConfig of TRL's is not built in trl_jax. Near it: GRPOTrainer or RLOOTrainer, which train"

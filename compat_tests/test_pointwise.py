@@ -430,9 +430,7 @@ def test_the_example_learns(tmp_path, capsys):
 
 def die(folder: str, out: str) -> None:
     args = PointwiseConfig(out, **CONFIG | SAVES)
-    PointwiseTrainer(
-        folder, args, train_dataset=table(), eval_dataset=table(5, seed=1), callbacks=[Dies()]
-    ).train()
+    PointwiseTrainer(folder, args, train_dataset=table(), eval_dataset=table(5, seed=1), callbacks=[Dies()]).train()
 
 
 def fsdp(folder: str, out: str) -> None:

@@ -11,19 +11,19 @@ import tomllib
 import pytest
 
 import trl_jax
+from benchmarks import division, meshes, pods
 from compat_tests import pages, readme_table
 from compat_tests import test_import_layers as layers
-from compat_tests.adapters import test_targets
-from compat_tests.bench import division, meshes, pods
+from compat_tests.hub.peft import test_targets
 from compat_tests.models.test_layouts import CASES as LAYOUTS
 from compat_tests.pages import FOLDER, PAGES, README, ROOT, table
 from compat_tests.parity import test_mutants
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import Marks
-from trl_jax.cli import main as command_line
-from trl_jax.core.arguments.tables.base import SUPPORTED
-from trl_jax.core.chips import CHIPS
-from trl_jax.hub.config.rope import KINDS
+from trl_jax.cli import main
+from trl_jax.config.tables import SUPPORTED
+from trl_jax.hub.config_reader import KINDS
+from trl_jax.plan.chips import CHIPS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -46,7 +46,7 @@ def test_the_trainers_are_those_of_trl_and_two_experimental_ones():
     assert len(shown) == len(theirs) and {row["trainer"].strip("`") for row in shown} == theirs
     for row in shown:
         assert row["trainer"].strip("`") in trl_jax.__all__, row
-        assert row["command"].strip("`").removeprefix("trl-jax ") in command_line.COMMANDS, row
+        assert row["command"].strip("`").removeprefix("trl-jax ") in main.COMMANDS, row
 
 
 @pytest.mark.parametrize("page", [README, FOLDER / "getting-started.md"], ids=lambda page: page.name)
@@ -109,12 +109,12 @@ def test_help_begins_with_an_example(command, monkeypatch, tmp_path):
     example = re.match(r"usage: .*?\n\n.*?\n\n  (trl-jax .*?)\n\n", text, flags=re.S)[1].replace("\\\n", " ").split()
     seen = []
     monkeypatch.setattr(f"trl_jax.scripts.{command}.main", lambda *configs: seen.append(configs))
-    assert example[:2] == ["trl-jax", command] and command_line.main(example[1:]) == 0 and len(seen) == 1
+    assert example[:2] == ["trl-jax", command] and main.main(example[1:]) == 0 and len(seen) == 1
 
 
 def test_plan_says_what_it_is_for():
     text = importlib.import_module("trl_jax.scripts.plan").make_parser(prog="plan").format_help()
-    assert "Will my run fit on these devices?" in text and "will my run fit" in command_line.COMMANDS["plan"]
+    assert "Will my run fit on these devices?" in text and "will my run fit" in main.COMMANDS["plan"]
 
 
 # Figures that the code has

@@ -11,8 +11,8 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.hub.network import push
-from trl_jax.losses import pairwise
+from trl_jax.hub import push
+from trl_jax.losses import supervised
 
 pytestmark = pytest.mark.skipif(THOROUGH, reason="nothing is shared under THOROUGH=1")
 
@@ -65,7 +65,7 @@ def test_the_length_of_texts_counts_where_attention_has_windows(programs):
 
 def test_nothing_is_shared_while_something_is_patched(programs, monkeypatch):
     before = programs()
-    monkeypatch.setattr(pairwise, "pairwise_loss", None)
+    monkeypatch.setattr(supervised, "pairwise_loss", None)
     assert programs()[0] is not before[0]
     monkeypatch.undo()
     assert programs()[0] is before[0]
@@ -90,9 +90,7 @@ def test_an_optimizer_of_the_script_is_its_own(checkpoint, tmp_path):
 def test_policies_share_programs_of_their_completions_too(checkpoint, tmp_path):
     def programs(**config):
         args = trl_jax.GRPOConfig(str(tmp_path), **BASE | {"num_generations": 4} | config)
-        trainer = trl_jax.GRPOTrainer(
-            str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(8))
-        )
+        trainer = trl_jax.GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(8)))
         parts = trainer.parts
         step = parts.train_step.compiled(parts.training.made_optimizer(), remat=False)
         return step, parts.evaluator.sums

@@ -37,7 +37,8 @@ def train(folder: Path) -> Path:
     import tiny_model
     from datasets import load_dataset
 
-    from trl_jax import RewardConfig, RewardTrainer
+    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.trainer.reward_trainer import RewardTrainer
 
     pairs = load_dataset("json", data_files=str(EXAMPLES / "data" / "preferences_train.jsonl"), split="train[:64]")
     start = tiny_model.build(folder / "start", [row["chosen"][0]["content"] for row in pairs])
@@ -59,7 +60,7 @@ def go_on(folder: Path, whole, args, pairs) -> None:
     """From the checkpoint in the middle to the same end."""
     import numpy as np
 
-    from trl_jax import RewardTrainer
+    from trl_jax.trainer.reward_trainer import RewardTrainer
 
     again = RewardTrainer(str(folder / "start"), args, train_dataset=pairs, eval_dataset=pairs.select(range(16)))
     assert again.train(str(folder / "run" / "checkpoint-3")).global_step == 6
@@ -70,7 +71,7 @@ def go_on(folder: Path, whole, args, pairs) -> None:
 def score(final: Path) -> None:
     from transformers import AutoTokenizer
 
-    from trl_jax import AutoModelForSequenceClassification
+    from trl_jax.hub.auto import AutoModelForSequenceClassification
 
     batch = AutoTokenizer.from_pretrained(final)(["Hello there.", "Go away."], padding=True, return_tensors="np")
     logits = AutoModelForSequenceClassification.from_pretrained(final)(**batch).logits

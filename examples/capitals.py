@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from trl_jax import AutoModelForCausalLM
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Norway": "Oslo",
@@ -54,9 +54,7 @@ def answers(folder: Path, rows: list[dict]) -> list[str]:
     """The answer of a saved model to the prompt of each row: the likeliest token, again and again, until it ends."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    texts = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows
-    ]
+    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
     starts = [len(ids) for ids in texts]
     for _ in range(MOST_TOKENS):
         tokens = tokenizer.pad({"input_ids": texts}, padding_side="right", return_tensors="np")
@@ -72,7 +70,5 @@ def show(rows: list[dict], column: str, before: list[str], after: list[str]) -> 
     """Print answers before and after, and how many are then as the column has them."""
     for row, first, last in zip(rows, before, after, strict=True):
         print(f"{row['prompt'][0]['content']}\n  before: {first[:60] or '(nothing)'}\n  after:  {last}")
-    right = sum(
-        row[column][0]["content"].lower() == answer.lower() for row, answer in zip(rows, after, strict=True)
-    )
+    right = sum(row[column][0]["content"].lower() == answer.lower() for row, answer in zip(rows, after, strict=True))
     print(f"\n{right} of {len(rows)} answers are right.")

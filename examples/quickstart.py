@@ -1,6 +1,6 @@
 """Train a tiny reward model on the pairs in data/, look at its curve, load it back and score two answers.
 
-    python examples/quickstart.py [--output_dir out] [--epochs 4] [--seed 42]
+python examples/quickstart.py [--output_dir out] [--epochs 4] [--seed 42]
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from datasets import Dataset, load_dataset
 from plot import Curve, text_plot, write_svg
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
-from trl_jax import AutoModelForSequenceClassification, RewardConfig, RewardTrainer
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
 
 DATA = Path(__file__).parent / "data"
 
@@ -56,9 +58,7 @@ def texts(pairs: Dataset) -> list[str]:
     return [message["content"] for row in pairs for column in row.values() for message in column]
 
 
-def make_trainer(
-    model: str, out: Path, train: Dataset, test: Dataset, options: argparse.Namespace
-) -> RewardTrainer:
+def make_trainer(model: str, out: Path, train: Dataset, test: Dataset, options: argparse.Namespace) -> RewardTrainer:
     args = RewardConfig(
         output_dir=str(out),
         num_train_epochs=options.epochs,
@@ -77,9 +77,7 @@ def make_trainer(
         use_cpu=True,
         bf16=False,
     )
-    trainer = RewardTrainer(
-        model=model, args=args, train_dataset=train, eval_dataset=test, callbacks=[Table()]
-    )
+    trainer = RewardTrainer(model=model, args=args, train_dataset=train, eval_dataset=test, callbacks=[Table()])
     trainer.remove_callback(PrinterCallback)
     return trainer
 

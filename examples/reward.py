@@ -1,13 +1,14 @@
 """A reward-modelling script as one writes it for TRL. Only the import differs.
 
-    python examples/reward.py MODEL PAIRS.jsonl OUTPUT_DIR
+python examples/reward.py MODEL PAIRS.jsonl OUTPUT_DIR
 """
 
 import sys
 
 from datasets import load_dataset
 
-from trl_jax import RewardConfig, RewardTrainer
+from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
 
 
 def main(model: str, pairs: str, output_dir: str) -> None:

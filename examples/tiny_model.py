@@ -51,8 +51,10 @@ def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.save_pretrained(folder)
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-           for name, token in [("pad", PAD), ("bos", BOS), ("eos", EOS)]}
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in [("pad", PAD), ("bos", BOS), ("eos", EOS)]
+    }
     config = CONFIG | shape | ids | {"vocab_size": len(tokenizer)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(draw_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -66,12 +68,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet,
-                                  show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     inner.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS,
-        additional_special_tokens=[USER, ASSISTANT], chat_template=CHAT_TEMPLATE,
+        tokenizer_object=inner,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -87,9 +94,12 @@ def draw_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
     weights = {"model.embed_tokens.weight": noise(config["vocab_size"], width)}
     for layer in range(config["num_hidden_layers"]):
         matrices = {
-            "self_attn.q_proj": noise(queries, width), "self_attn.k_proj": noise(keys, width),
-            "self_attn.v_proj": noise(keys, width), "self_attn.o_proj": noise(width, queries),
-            "mlp.gate_proj": noise(inner, width), "mlp.up_proj": noise(inner, width),
+            "self_attn.q_proj": noise(queries, width),
+            "self_attn.k_proj": noise(keys, width),
+            "self_attn.v_proj": noise(keys, width),
+            "self_attn.o_proj": noise(width, queries),
+            "mlp.gate_proj": noise(inner, width),
+            "mlp.up_proj": noise(inner, width),
             "mlp.down_proj": noise(width, inner),
             "input_layernorm": np.ones(width, np.float32),
             "post_attention_layernorm": np.ones(width, np.float32),

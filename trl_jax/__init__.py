@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.lazy import fetching
-from trl_jax.core.trainers import WHERE
+from trl_jax.core.trainers import WHERE, fetching
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import (
@@ -19,8 +18,9 @@ if TYPE_CHECKING:  # what type checkers and editors see
         setup_chat_format,
         supports_tool_calling,
     )
-    from trl_jax.cli.front import install
-    from trl_jax.core.seed import set_seed
+    from trl_jax.cli.trl_alias import install
+    from trl_jax.config.base import BaseConfig
+    from trl_jax.core.torch_random import set_seed
     from trl_jax.data_utils import (
         apply_chat_template,
         extract_prompt,
@@ -34,29 +34,33 @@ if TYPE_CHECKING:  # what type checkers and editors see
         prepare_multimodal_messages,
         unpair_preference_dataset,
     )
-    from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from trl_jax.hub.auto_peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-    from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
-    from trl_jax.hub.peft.quantization import BitsAndBytesConfig
-    from trl_jax.hub.peft.virtual.config import (
+    from trl_jax.hub.auto import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoPeftModelForCausalLM,
+        AutoPeftModelForSequenceClassification,
+    )
+    from trl_jax.hub.peft_config import (
+        LoraConfig,
         PrefixTuningConfig,
         PromptEncoderConfig,
         PromptEncoderReparameterizationType,
         PromptTuningConfig,
         PromptTuningInit,
+        TaskType,
     )
-    from trl_jax.hub.pretrained import PreTrainedModel
-    from trl_jax.hub.token_logps import token_logps_and_entropies
-    from trl_jax.losses.pairwise import pairwise_loss
-    from trl_jax.run.arguments.base_config import BaseConfig
-    from trl_jax.run.model.reference import create_reference_model
-    from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
-    from trl_jax.scripts.quiet import init_zero_verbose
-    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.hub.pretrained import PreTrainedModel, token_logps_and_entropies
+    from trl_jax.hub.quantization import BitsAndBytesConfig
+    from trl_jax.legacy.collators import (
+        ConstantLengthDataset,
+        DataCollatorForCompletionOnlyLM,
+        RewardDataCollatorWithPadding,
+    )
+    from trl_jax.losses.supervised import pairwise_loss
+    from trl_jax.scripts.data import DatasetMixtureConfig, get_dataset
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser, init_zero_verbose
     from trl_jax.trainer.base_trainer import BaseTrainer
     from trl_jax.trainer.callbacks import BEMACallback, LogCompletionsCallback, RichProgressCallback
-    from trl_jax.trainer.collators.constant_length import ConstantLengthDataset
-    from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
     from trl_jax.trainer.cpo_config import CPOConfig
     from trl_jax.trainer.cpo_trainer import CPOTrainer
     from trl_jax.trainer.distillation_config import DistillationConfig
@@ -85,48 +89,49 @@ if TYPE_CHECKING:  # what type checkers and editors see
         is_peft_available,
         is_xpu_available,
     )
+    from trl_jax.training.reference import create_reference_model
 
 __version__ = "0.1.0"
 
 _WHERE = WHERE | {
     "AutoModelForCausalLM": "trl_jax.hub.auto",
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
-    "AutoPeftModelForCausalLM": "trl_jax.hub.auto_peft",
-    "AutoPeftModelForSequenceClassification": "trl_jax.hub.auto_peft",
+    "AutoPeftModelForCausalLM": "trl_jax.hub.auto",
+    "AutoPeftModelForSequenceClassification": "trl_jax.hub.auto",
     "BEMACallback": "trl_jax.trainer.callbacks",
-    "BaseConfig": "trl_jax.run.arguments.base_config",
+    "BaseConfig": "trl_jax.config.base",
     "BaseTrainer": "trl_jax.trainer.base_trainer",
-    "BitsAndBytesConfig": "trl_jax.hub.peft.quantization",
-    "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",
-    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.collators.older",
-    "DatasetMixtureConfig": "trl_jax.scripts.mixture",
+    "BitsAndBytesConfig": "trl_jax.hub.quantization",
+    "ConstantLengthDataset": "trl_jax.legacy.collators",
+    "DataCollatorForCompletionOnlyLM": "trl_jax.legacy.collators",
+    "DatasetMixtureConfig": "trl_jax.scripts.data",
     "LogCompletionsCallback": "trl_jax.trainer.callbacks",
-    "LoraConfig": "trl_jax.hub.peft.lora_config",
+    "LoraConfig": "trl_jax.hub.peft_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
-    "PrefixTuningConfig": "trl_jax.hub.peft.virtual.config",
-    "PromptEncoderConfig": "trl_jax.hub.peft.virtual.config",
-    "PromptEncoderReparameterizationType": "trl_jax.hub.peft.virtual.config",
-    "PromptTuningConfig": "trl_jax.hub.peft.virtual.config",
-    "PromptTuningInit": "trl_jax.hub.peft.virtual.config",
-    "RewardDataCollatorWithPadding": "trl_jax.trainer.collators.older",
+    "PrefixTuningConfig": "trl_jax.hub.peft_config",
+    "PromptEncoderConfig": "trl_jax.hub.peft_config",
+    "PromptEncoderReparameterizationType": "trl_jax.hub.peft_config",
+    "PromptTuningConfig": "trl_jax.hub.peft_config",
+    "PromptTuningInit": "trl_jax.hub.peft_config",
+    "RewardDataCollatorWithPadding": "trl_jax.legacy.collators",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",
-    "TaskType": "trl_jax.hub.peft.lora_config",
+    "TaskType": "trl_jax.hub.peft_config",
     "TrlParser": "trl_jax.scripts.utils",
     "add_response_schema": "trl_jax.chat_template_utils",
     "apply_chat_template": "trl_jax.data_utils",
     "clone_chat_template": "trl_jax.chat_template_utils",
     "compute_accuracy": "trl_jax.trainer.utils",
-    "create_reference_model": "trl_jax.run.model.reference",
+    "create_reference_model": "trl_jax.training.reference",
     "extract_prompt": "trl_jax.data_utils",
-    "get_dataset": "trl_jax.scripts.mixture",
+    "get_dataset": "trl_jax.scripts.data",
     "get_kbit_device_map": "trl_jax.trainer.utils",
     "get_peft_config": "trl_jax.trainer.utils",
     "get_quantization_config": "trl_jax.trainer.utils",
     "get_training_chat_template": "trl_jax.chat_template_utils",
-    "init_zero_verbose": "trl_jax.scripts.quiet",
-    "install": "trl_jax.cli.front",
+    "init_zero_verbose": "trl_jax.scripts.utils",
+    "install": "trl_jax.cli.trl_alias",
     "is_conversational": "trl_jax.data_utils",
     "is_conversational_from_value": "trl_jax.data_utils",
     "is_npu_available": "trl_jax.trainer.utils",
@@ -137,12 +142,12 @@ _WHERE = WHERE | {
     "maybe_extract_prompt": "trl_jax.data_utils",
     "maybe_unpair_preference_dataset": "trl_jax.data_utils",
     "pack_dataset": "trl_jax.data_utils",
-    "pairwise_loss": "trl_jax.losses.pairwise",
+    "pairwise_loss": "trl_jax.losses.supervised",
     "prepare_multimodal_messages": "trl_jax.data_utils",
-    "set_seed": "trl_jax.core.seed",
+    "set_seed": "trl_jax.core.torch_random",
     "setup_chat_format": "trl_jax.chat_template_utils",
     "supports_tool_calling": "trl_jax.chat_template_utils",
-    "token_logps_and_entropies": "trl_jax.hub.token_logps",
+    "token_logps_and_entropies": "trl_jax.hub.pretrained",
     "unpair_preference_dataset": "trl_jax.data_utils",
 }
 _MODULES = ("chat_template_utils", "data_utils", "rewards", "scripts", "trainer")  # that TRL's name as attributes
@@ -159,7 +164,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name[:1] != "_" and name not in _WHERE:
-        from trl_jax.trainer.not_built import NEAR, placeholder
+        from trl_jax.trainer.overrides import NEAR, placeholder
 
         if name in NEAR:
             return placeholder(name)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from trl_jax.data.rows.special_tokens import clone_into
-from trl_jax.data.rows.templates.response_templates import response_template
-from trl_jax.data.rows.templates.tool_calls import (
-    is_chat_template_prefix_preserving as is_chat_template_prefix_preserving,
-)
-from trl_jax.data.rows.templates.tool_calls import supports_tool_calling as supports_tool_calling
-from trl_jax.data.rows.templates.tool_calls import template_for_training
-from trl_jax.data.rows.templates.training import has_generation_markers as has_generation_markers
-from trl_jax.hub.torch.objects import is_torch_model, resize
+from trl_jax.data.chat import clone_into
+from trl_jax.data.chat_templates import has_generation_markers as has_generation_markers
+from trl_jax.data.chat_templates import is_chat_template_prefix_preserving as is_chat_template_prefix_preserving
+from trl_jax.data.chat_templates import response_template, template_for_training
+from trl_jax.data.chat_templates import supports_tool_calling as supports_tool_calling
+from trl_jax.hub.torch_objects import is_torch_model, resize
 
 
 def clone_chat_template(

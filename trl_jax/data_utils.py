@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trl_jax.data.chat import opening
+from trl_jax.data.chat_templates import apply_chat_template as render_messages
+from trl_jax.data.chat_templates import prepare_multimodal_messages as prepare_multimodal_messages
 from trl_jax.data.packing import pack_dataset as pack_dataset
-from trl_jax.data.rows.chat import opening
-from trl_jax.data.rows.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
-from trl_jax.data.rows.preference.unpairing import get_dataset_column_names as get_dataset_column_names
-from trl_jax.data.rows.preference.unpairing import unpair_preference_dataset as unpair_preference_dataset
-from trl_jax.data.rows.templates.rendering import apply_chat_template as render_messages
+from trl_jax.data.preference import get_dataset_column_names as get_dataset_column_names
+from trl_jax.data.preference import unpair_preference_dataset as unpair_preference_dataset
 
 _COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "label")
 _FORMATS = (

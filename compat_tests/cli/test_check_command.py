@@ -8,11 +8,10 @@ import jax
 import pytest
 
 from compat_tests.pages import ROOT
-from trl_jax.cli.check.judging import findings
-from trl_jax.cli.check.reading import read
+from trl_jax.cli.check import findings, read
 from trl_jax.cli.main import main
 
-SCRIPT = '''
+SCRIPT = """
 import os
 import torch
 import trl
@@ -32,14 +31,14 @@ args = SFTConfig("out", max_seq_length=32, optim="lomo", learing_rate=1e-3, pack
     use_liger_kernel=True, warmup_ratio=0.1, warmup_steps=0.1)
 PPOTrainer()
 trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fild=3, peft_config=None, packing=True)
-'''
+"""
 WORKS, CHANGED, REFUSED = "works", "changed", "refused"
 WANTED = {
     "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
     "trl.OnlineDPOConfig": (CHANGED, "It can be imported, but not used: it is not built. Near it: GRPOTrainer"),
     "trl.PPOTrainer": (REFUSED, "it is not built"), "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
     "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl's"),
-    "trl_jax.tasks.Batch": (WORKS, ""),
+    "trl_jax.data.batch.Batch": (WORKS, ""),
     "Mine.compute_loss": (CHANGED, "It is in torch"), "Mine.helper": (WORKS, ""),
     "Mine.training_step": (REFUSED, "which trl_jax never calls"),
     "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),

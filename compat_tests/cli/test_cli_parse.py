@@ -14,9 +14,9 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
-from trl_jax.core.arguments.tables.reward import REWARD
-from trl_jax.scripts import reward, training
-from trl_jax.scripts.datasets import load_splits
+from trl_jax.config.tables import REWARD
+from trl_jax.scripts import reward, train
+from trl_jax.scripts.data import load_splits
 from trl_jax.scripts.utils import ScriptArguments, TrlParser
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
@@ -112,9 +112,7 @@ def test_a_required_flag_may_stand_in_the_file(tmp_path):
 
 
 def test_config_with_an_equals_sign(tmp_path):
-    [parsed] = TrlParser(Flags).parse_args_and_config(
-        [f"--config={yaml_file(tmp_path, 'size: 4')}", "--limit", "1"]
-    )
+    [parsed] = TrlParser(Flags).parse_args_and_config([f"--config={yaml_file(tmp_path, 'size: 4')}", "--limit", "1"])
     assert (parsed.size, parsed.limit) == (4, 1)
 
 
@@ -128,9 +126,7 @@ def test_several_dataclasses_and_subparsers(tmp_path):
 
 def test_env_block(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_JAX_TEST_VARIABLE", "")
-    TrlParser(Flags).parse_args_and_config(
-        ["--config", yaml_file(tmp_path, "env: {TRL_JAX_TEST_VARIABLE: 12}")]
-    )
+    TrlParser(Flags).parse_args_and_config(["--config", yaml_file(tmp_path, "env: {TRL_JAX_TEST_VARIABLE: 12}")])
     assert os.environ["TRL_JAX_TEST_VARIABLE"] == "12"
 
 
@@ -238,9 +234,7 @@ def test_config_is_a_taken_name():
     class Taken:
         config: str = ""
 
-    with pytest.raises(
-        ValueError, match="Taken has a field 'config', but --config names the YAML file. Rename it."
-    ):
+    with pytest.raises(ValueError, match="Taken has a field 'config', but --config names the YAML file. Rename it."):
         TrlParser(Taken)
 
 
@@ -339,9 +333,7 @@ def test_a_run_from_the_command_line(pairs, recorder, capsys):
                  "--eval_strategy", "steps", "--model_init_kwargs", '{"dtype": "bfloat16"}'])  # fmt: skip
     assert code == 0, capsys.readouterr().err
     given = recorder.last.given
-    assert (
-        given["model"] == "m" and given["train_dataset"].to_list() == ROWS and len(given["eval_dataset"]) == 4
-    )
+    assert given["model"] == "m" and given["train_dataset"].to_list() == ROWS and len(given["eval_dataset"]) == 4
     assert given["args"].model_init_kwargs == {"revision": "main", "dtype": "bfloat16"}
     assert recorder.last.done == [("train", None), ("save", "out")]
     assert capsys.readouterr().out == "Training completed.\nModel saved to out.\n"
@@ -389,10 +381,7 @@ NOT_HERE = "is not in this release of trl_jax"
                 "--dataset_test_split",
                 "dev",
             ],
-            (
-                "--dataset_test_split dev: pairs has train, test. Name one of these, or train with"
-                " --eval_strategy no."
-            ),
+            ("--dataset_test_split dev: pairs has train, test. Name one of these, or train with --eval_strategy no."),
         ),
         (
             ["--optim", "lomo"],
@@ -468,10 +457,7 @@ def test_help_ends_with_what_is_refused_and_what_has_no_effect(capsys):
 
 
 def test_starting_imports_neither_jax_nor_transformers():
-    code = (
-        "import sys, trl_jax.cli.main as m; m.main([]); print({'jax', 'transformers', 'torch'} &"
-        " set(sys.modules))"
-    )
+    code = "import sys, trl_jax.cli.main as m; m.main([]); print({'jax', 'transformers', 'torch'} & set(sys.modules))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert run.stdout.endswith("set()\n"), run.stderr
@@ -496,9 +482,7 @@ def test_one_file(tmp_path, kind, streaming):
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
 def test_folders(tmp_path, pairs, streaming):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2])).save_to_disk(
-        tmp_path / "two"
-    )
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "two")
     assert {k: list(v) for k, v in load_splits("one", streaming=streaming).items()} == {"train": ROWS}
     two = load_splits("two", streaming=streaming)
     assert {k: list(v) for k, v in two.items()} == {"train": ROWS, "test": ROWS[:2]}
@@ -532,10 +516,7 @@ def test_folders(tmp_path, pairs, streaming):
             "notes.txt",
             None,
             ValueError,
-            (
-                "dataset file notes.txt ends in '.txt': wanted .jsonl, .json, .parquet, .csv, or one of them"
-                " .gz."
-            ),
+            ("dataset file notes.txt ends in '.txt': wanted .jsonl, .json, .parquet, .csv, or one of them .gz."),
         ),
         (
             "zero.jsonl",
@@ -568,4 +549,4 @@ def test_a_plain_parser_shows_its_help():
 def test_ignore_bias_buffers_is_warned_of():
     script = ScriptArguments(dataset_name="d", ignore_bias_buffers=True)
     with pytest.warns(UserWarning, match="--ignore_bias_buffers has no effect in trl_jax: there are no"):
-        training.check_flags(script, ModelConfig(model_name_or_path="m"))
+        train.check_flags(script, ModelConfig(model_name_or_path="m"))

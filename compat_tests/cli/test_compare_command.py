@@ -9,8 +9,7 @@ import pytest
 
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import tiny_model
-from trl_jax.cli.compare import SIDES, make_parser, run
-from trl_jax.cli.compare.verdict import Record, differences, first_difference, picture, report
+from trl_jax.cli.compare import SIDES, Record, differences, first_difference, make_parser, picture, report, run
 from trl_jax.cli.main import main
 
 SCRIPT = """

@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     """The current folder, with prompts in it."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(8)))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)  # this process's JAX has begun
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
     return tmp_path
 
 

@@ -13,9 +13,8 @@ import pytest
 
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.cli.adjusted import ADJUSTMENTS
-from trl_jax.cli.front import FrontModule
-from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.cli.trl_alias import ADJUSTMENTS, FrontModule
+from trl_jax.hub.peft_config import LoraConfig
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -163,7 +162,7 @@ def test_a_scripts_own_argument_may_have_the_name_of_one_that_trl_lacks(tmp_path
 
 TEMPLATES = """
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.cli.notes import noting
+from trl_jax.cli.main import noting
 
 chat = [{"role": "user", "content": "bread"}]
 tokenizer = tiny_tokenizer(chat_template=True)

@@ -10,10 +10,10 @@ import pytest
 
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax import AutoModelForCausalLM
 from trl_jax.cli.main import main
+from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.scripts import generate
-from trl_jax.scripts.generation_fields import FieldsParser
+from trl_jax.scripts.loaded_model import FieldsParser
 
 TALK = [{"role": "user", "content": "How do I bake the bread?"}]
 ROWS = [{"prompt": "Tell me", "id": 1}, {"messages": TALK}, {"prompt": TALK}, {"text": "Why should"}, {"prompt": "a"}]

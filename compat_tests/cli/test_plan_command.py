@@ -9,16 +9,16 @@ import pytest
 
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
-from trl_jax import RewardConfig
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
 from trl_jax.scripts.plan import NO_PART, without_part
+from trl_jax.trainer.reward_config import RewardConfig
 
 
 @pytest.fixture(autouse=True)
 def begun(monkeypatch):
     """This process's JAX has begun, and keeps its settings."""
-    monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
 
 
 @only_thorough

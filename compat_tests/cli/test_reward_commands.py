@@ -17,7 +17,7 @@ from trl_jax import rewards
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
 from trl_jax.scripts.grpo import GRPOScriptArguments
-from trl_jax.scripts.reward_sources import reward_sources
+from trl_jax.scripts.train import reward_sources
 from trl_jax.scripts.utils import TrlParser
 
 ROOT = Path(__file__).parents[2]

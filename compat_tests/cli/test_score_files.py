@@ -15,11 +15,10 @@ import pytest
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.cli.main import main
-from trl_jax.hub.find import find_checkpoint
-from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.pretrained import PreTrainedModel, ScoreOutput
-from trl_jax.scripts import score
-from trl_jax.scripts.rows import output as score_output
+from trl_jax.scripts import rows, score
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +251,7 @@ def test_a_full_disk_is_told_with_the_file_and_rows_stay(cut_off, scored, monkey
     def opening(path, mode="r", **how):
         return Full(path, mode) if mode == "ab" and how else open(path, mode, **how)
 
-    monkeypatch.setattr(score_output, "open", opening, raising=False)
+    monkeypatch.setattr(rows, "open", opening, raising=False)
     status, told = scored()
     assert status == 2 and f"No space left on device: '{cut_off}'" in told and "4 rows are scored and stay" in told
     monkeypatch.undo()

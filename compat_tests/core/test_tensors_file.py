@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from trl_jax.core.files.tensors_file import Pieces, write_tensors
+from trl_jax.core.files import Pieces, write_tensors
 
 
 def of(array: np.ndarray, parts: int = 1) -> Pieces:

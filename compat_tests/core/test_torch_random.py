@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from trl_jax.core.seed import default_generator
-from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.core.torch_random import TorchGenerator, default_generator
 
 # Recorded of torch 2.13: seed, shape, digests of two tensors of exponential_(1), then randint(0, 2**20).
 EXPONENTIALS = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compat_tests.effort import drawn
-from trl_jax.core.torch_sums import torch_sum
+from trl_jax.core.torch_random import torch_sum
 
 GENERATOR = np.random.default_rng(0)
 LENGTHS = sorted({1, 3, 7, 8, 9, 31, 64, 300, 4097} | set(GENERATOR.integers(1, 600, drawn(60)).tolist()))

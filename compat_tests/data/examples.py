@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from trl_jax.data.example import Columns, Example
-from trl_jax.data.extras import Extras
+from trl_jax.data.batch import Columns, Example, Extras
 
 PAD = 7
 TEXTS = (1, 2, 3)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from trl_jax.data.example import Columns
-from trl_jax.data.loader import ExampleLoader
-from trl_jax.data.step_layout import StepLayout
+from trl_jax.data.batch import Columns
+from trl_jax.data.loader import ExampleLoader, StepLayout
 
 _OF_LAYOUT = {field.name for field in fields(StepLayout)}
 

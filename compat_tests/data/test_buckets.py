@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_jax.core.packed import BLOCK
-from trl_jax.data.layout.buckets import Buckets, fitted, rounded
+from trl_jax.core.outputs import BLOCK
+from trl_jax.data.layout_plan import Buckets, fitted, rounded
 
 
 @given(st.integers(1, 100_000))

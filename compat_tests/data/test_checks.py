@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows import checks
-from trl_jax.data.rows.preference.reward import pair_checks, prepare
+from trl_jax.data import checks, reward
+from trl_jax.data.reward import prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}
@@ -50,9 +50,7 @@ def test_an_empty_dataset(name, text):
 
 
 def test_max_length_that_removes_every_row():
-    dataset = table(
-        [{"chosen_ids": [1] * 90, "rejected_ids": [2]}, {"chosen_ids": [1], "rejected_ids": [2] * 81}]
-    )
+    dataset = table([{"chosen_ids": [1] * 90, "rejected_ids": [2]}, {"chosen_ids": [1], "rejected_ids": [2] * 81}])
     refuses(
         dataset,
         "max_length=64 removes all 2 rows of train_dataset: the shortest pair has 81 tokens. "
@@ -94,9 +92,7 @@ def test_what_is_neither_text_nor_messages(form):
 @both
 def test_text_and_conversation_in_one_row(form):
     row = {"prompt": "hi", "chosen": CHAT, "rejected": CHAT}
-    text = (
-        "Row 0 of train_dataset: 'prompt' is text, 'chosen' is a conversation, 'rejected' is a conversation"
-    )
+    text = "Row 0 of train_dataset: 'prompt' is text, 'chosen' is a conversation, 'rejected' is a conversation"
     refuses(form([row]), text)
     refuses(form([row]), 'dataset.remove_columns("prompt")')
 
@@ -153,7 +149,7 @@ def test_margins_that_are_numbers(form, margin):
 
 
 @both
-@pytest.mark.parametrize("column", pair_checks.IDS)
+@pytest.mark.parametrize("column", reward.IDS)
 def test_rows_without_ids(form, column):
     for found in ([], None):
         rows = [IDS, IDS, IDS | {column: found}]
@@ -164,9 +160,7 @@ def test_rows_without_ids(form, column):
 @both
 def test_ids_that_are_no_ints(form):
     where = "Row 0 of train_dataset, column 'chosen_ids': found "
-    refuses(
-        form([IDS | {"chosen_ids": "abc"}]), where + "'abc' (str), wanted a list of at least one token id"
-    )
+    refuses(form([IDS | {"chosen_ids": "abc"}]), where + "'abc' (str), wanted a list of at least one token id")
     refuses(form([IDS | {"chosen_ids": [1.5, 2.0]}]), where + "1.5 (float), wanted nothing but ints")
     refuses(form([IDS | {"chosen_ids": [3, None]}]), where + "None, wanted nothing but ints")
     refuses(form([IDS | {"chosen_ids": [[3], [4]]}]), where + "[3] (list), wanted nothing but ints")
@@ -182,17 +176,13 @@ def test_a_stream_row_that_no_column_can_hold():
 def test_a_template_that_renders_nothing():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ '' }}"
-    text = (
-        "Row 0 of train_dataset, column 'chosen_ids': found [] (list), wanted a list of at least one token id"
-    )
+    text = "Row 0 of train_dataset, column 'chosen_ids': found [] (list), wanted a list of at least one token id"
     refuses(table([{"chosen": CHAT, "rejected": CHAT}]), text, tokenizer=tokenizer)
 
 
 @both
 def test_a_conversation_without_a_chat_template(form):
-    text = (
-        "Row 0 of train_dataset is a conversation and the tokenizer (TokenizersBackend) has no chat template"
-    )
+    text = "Row 0 of train_dataset is a conversation and the tokenizer (TokenizersBackend) has no chat template"
     tokenizer = tiny_tokenizer()
     text = text.replace("TokenizersBackend", type(tokenizer).__name__)
     dataset = form([{"chosen": CHAT, "rejected": CHAT}])
@@ -275,9 +265,7 @@ def test_equal_pairs_are_warned_of_once_with_their_count(caplog):
     same = {"chosen_ids": [5, 6], "rejected_ids": [5, 6]}
     close = {"chosen_ids": [5, 6], "rejected_ids": [5, 7]}
     ready(table([close, same, close, same, IDS, same]))
-    text = (
-        "3 of 6 rows of train_dataset have identical chosen and rejected tokens: no preference (first: row 1)"
-    )
+    text = "3 of 6 rows of train_dataset have identical chosen and rejected tokens: no preference (first: row 1)"
     assert caplog.messages == [text]
 
 
@@ -290,7 +278,7 @@ def test_a_stream_warns_of_its_first_empty_text_and_equal_pair(caplog):
     ]
 
 
-@pytest.mark.parametrize("column", pair_checks.IDS)
+@pytest.mark.parametrize("column", reward.IDS)
 @pytest.mark.parametrize("token", [-1, 32, 10**9])
 @both
 def test_token_ids_outside_the_vocabulary(form, column, token):
@@ -300,13 +288,13 @@ def test_token_ids_outside_the_vocabulary(form, column, token):
         "vocabulary (vocab_size=32). Pass the tokenizer that belongs to the model, or resize its embeddings."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
-        list(checks.check_token_ids(dataset, pair_checks.IDS, 32, "train"))
+        list(checks.check_token_ids(dataset, reward.IDS, 32, "train"))
 
 
 @both
 def test_token_ids_inside_the_vocabulary_pass(form):
     rows = [IDS, {"chosen_ids": [0, 31], "rejected_ids": [31]}]
-    assert list(checks.check_token_ids(form(rows), pair_checks.IDS, 32, "train")) == rows
+    assert list(checks.check_token_ids(form(rows), reward.IDS, 32, "train")) == rows
 
 
 @both

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trl_jax.data.example import IGNORED, Context, Example
-from trl_jax.data.layout.placing import bins_of, greedy_bins, place
-from trl_jax.data.step_layout import IndexedExample, StepLayout
-from trl_jax.dryrun.step_flops import attended_keys
+from trl_jax.data.batch import IGNORED, Context, Example
+from trl_jax.data.loader import IndexedExample, StepLayout
+from trl_jax.data.packed import bins_of, greedy_bins, place
+from trl_jax.plan.estimate import attended_keys
 
 SIZE, GROUP = 6, 3
 

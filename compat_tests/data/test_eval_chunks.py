@@ -8,10 +8,10 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.data.loaders import example_loader
-from trl_jax.core.packed import BLOCK
-from trl_jax.data import eval_chunks
-from trl_jax.data.eval_chunks import EvalChunks
-from trl_jax.data.example import Columns
+from trl_jax.core.outputs import BLOCK
+from trl_jax.data import loader as eval_chunks
+from trl_jax.data.batch import Columns
+from trl_jax.data.loader import EvalChunks
 
 PAD, SIZE = 0, 3
 TEXTS = ("first", "second", "third")

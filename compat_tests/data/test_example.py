@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compat_tests.data.examples import COLUMNS, TEXTS, examples_of, row_of
-from trl_jax.data.example import Columns, Example, loss_batch, of_examples
-from trl_jax.data.extras import Extras
-from trl_jax.data.fingerprint import fingerprint, row_digest
+from trl_jax.data.batch import Columns, Example, Extras, loss_batch, of_examples
+from trl_jax.data.loader import fingerprint, row_digest
 
 every_number_of_texts = pytest.mark.parametrize("texts", TEXTS)
 

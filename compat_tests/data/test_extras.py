@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trl_jax.data.example import IGNORED, Example, loss_batch
-from trl_jax.data.extras import Extras
-from trl_jax.data.step_layout import IndexedExample, StepLayout
+from trl_jax.data.batch import IGNORED, Example, Extras, loss_batch
+from trl_jax.data.loader import IndexedExample, StepLayout
 
 SIZE = 4
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from compat_tests.data.examples import COLUMNS, TEXTS, examples_of, row_of
 from compat_tests.data.test_packed import laid_out
 from compat_tests.effort import drawn
-from trl_jax.data.layout.buckets import EARLY, Buckets
-from trl_jax.data.layout.plan import plan_layout
-from trl_jax.data.layout.survey import survey
-from trl_jax.data.order import epoch_order
+from trl_jax.data.layout_plan import EARLY, Buckets, plan_layout, survey
+from trl_jax.data.loader import epoch_order
 
 TWO = ("first", "second")
 

@@ -8,9 +8,8 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from compat_tests.data.loaders import example_loader
-from trl_jax.data.example import Columns
-from trl_jax.data.extras import Extras
-from trl_jax.data.order import epoch_order
+from trl_jax.data.batch import Columns, Extras
+from trl_jax.data.loader import epoch_order
 
 PAD = 0
 TEXTS = ("first", "second", "third")

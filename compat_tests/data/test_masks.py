@@ -8,7 +8,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, IterableDataset, List, Value
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows.preference.reward import pair_checks, prepare
+from trl_jax.data import reward
+from trl_jax.data.reward import prepare
 
 MASKED = ("attention_mask_chosen", "attention_mask_rejected")
 
@@ -53,7 +54,7 @@ def test_padded_rows_are_what_unpadded_ones_are(form, side, caplog):
     ]
     assert caplog.messages == []
     padded = ready(form(tokenised(side, padding="max_length", max_length=96)), max_length=90)
-    assert list(padded) == plain and all(row.keys() == {*pair_checks.IDS, "margin"} for row in plain)
+    assert list(padded) == plain and all(row.keys() == {*reward.IDS, "margin"} for row in plain)
     told = [message for message in caplog.messages if "padding" in message]
     assert len(told) == 1
     assert list(ready(padded)) == plain and len(caplog.messages) == 1, "preparing twice is preparing once"

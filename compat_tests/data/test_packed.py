@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat_tests.data.examples import PAD, ids, steps
-from trl_jax.data.example import Example
-from trl_jax.data.layout.batch import last_real_token
-from trl_jax.data.layout.buckets import Buckets
-from trl_jax.data.layout.packed import PackingSpec, pack_examples
-from trl_jax.data.layout.placing import greedy_bins, place, shared_tokens
-from trl_jax.data.layout.row_view import RowViewShape
+from trl_jax.data.batch import Example, last_real_token
+from trl_jax.data.layout_plan import Buckets
+from trl_jax.data.packed import PackingSpec, RowViewShape, greedy_bins, pack_examples, place, shared_tokens
 
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 

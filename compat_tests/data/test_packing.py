@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat_tests.effort import drawn
-from trl_jax.data_utils import pack_dataset
+from trl_jax.data.packing import pack_dataset
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = st.lists(st.integers(0, 13), min_size=1, max_size=40).filter(any)

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat_tests.data.examples import PAD, steps
-from trl_jax.data.example import Example
-from trl_jax.data.extras import Extras
-from trl_jax.data.layout.batch import last_real_token, padded_length
-from trl_jax.data.layout.padded import pad_examples
+from trl_jax.data.batch import Example, Extras, last_real_token, padded_length
+from trl_jax.data.packed import pad_examples
 
 
 def padded(groups, size=4, count=3, multiple=None):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from compat_tests.effort import drawn
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows.preference.reward import pairs as rows_of_pairs
-from trl_jax.data.rows.preference.reward import prepare
+from trl_jax.data import reward
+from trl_jax.data.reward import prepare
 
 TEMPLATE = (
     "{% if tools is not none %}tools: {{ tools | tojson }}\n{% endif %}"
@@ -54,9 +54,7 @@ def pairs(dataset):
 
 
 def _with(rows, **columns):
-    return [
-        row | {key: values[i % len(values)] for key, values in columns.items()} for i, row in enumerate(rows)
-    ]
+    return [row | {key: values[i % len(values)] for key, values in columns.items()} for i, row in enumerate(rows)]
 
 
 def _ended(rows):
@@ -81,9 +79,7 @@ FORMS = {
     "tools": _with(preference_rows(4, "chat"), tools=[TOOLS]),
     "tools_json": _with(preference_rows(4, "chat_prompt"), tools=[json.dumps(TOOLS), "[]"]),
     "tools_some": _with(preference_rows(4, "chat"), tools=[TOOLS, None]),
-    "template_kwargs": _with(
-        preference_rows(4, "chat"), chat_template_kwargs=[{"loud": True}, {"loud": False}]
-    ),
+    "template_kwargs": _with(preference_rows(4, "chat"), chat_template_kwargs=[{"loud": True}, {"loud": False}]),
     "other_columns": _with(preference_rows(4, "text"), source=["web", "book"], score=[1.5]),
     "tokenised": [
         {"chosen_ids": [5, 6, 7], "rejected_ids": [8]},
@@ -120,9 +116,7 @@ def test_rows_equal_trls(form, limited, streaming, tokenizer):
 )
 def test_any_text_equals_trls(texts, prompt, tokenizer):
     rows = [{"prompt": prompt, "chosen": a, "rejected": b + "</s>"} for a, b in texts]
-    assert pairs(ours(Dataset.from_list(rows), tokenizer)) == pairs(
-        theirs(Dataset.from_list(rows), tokenizer)
-    )
+    assert pairs(ours(Dataset.from_list(rows), tokenizer)) == pairs(theirs(Dataset.from_list(rows), tokenizer))
 
 
 def test_the_given_dataset_and_its_text_stay_as_they_were(tokenizer):
@@ -192,7 +186,7 @@ def test_the_cache_is_found_again(tokenizer, tmp_path, monkeypatch):
     file.write_text("\n".join(json.dumps(row) for row in preference_rows(10)))
     dataset = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
     first = ours(dataset, tokenizer)
-    monkeypatch.setattr(rows_of_pairs, "read_pair", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(reward, "read_pair", lambda *_: pytest.fail("tokenised again"))
     second = ours(dataset, tokenizer)
     assert first.cache_files == second.cache_files and pairs(first) == pairs(second)
 
@@ -217,9 +211,7 @@ def test_a_stream_reports_the_first_pair_that_max_length_removes(tokenizer, capl
 def test_progress_is_described_as_trl_does(tokenizer, monkeypatch):
     seen = []
     real = Dataset.map
-    monkeypatch.setattr(
-        Dataset, "map", lambda self, *a, **k: (seen.append(k["desc"]), real(self, *a, **k))[1]
-    )
+    monkeypatch.setattr(Dataset, "map", lambda self, *a, **k: (seen.append(k["desc"]), real(self, *a, **k))[1])
     for name in ("train", "eval", "eval_dataset['a_b']"):
         ours(Dataset.from_list(preference_rows(2)), tokenizer, name=name)
     assert seen == ["Tokenizing train dataset", "Tokenizing eval dataset", "Tokenizing eval dataset['a_b']"]

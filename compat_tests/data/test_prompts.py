@@ -13,8 +13,7 @@ from datasets import Dataset, IterableDataset
 
 import trl_jax
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows import prompts as rows
-from trl_jax.data.rows.templates import limits
+from trl_jax.data import chat_templates, prompts
 
 TALK = [{"role": "user", "content": "hi"}]
 CALL = [{"id": "1", "function": {"name": "look"}}]
@@ -28,7 +27,7 @@ TALKS = {
     "empty": ([], r"found \[\] \(list\), wanted a text, or messages"),
     "no message": ([*TALK, None], "found None, wanted messages alone, each a dict with role and content"),
     "no role": ([*TALK, {"role": None, "content": "a"}], "wanted messages alone, each a dict with role and content"),
-    "no content": ([*TALK, {"role": "user", "content": None}], "wanted a message with content; an empty one is \'\'"),
+    "no content": ([*TALK, {"role": "user", "content": None}], "wanted a message with content; an empty one is ''"),
     "no calls": ([{"role": "user", "content": None, "tool_calls": []}], "wanted a message with content"),
 }
 HALVES = (("a\ud800", "is half of one"), ([{"role": "user", "content": "\udfff"}], "is half of one"))
@@ -44,7 +43,7 @@ def stream(values):
 
 
 def checked(dataset, name="train", **tokenizer):
-    return rows.check_prompts(dataset, name, tiny_tokenizer(**tokenizer))
+    return prompts.check_prompts(dataset, name, tiny_tokenizer(**tokenizer))
 
 
 @pytest.mark.parametrize(("good", "bad", "text"), CASES)
@@ -113,27 +112,27 @@ def test_prompts_are_rendered_as_the_tokenizer_does_it():
     tokenizer = tiny_tokenizer(chat_template=True)
     talks = [TALK, TALK, [{"role": "user", "content": "a longer one"}], TALK]
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    assert rows.prompt_ids(talks, tokenizer) == tokenizer.apply_chat_template(talks, **options)["input_ids"]
+    assert prompts.prompt_ids(talks, tokenizer) == tokenizer.apply_chat_template(talks, **options)["input_ids"]
 
 
 def test_texts_and_messages_in_one_generation():
     with pytest.raises(ValueError, match="must be all texts or all messages, and two .* are 'a' and "):
-        rows.prompt_ids(["a", TALK], tiny_tokenizer(chat_template=True))
+        prompts.prompt_ids(["a", TALK], tiny_tokenizer(chat_template=True))
 
 
 def test_a_template_that_makes_too_much_shows_the_prompt(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CHARACTERS", 10**6)
+    monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ 'a' * 10**7 }}"
     with pytest.raises(ValueError, match=r"^The prompt \[\{'content': 'hi', .*chat template makes a text .* too large"):
-        rows.prompt_ids([TALK], tokenizer)
+        prompts.prompt_ids([TALK], tokenizer)
 
 
 def test_an_error_of_a_template_shows_the_prompt():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(Exception, match="roles must alternate") as caught:
-        rows.prompt_ids([TALK], tokenizer)
+        prompts.prompt_ids([TALK], tokenizer)
     [note] = caught.value.__notes__
     assert note.startswith("The prompt [{") and note.endswith("raised by the tokenizer's chat template.")
 
@@ -156,7 +155,7 @@ def test_the_package_renders_templates_in_one_place():
         if (lines := calls_of_templates(path.read_text(encoding="utf-8")))
     }
     assert {name: len(lines) for name, lines in found.items()} == {
-        "data/rows/templates/rendering.py": 1,
-        "cli/adjusted.py": 1,  # wraps the method of transformers that a script calls
+        "data/chat_templates.py": 1,
+        "cli/trl_alias.py": 1,  # wraps the method of transformers that a script calls
     }
     assert calls_of_templates("a = f(tokenizer.apply_chat_template)\nb = tokenizer.apply_chat_template([])") == [1, 2]

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, disable_caching, enable_caching
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows.sft.preparation import prepare
+from trl_jax.data.sft import prepare
 
 ASK, ANSWER = [{"role": "user", "content": "why"}], [{"role": "assistant", "content": "because"}]
 TEXT, TALK = {"text": "gladly"}, {"messages": ASK + ANSWER}
@@ -162,7 +162,7 @@ def test_a_column_of_labels_beside_texts_is_not_read(tokenizer, caplog):
 
 
 def test_a_prompt_that_is_no_prefix_is_warned_of(tokenizer, caplog):
-    from trl_jax.data.rows.sft import rows as sft_rows
+    from trl_jax.data import sft as sft_rows
 
     sft_rows.warn_of_prefix.cache_clear()
     prepared([{"prompt": "gla", "completion": "dly"}] * 2, tokenizer)

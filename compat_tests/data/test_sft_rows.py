@@ -12,7 +12,7 @@ from datasets import Dataset, disable_caching, enable_caching
 
 from compat_tests.effort import usual
 from compat_tests.tiny import BAD, GOOD, preference_rows, tiny_model, tiny_tokenizer
-from trl_jax.data.rows.sft.preparation import prepare
+from trl_jax.data.sft import prepare
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m['role'] }}"

@@ -8,11 +8,10 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.data.loaders import example_loader
-from trl_jax.data.eval_chunks import EvalChunks
-from trl_jax.data.example import Columns
-from trl_jax.data.layout.batch import last_real_token
-from trl_jax.data.layout.buckets import ViewBuckets
-from trl_jax.data.layout.sharded import by_shard, filled
+from trl_jax.data.batch import Columns, last_real_token
+from trl_jax.data.layout_plan import ViewBuckets
+from trl_jax.data.loader import EvalChunks
+from trl_jax.data.packed import by_shard, filled
 
 PAD, SHARDS = 0, 4
 TEXTS = ("first", "second", "third")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows import special_tokens
-from trl_jax.data.rows.special_tokens import settle, settle_chat_template, warn_of_shared_pad
+from trl_jax.data import chat
+from trl_jax.data.chat import settle, settle_chat_template, warn_of_shared_pad
 
 
 @pytest.fixture(autouse=True)
 def _warn_afresh():
-    special_tokens._warn_shared.cache_clear()
+    chat._warn_shared.cache_clear()
 
 
 @pytest.mark.parametrize(

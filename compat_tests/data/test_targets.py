@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from compat_tests.data.loaders import example_loader
 from compat_tests.effort import drawn
-from trl_jax.data.eval_chunks import EvalChunks
-from trl_jax.data.example import IGNORED, Columns, Example, loss_batch
-from trl_jax.data.extras import Extras
-from trl_jax.data.fingerprint import fingerprint, row_digest
-from trl_jax.data.layout.buckets import Buckets, ViewBuckets
-from trl_jax.data.rows.labels import check_labels
+from trl_jax.data.batch import IGNORED, Columns, Example, Extras, loss_batch
+from trl_jax.data.checks import check_labels
+from trl_jax.data.layout_plan import Buckets, ViewBuckets
+from trl_jax.data.loader import EvalChunks, fingerprint, row_digest
 
 SINGLE = Columns(("input_ids",), labels=("labels",), documents="seq_lengths")
 PAIR = Columns(("chosen", "rejected"), labels=("chosen_labels", "rejected_labels"))

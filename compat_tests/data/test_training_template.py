@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows.templates import training as ours
-from trl_jax.data.rows.templates.marked import marked
-from trl_jax.data.rows.templates.rendering import render
+from trl_jax.data import chat_templates
+from trl_jax.data.chat_templates import marked, render
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}]
@@ -75,10 +74,10 @@ def test_a_derived_template_is_trls(name):
     """In every talk that the template takes: the same text and the same marks."""
     file = twins()[name]
     plain = file.with_name(f"{name}.jinja").read_text(encoding="utf-8")
-    found, wanted = ours.derived(plain), file.read_text(encoding="utf-8")
+    found, wanted = chat_templates.derived(plain), file.read_text(encoding="utf-8")
     assert (found is None) == (name in NOT_DERIVED)
     if found is None:
-        assert ours.training_template(plain) == wanted
+        assert chat_templates.training_template(plain) == wanted
         return
     seen = 0
     for talk in TALKS.values():
@@ -99,7 +98,7 @@ CHATML = (
 
 
 def test_an_unknown_template_is_marked_too():
-    found = ours.training_template(CHATML)
+    found = chat_templates.training_template(CHATML)
     text, marks = told(found, TALKS["two"], spans=True)
     assert text == told(CHATML, TALKS["two"])[0]
     assert "".join(text[mark] for mark in marks) == "Now.<|im_end|>\nBecause\n\nso.<|im_end|>\n"
@@ -126,7 +125,7 @@ def test_an_unknown_template_is_marked_too():
 )
 def test_a_template_that_cannot_be_marked_is_refused(template):
     with pytest.raises(ValueError, match=r"is not training-compatible \(missing prefix-preservation or `{%"):
-        ours.training_template(template[1])
+        chat_templates.training_template(template[1])
 
 
 def test_a_loop_that_is_left_early_says_so():
@@ -143,4 +142,4 @@ def test_whether_the_stop_token_is_trained(end, wanted):
         + end
         + "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
     )
-    assert ours.stop_token_is_trained(tokenizer, None) is wanted
+    assert chat_templates.stop_token_is_trained(tokenizer, None) is wanted

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from compat_tests.exported import configs
-from trl_jax.core.packed import reads_of_rows
-from trl_jax.hub.exported.backend import load_exported
-from trl_jax.models.functional import merge
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.exported.program import load_exported
+from trl_jax.models.model import merge
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
 PULL = np.linspace(-1.0, 1.5, 4, dtype=np.float32)

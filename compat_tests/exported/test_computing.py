@@ -14,14 +14,16 @@ from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
 
-from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
-from compat_tests.parity.reference import read_weights  # noqa: E402
-from trl_jax import AutoModelForSequenceClassification  # noqa: E402
-from trl_jax.core.packed import reads_of_rows  # noqa: E402
-from trl_jax.hub.exported import positions  # noqa: E402
-from trl_jax.hub.find import find_checkpoint  # noqa: E402
-from trl_jax.hub.torch.bridge import unloaded  # noqa: E402
-from trl_jax.models.functional import merge  # noqa: E402
+from compat_tests.exported.check import PULL, QUICKLY
+from compat_tests.parity.reference import read_weights
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.hub import model_types
+from trl_jax.hub.auto import (
+    AutoModelForSequenceClassification,
+    find_checkpoint,
+)
+from trl_jax.hub.torch_bridge import unloaded
+from trl_jax.models.model import merge
 
 
 def load(folder, **how):
@@ -235,11 +237,11 @@ def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, 
             model(ids)
 
 
-@pytest.mark.parametrize("model_type", positions.OFFSETS)
+@pytest.mark.parametrize("model_type", model_types.OFFSETS)
 def test_rows_that_no_position_has_are_as_many_as_transformers_leaves_out(model_type):
     parts = unloaded(configs.config(model_type)).modules()
     assert [part.offset for part in parts if "PositionalEmbedding" in type(part).__name__] == [
-        positions.OFFSETS[model_type]
+        model_types.OFFSETS[model_type]
     ]
 
 
@@ -248,6 +250,8 @@ def test_the_number_of_parameters_is_transformers(bloom, model):
     assert model.num_parameters() == theirs.num_parameters()
     embedded = theirs.get_input_embeddings().weight.numel()
     assert model.num_parameters(exclude_embeddings=True) == theirs.num_parameters() - embedded
-    assert model.vocab_size == json.loads((bloom / "config.json").read_text())["vocab_size"] == len(
-        read_weights(bloom)["transformer.word_embeddings.weight"]
+    assert (
+        model.vocab_size
+        == json.loads((bloom / "config.json").read_text())["vocab_size"]
+        == len(read_weights(bloom)["transformer.word_embeddings.weight"])
     )

@@ -10,9 +10,9 @@ from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
 
-from trl_jax.hub.exported import model as exported  # noqa: E402
-from trl_jax.hub.exported.model import TorchModel  # noqa: E402
-from trl_jax.hub.torch.fake_pass import fake_pass  # noqa: E402
+from trl_jax.exported import program  # noqa: E402
+from trl_jax.exported.export import fake_pass  # noqa: E402
+from trl_jax.exported.program import TorchModel  # noqa: E402
 
 
 def load(folder) -> TorchModel:
@@ -35,7 +35,7 @@ def test_an_exported_program_tells_where_a_pass_without_numbers_fails(tmp_path, 
     folder = configs.build(tmp_path, "luke")
     told, passed = load(folder), load(folder)
     assert passed.undecayed and not passed._programs  # nothing was exported for it
-    monkeypatch.setattr(exported, "fake_pass", lambda *args, **kwargs: None)
+    monkeypatch.setattr(program, "fake_pass", lambda *args, **kwargs: None)
     assert told.undecayed == passed.undecayed and told._programs
 
 

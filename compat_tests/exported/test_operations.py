@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import transformers.integrations.moe  # noqa: E402, F401 - it registers an operation
 
-from trl_jax.nn.aten.table import OPERATIONS, RANDOM  # noqa: E402
+from trl_jax.exported.aten import OPERATIONS, RANDOM  # noqa: E402
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 DICE = np.random.default_rng(0)

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from compat_tests.exported import configs
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.exported import translation
-from trl_jax.hub.exported.model import TorchModel
-from trl_jax.hub.exported.model_types import is_exported, objection
-from trl_jax.hub.exported.refused import REFUSED
+from trl_jax.exported import program
+from trl_jax.exported.program import TorchModel
+from trl_jax.hub.auto import AutoModelForSequenceClassification
 from trl_jax.hub.families import families
+from trl_jax.hub.model_types import REFUSED, is_exported, objection
 
 
 def folder_of(tmp_path, **config):
@@ -71,7 +70,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
 def test_an_unknown_operation_is_named_when_the_model_is_exported(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     model = AutoModelForSequenceClassification.from_pretrained(configs.build(tmp_path, "albert"))
-    monkeypatch.delitem(translation.OPERATIONS, "aten.tanh.default")
+    monkeypatch.delitem(program.OPERATIONS, "aten.tanh.default")
     with pytest.raises(ValueError, match="'albert' needs operations .* counterpart of: aten.tanh.default"):
         model(*configs.rows())
 

@@ -9,21 +9,21 @@ import pytest
 
 from compat_tests.effort import THOROUGH, thorough, usual
 from compat_tests.exported import configs
-from trl_jax.nn.aten import recurrences
+from trl_jax.exported import aten
 
 torch = pytest.importorskip("torch")
 
 from compat_tests.exported.check import QUICKLY  # noqa: E402
-from trl_jax import AutoModelForCausalLM  # noqa: E402
-from trl_jax.hub.torch import scans  # noqa: E402
+from trl_jax.hub import torch_bridge  # noqa: E402
+from trl_jax.hub.auto import AutoModelForCausalLM  # noqa: E402
 
 
 @usual("_in_turn-1", "_joined-2")
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("way", ["_in_turn", "_joined"])  # of a CPU, and of accelerators
 def test_the_recurrence_and_its_gradients_are_those_of_a_loop(axis, way, monkeypatch):
-    compute = getattr(recurrences, way)
-    monkeypatch.setattr(recurrences, "_scan", lambda a, b, axis, reverse: compute(a, b, axis=axis, reverse=reverse))
+    compute = getattr(aten, way)
+    monkeypatch.setattr(aten, "_scan", lambda a, b, axis, reverse: compute(a, b, axis=axis, reverse=reverse))
     rng = np.random.default_rng(0)
     decay, drive, pull = (rng.normal(size=(2, 5, 7)).astype(np.float32) for _ in range(3))
     a, b = torch.tensor(decay, requires_grad=True), torch.tensor(drive, requires_grad=True)
@@ -33,20 +33,24 @@ def test_the_recurrence_and_its_gradients_are_those_of_a_loop(axis, way, monkeyp
         states.append(state)
     wanted = torch.stack(states, axis)
     wanted.backward(torch.tensor(pull))
-    found, back = jax.vjp(lambda decay, drive: recurrences.linear_recurrence(decay, drive, axis), decay, drive)
+    found, back = jax.vjp(lambda decay, drive: aten.linear_recurrence(decay, drive, axis), decay, drive)
     np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(back(jnp.asarray(pull)), (a.grad, b.grad), strict=True):
         np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
-        scans._linear_recurrence()(torch.tensor(decay), torch.tensor(drive), axis), wanted.detach().numpy(), rtol=1e-5
+        torch_bridge._linear_recurrence()(torch.tensor(decay), torch.tensor(drive), axis),
+        wanted.detach().numpy(),
+        rtol=1e-5,
     )
 
 
 def test_only_a_linear_recurrence_is_taken_for_one():
-    assert scans._is_linear_recurrence(lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]))
-    assert not scans._is_linear_recurrence(lambda left, right: (left[0] * right[0], right[0] * left[1] - right[1]))
-    assert not scans._is_linear_recurrence(lambda left, right: left[0] + right[0])
-    assert not scans._is_linear_recurrence(lambda left, right: (torch.mul(left[0], right[0]), right[1]))
+    assert torch_bridge._is_linear_recurrence(lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]))
+    assert not torch_bridge._is_linear_recurrence(
+        lambda left, right: (left[0] * right[0], right[0] * left[1] - right[1])
+    )
+    assert not torch_bridge._is_linear_recurrence(lambda left, right: left[0] + right[0])
+    assert not torch_bridge._is_linear_recurrence(lambda left, right: (torch.mul(left[0], right[0]), right[1]))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", thorough("falcon_mamba")])
@@ -83,7 +87,7 @@ def test_logits_and_gradients_are_transformers_and_one_program_serves_every_leng
 
 
 def _ours(model, ids, mask, pull):
-    from trl_jax.models.functional import merge
+    from trl_jax.models.model import merge
 
     def pulled(params):
         logits = merge(model.graph, params)(jnp.asarray(ids), None, None, valid=jnp.asarray(mask, bool))

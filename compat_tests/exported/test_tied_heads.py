@@ -8,8 +8,8 @@ from safetensors.numpy import load_file
 
 from compat_tests.effort import thorough
 from compat_tests.exported import configs
-from trl_jax import AutoModelForCausalLM
-from trl_jax.hub.exported import model as exported
+from trl_jax.exported import program
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -48,5 +48,5 @@ def test_its_logits_are_torchs_and_it_is_saved_once(model, folder, tmp_path):
 @pytest.mark.parametrize("passes", [True, thorough(False)])
 def test_the_table_has_a_gradient_by_either_name(passes, model, monkeypatch):
     if not passes:  # an exported program tells
-        monkeypatch.setattr(exported, "fake_pass", lambda *args, **kwargs: None)
+        monkeypatch.setattr(program, "fake_pass", lambda *args, **kwargs: None)
     assert model.backend._model._without_gradient() == frozenset()

@@ -63,7 +63,8 @@ def test_what_is_saved_is_what_trl_saves(model_type, runs, trainable):
 def test_the_log_names_the_engine_and_the_best_model_comes_back(trainable, tmp_path, caplog):
     from datasets import Dataset
 
-    from trl_jax import RewardConfig, RewardTrainer
+    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.trainer.reward_trainer import RewardTrainer
 
     rows = Dataset.from_list(preference_rows(16))
     args = RewardConfig(

@@ -1,6 +1,6 @@
 """Types of the long tail score and differentiate as transformers' own code does.
 
-All of them: python -m compat_tests.bench.exported_sweep
+All of them: python -m benchmarks.exported_sweep
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def test_some_are_among_all():
 @only_thorough
 def test_the_comparison_notices_a_wrong_operation(tmp_path, monkeypatch):
     """gelu by its other formula: a thousandth off at most."""
-    from trl_jax.nn.aten import table
-    from trl_jax.nn.aten.pointwise import _gelu
+    from trl_jax.exported import aten as table
+    from trl_jax.exported.aten import _gelu
 
     folder = configs.build(tmp_path, "albert", hidden_act="gelu")
     assert compare(folder).scores < 1e-5

@@ -10,7 +10,8 @@ from pathlib import Path
 from datasets import Dataset
 
 from compat_tests.tiny import preference_rows
-from trl_jax import RewardConfig, RewardTrainer
+from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(100)

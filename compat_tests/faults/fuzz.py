@@ -99,13 +99,12 @@ def changed(content: bytes, dice: random.Random) -> bytes:
 
 def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     """reader -> (the file that is changed, the call)."""
-    from trl_jax.engine.checkpoints.manifest import read_manifest
-    from trl_jax.engine.checkpoints.progress import SavedProgress
-    from trl_jax.engine.checkpoints.resume import check
-    from trl_jax.hub.config.native import read_native_config
-    from trl_jax.hub.formats.gguf import describe
-    from trl_jax.hub.formats.safetensors import CheckpointFiles
-    from trl_jax.hub.peft.adapter_tensors import read_tensors
+    from trl_jax.hub.config import read_native_config
+    from trl_jax.hub.formats import CheckpointFiles
+    from trl_jax.hub.gguf import describe
+    from trl_jax.hub.peft_adapters import read_tensors
+    from trl_jax.training.checkpoint import SavedProgress, read_manifest
+    from trl_jax.training.resume import check
 
     plan, shapes = adapter_plan(folder)
     described = {} if find_spec("gguf") is None else {"gguf": ("model.gguf", lambda: describe(folder / "model.gguf"))}
@@ -124,9 +123,9 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
     """What adapter_config.json means on the model of config.json, and the shapes of all that would train."""
-    from trl_jax.hub.config.native import read_native_config
-    from trl_jax.hub.peft.adapters import make_adapter_plan
-    from trl_jax.hub.peft.configs import read_adapter_config
+    from trl_jax.hub.config import read_native_config
+    from trl_jax.hub.peft_adapters import make_adapter_plan
+    from trl_jax.hub.peft_config import read_adapter_config
 
     config = read_native_config(folder)
     plan = make_adapter_plan(read_adapter_config(folder), config)
@@ -139,7 +138,7 @@ def build(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from compat_tests.faults.killed_saves import save
-    from trl_jax.engine.checkpoints.progress import Progress, progress_json, write_progress
+    from trl_jax.training.checkpoint import Progress, progress_json, write_progress
 
     save(folder / "made", 4)
     for path in (folder / "made" / "checkpoint-4").iterdir():
@@ -171,8 +170,8 @@ def build(folder: Path) -> None:
 def _build_adapter(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from trl_jax.hub.peft.adapter_tensors import wanted_shapes
-    from trl_jax.hub.peft.lora_config import LoraConfig
+    from trl_jax.hub.peft_adapters import wanted_shapes
+    from trl_jax.hub.peft_config import LoraConfig
 
     given = LoraConfig(
         task_type="SEQ_CLS", r=2, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 1}, use_dora=True,

@@ -19,10 +19,9 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
-from trl_jax.engine.checkpoints.checkpoint import save_checkpoint, sweep
-from trl_jax.engine.checkpoints.progress import Progress, progress_json, write_progress
-from trl_jax.engine.checkpoints.resume import find
-from trl_jax.engine.events import Events
+from trl_jax.training.checkpoint import Progress, progress_json, save_checkpoint, sweep, write_progress
+from trl_jax.training.events import Events
+from trl_jax.training.resume import find
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir")
 

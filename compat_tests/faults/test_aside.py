@@ -14,11 +14,8 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.engine.checkpoints import checkpoint
-from trl_jax.engine.checkpoints.async_saver import AsyncSaver, host_copy
-from trl_jax.engine.checkpoints.manifest import MANIFEST, verify
-from trl_jax.engine.devices import host_memory
-from trl_jax.run.output import checkpointing
+from trl_jax.training import checkpoint, devices, resume
+from trl_jax.training.checkpoint import MANIFEST, AsyncSaver, host_copy, verify
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
@@ -82,7 +79,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
 
 @pytest.mark.parametrize("name", ["save_model", "_save_checkpoint"])
 def test_a_method_that_a_script_sets_on_its_trainer_writes_each_checkpoint(name, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpointing, "host_copy", lambda tree: pytest.fail("copied, and written aside"))
+    monkeypatch.setattr(resume, "host_copy", lambda tree: pytest.fail("copied, and written aside"))
     trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / "run", train=table(16), config=CONFIG)
     method, called = getattr(trainer, name), []
 
@@ -105,8 +102,8 @@ def test_a_method_set_on_a_trainer_that_would_be_passed_over_is_refused(name, ch
 
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
-    monkeypatch.setattr(host_memory, "available", lambda: 1000)
-    monkeypatch.setattr(checkpointing, "host_copy", lambda tree: pytest.fail("copied"))
+    monkeypatch.setattr(devices, "available", lambda: 1000)
+    monkeypatch.setattr(resume, "host_copy", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
 
@@ -135,17 +132,17 @@ def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated()
 
 
 def test_spare_memory_is_no_more_than_the_machine_has():
-    spare = host_memory.available()
+    spare = devices.available()
     assert spare is None or 0 < spare < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_containers_limit_is_the_hosts(tmp_path, monkeypatch):
-    installed, spare = host_memory.total(), host_memory.available()
-    monkeypatch.setattr(host_memory, "GROUP", tmp_path)
-    assert host_memory.total() >= installed
+    installed, spare = devices.total(), devices.available()
+    monkeypatch.setattr(devices, "GROUP", tmp_path)
+    assert devices.total() >= installed
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.total() >= installed
+    assert devices.total() >= installed
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert host_memory.total() == 1_000_000
-    assert spare is None or host_memory.available() == 600_000
+    assert devices.total() == 1_000_000
+    assert spare is None or devices.available() == 600_000

@@ -18,10 +18,11 @@ from datasets import Dataset, IterableDataset
 
 from compat_tests.faults.broken import INDEX, PICKLE, WEIGHTS, ZIP, copied, edit_tensor, edit_tensors, trainer
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification, RewardConfig
-from trl_jax.data.rows import special_tokens
+from trl_jax.data import chat
+from trl_jax.hub import torch_bridge
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.hub.families import families
-from trl_jax.hub.torch import bridge
+from trl_jax.trainer.reward_config import RewardConfig
 
 pytest.importorskip("torch")  # builds the checkpoints that are then broken
 
@@ -36,9 +37,7 @@ def good(checkpoint):
 
 def refuses(text, *parts, error=ValueError):
     """The error's text has `text` and every one of `parts`."""
-    return pytest.raises(
-        error, match="(?s)" + "".join(f"(?=.*{re.escape(str(part))})" for part in (text, *parts))
-    )
+    return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{re.escape(str(part))})" for part in (text, *parts)))
 
 
 # ---- weights ----
@@ -128,9 +127,7 @@ def test_row02_data_cut_short_or_too_long(good, tmp_path):
     folder = copied(good, tmp_path)
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-100])
-    with refuses(
-        str(folder / WEIGHTS), "tensor score.weight ends at byte", "the file is cut short, download it again"
-    ):
+    with refuses(str(folder / WEIGHTS), "tensor score.weight ends at byte", "the file is cut short, download it again"):
         trainer(folder, tmp_path)
     (folder / WEIGHTS).write_bytes(content + b"xx")
     with refuses(str(folder / WEIGHTS), "2 bytes after its last tensor belong to none"):
@@ -146,18 +143,14 @@ def test_row02_data_cut_short_or_too_long(good, tmp_path):
 def test_row03_a_dtype_that_is_not_read(dtype, width, good, tmp_path):
     folder = copied(good, tmp_path)
     edit_tensor(folder, "score.weight", dtype=dtype, shape=[1, width])
-    text = (
-        f"{folder / WEIGHTS}: tensor score.weight has dtype {dtype}; trl_jax reads F32, BF16, F16. Dequantise"
-    )
+    text = f"{folder / WEIGHTS}: tensor score.weight has dtype {dtype}; trl_jax reads F32, BF16, F16. Dequantise"
     with refuses(text):
         trainer(folder, tmp_path)
 
 
 def test_row03_a_quantised_checkpoint(good, tmp_path):
     folder = copied(good, tmp_path, quantization_config={"quant_method": "fp8"})
-    with refuses(
-        f"{folder / 'config.json'}: the weights are quantised (quant_method='fp8')", "Pass the unquantised"
-    ):
+    with refuses(f"{folder / 'config.json'}: the weights are quantised (quant_method='fp8')", "Pass the unquantised"):
         trainer(folder, tmp_path)
 
 
@@ -166,9 +159,7 @@ def test_row04_every_missing_shard_is_listed(checkpoint, tmp_path):
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     for name in (shards[0], shards[3]):
         (folder / name).unlink()
-    text = (
-        f"{folder} lacks 2 of the {len(shards)} shards in {INDEX}: {shards[0]}, {shards[3]}. Download them."
-    )
+    text = f"{folder} lacks 2 of the {len(shards)} shards in {INDEX}: {shards[0]}, {shards[3]}. Download them."
     with refuses(text, error=FileNotFoundError):
         trainer(folder, tmp_path)
 
@@ -180,10 +171,8 @@ def test_row05_an_index_that_points_elsewhere(name, checkpoint, tmp_path, monkey
     folder = copied(checkpoint("llama", shards=True), tmp_path)
     weight_map = {"model.norm.weight": name}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    monkeypatch.setattr("trl_jax.hub.formats.safetensors.safe_open", lambda *how, **more: pytest.fail("opened"))
-    with refuses(
-        f"{folder / INDEX} names shards outside its folder or none at all: {[name]!r}. Nothing was opened."
-    ):
+    monkeypatch.setattr("trl_jax.hub.formats.safe_open", lambda *how, **more: pytest.fail("opened"))
+    with refuses(f"{folder / INDEX} names shards outside its folder or none at all: {[name]!r}. Nothing was opened."):
         trainer(folder, tmp_path)
 
 
@@ -294,7 +283,7 @@ def test_row08_a_malicious_bin_file_is_not_run(good, tmp_path):
 
 
 def test_row08_a_bin_file_is_neither_read_nor_run_without_torch(good, tmp_path, monkeypatch):
-    monkeypatch.setattr(bridge, "available", lambda: False)
+    monkeypatch.setattr(torch_bridge, "available", lambda: False)
     folder, mark = copied(good, tmp_path), tmp_path / "mark"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(mark)))
@@ -329,9 +318,7 @@ def test_row08_no_weights_at_all(good, tmp_path):
 def test_row09_a_bin_file_under_another_name(content, found, good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / WEIGHTS).write_bytes(content)
-    with refuses(
-        f"{folder / WEIGHTS}", f"this is {found}, probably a PyTorch .bin under another name: convert it"
-    ):
+    with refuses(f"{folder / WEIGHTS}", f"this is {found}, probably a PyTorch .bin under another name: convert it"):
         trainer(folder, tmp_path)
 
 
@@ -350,9 +337,7 @@ def test_row15_output_dir_is_or_goes_through_a_file(tmp_path):
 
 def test_row15_output_dir_is_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    with refuses(
-        f"output_dir={str(tmp_path / 'run')!r}: {tmp_path} is not writable. Choose", error=PermissionError
-    ):
+    with refuses(f"output_dir={str(tmp_path / 'run')!r}: {tmp_path} is not writable. Choose", error=PermissionError):
         RewardConfig(str(tmp_path / "run"), bf16=False, use_cpu=True)
 
 
@@ -381,9 +366,7 @@ def test_row24_every_row_is_too_long(good, tmp_path):
 def test_row25_a_text_that_is_none(good, tmp_path):
     rows = preference_rows(3)
     rows[2]["rejected"] = None
-    with refuses(
-        "Row 2 of train_dataset, column 'rejected': found None, wanted a string, or a non-empty list"
-    ):
+    with refuses("Row 2 of train_dataset, column 'rejected': found None, wanted a string, or a non-empty list"):
         trainer(good, tmp_path, rows=rows)
 
 
@@ -395,9 +378,7 @@ def test_row26_empty_texts_are_warned_of(good, tmp_path, caplog):
 
 
 def test_row26_no_ids(good, tmp_path):
-    with refuses(
-        "Row 1 of train_dataset, column 'rejected_ids': found [] (list), wanted a list of at least one"
-    ):
+    with refuses("Row 1 of train_dataset, column 'rejected_ids': found [] (list), wanted a list of at least one"):
         trainer(good, tmp_path, rows=[IDS, {**IDS, "rejected_ids": []}])
 
 
@@ -432,9 +413,7 @@ def test_row29_a_margin_in_words(good, tmp_path):
 
 @pytest.mark.parametrize("token", [520, 10**6, -1])
 def test_row30_a_token_outside_the_vocabulary(token, good, tmp_path):
-    text = (
-        f"Row 1 of the prepared train_dataset, column 'chosen_ids': token id {token} is outside the model's"
-    )
+    text = f"Row 1 of the prepared train_dataset, column 'chosen_ids': token id {token} is outside the model's"
     with refuses(
         text,
         "vocabulary (vocab_size=520). Pass the tokenizer that belongs to the model, or resize",
@@ -446,9 +425,7 @@ def test_row30_a_tokenizer_of_another_model(good, tmp_path):
     words = tiny_tokenizer()
     words.add_tokens([f"<extra{i}>" for i in range(30)])
     with refuses("Row 0 of the prepared train_dataset", "Pass the tokenizer that belongs to the model"):
-        trainer(
-            good, tmp_path, rows=[{"chosen": "good <extra29>", "rejected": "bad"}], processing_class=words
-        )
+        trainer(good, tmp_path, rows=[{"chosen": "good <extra29>", "rejected": "bad"}], processing_class=words)
 
 
 def test_row31_a_tokenizer_without_eos(good, tmp_path):
@@ -472,7 +449,7 @@ def test_row32_a_tokenizer_without_pad_and_eos(good, tmp_path):
 
 
 def test_row33_pad_equal_to_eos_is_warned_of_once(good, tmp_path, caplog):
-    special_tokens._warn_shared.cache_clear()
+    chat._warn_shared.cache_clear()
     for _ in range(2):
         trainer(good, tmp_path, processing_class=tiny_tokenizer(pad="</s>"))
     text = "pad_token and eos_token are both '</s>': the score is read at the last token that is not EOS"
@@ -506,22 +483,16 @@ def test_row35_the_code_of_a_repository_is_never_run(good, tmp_path, caplog):
     folder = copied(folder, tmp_path / "known", model_type="llama")
     load(folder, trust_remote_code=True)
     assert "trust_remote_code has no effect on models" in caplog.text
-    assert not mark.exists() and not any(
-        name.endswith("modeling") for name in sys.modules if "broken" in name
-    )
+    assert not mark.exists() and not any(name.endswith("modeling") for name in sys.modules if "broken" in name)
 
 
 def test_row36_no_config(good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / "config.json").unlink()
-    text = (
-        f"{folder / 'config.json'} does not exist: a checkpoint folder holds config.json and *.safetensors."
-    )
+    text = f"{folder / 'config.json'} does not exist: a checkpoint folder holds config.json and *.safetensors."
     with refuses(text, error=FileNotFoundError):
         trainer(folder, tmp_path)
-    with refuses(
-        "gone'", "there is no such folder, and it is not a Hub repository's name", error=FileNotFoundError
-    ):
+    with refuses("gone'", "there is no such folder, and it is not a Hub repository's name", error=FileNotFoundError):
         trainer(tmp_path / "gone", tmp_path)
 
 
@@ -601,9 +572,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
-)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_row36_a_wrong_value_is_named(key, value, good, tmp_path):
     """Never a crash, never another error than one that names the file and the key."""
     folder = copied(good, tmp_path, **{key: value})
@@ -647,7 +616,5 @@ def test_row36_a_wrong_value_of_qwen2(key, value, text, checkpoint, tmp_path):
 def test_row37_a_stream_without_max_steps(good, tmp_path):
     rows = preference_rows(4)
     stream = IterableDataset.from_generator(lambda: iter(rows))
-    with refuses(
-        "train_dataset has no length, so max_steps must say how long to train; it is -1. Set max_steps"
-    ):
+    with refuses("train_dataset has no length, so max_steps must say how long to train; it is -1. Set max_steps"):
         trainer(good, tmp_path, rows=stream).train()

@@ -18,14 +18,13 @@ import pytest
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.cli.main import main
-from trl_jax.engine.devices import compilation
-from trl_jax.engine.devices.own_folder import own_folder
-from trl_jax.hub import find
-from trl_jax.hub.config.native import transformers_config
-from trl_jax.hub.config.reader import read_config
-from trl_jax.hub.torch.optimizer_state import write_adamw_moments
-from trl_jax.run.model import loading as model_loading
+from trl_jax.hub import auto
+from trl_jax.hub.config import transformers_config
+from trl_jax.hub.config_reader import read_config
+from trl_jax.hub.torch_state import write_adamw_moments
 from trl_jax.trainer import base_trainer
+from trl_jax.training import devices, model
+from trl_jax.training.devices import own_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,7 +109,7 @@ def test_a_chat_template_of_another_repository_runs_nothing(hostile, checkpoint,
 
 def test_torchs_models_run_nothing(hostile, tmp_path):
     torch = pytest.importorskip("torch")
-    from trl_jax.hub.torch.bridge import load_model
+    from trl_jax.hub.torch_bridge import load_model
 
     load_model(hostile, "float32", 0)
     torch.save({"param_groups": [], "state": {}}, hostile / "optimizer.pt")
@@ -150,7 +149,7 @@ import logging, os, sys
 os.umask(0)
 logging.basicConfig()
 import jax
-from trl_jax.engine.devices.compilation import keep_compilations
+from trl_jax.training.devices import keep_compilations
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 keep_compilations()
 keep_compilations()
@@ -186,15 +185,15 @@ def test_programs_in_a_folder_that_others_write_are_neither_kept_nor_run(named, 
 
 
 def test_a_trainer_and_scoring_look_before_they_compile(checkpoint, tmp_path, monkeypatch):
-    seen, plain = [], find.find_checkpoint
+    seen, plain = [], auto.find_checkpoint
 
     def found(*given, **how):
         seen.append("found")
         return plain(*given, **how)
 
-    for module in (base_trainer, compilation):
+    for module in (base_trainer, devices):
         monkeypatch.setattr(module, "keep_compilations", lambda: seen.append("looked"))
-    for module in (model_loading, find):
+    for module in (model, auto):
         monkeypatch.setattr(module, "find_checkpoint", found)
     make(trl_jax, checkpoint(**FACTS), tmp_path / "out")
     assert seen == ["looked", "found"]
@@ -214,7 +213,7 @@ def test_above_the_folder_the_sticky_bit_is_enough(mode, safe, tmp_path):
 
 @pytest.mark.parametrize("mode", [0o1777, 0o702, 0o720])
 def test_the_folder_itself_is_written_by_nobody_else(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_jax.engine.devices.own_folder._is_own_group", lambda group: False)
+    monkeypatch.setattr("trl_jax.training.devices._is_own_group", lambda group: False)
     tmp_path.chmod(mode)
     with pytest.raises(PermissionError, match=f"has mode {mode:04o}"):
         own_folder(tmp_path)
@@ -248,11 +247,11 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_alone(tmp_path):
 
 
 def test_a_buckets_address_is_left_to_jax(monkeypatch):
-    monkeypatch.setattr(compilation, "own_folder", lambda path: pytest.fail("looked at"))
+    monkeypatch.setattr(devices, "own_folder", lambda path: pytest.fail("looked at"))
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", "gs://bucket/compiled")
     try:
-        compilation.keep_compilations()
+        devices.keep_compilations()
         assert jax.config.jax_compilation_cache_dir == "gs://bucket/compiled"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

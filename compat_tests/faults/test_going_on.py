@@ -27,9 +27,9 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, stream, table
-from trl_jax.engine.checkpoints.manifest import write_manifest
-from trl_jax.engine.interrupts import Interrupts
-from trl_jax.run.output import resuming
+from trl_jax.training import resume
+from trl_jax.training.checkpoint import write_manifest
+from trl_jax.training.events import Interrupts
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "gradient_accumulation_steps": 2}
 
@@ -88,7 +88,7 @@ def test_row12_without_checkpoints_it_says_that_none_is_saved(train, tmp_path, c
 
 def test_row12_a_second_signal_ends_the_process_at_once():
     code = (
-        "import os, signal\nfrom trl_jax.engine.interrupts import Interrupts\nwith Interrupts().heeded('saving'):\n"
+        "import os, signal\nfrom trl_jax.training.events import Interrupts\nwith Interrupts().heeded('saving'):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n    print('still here')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -157,8 +157,8 @@ def test_row20_between_epochs_another_order_is_as_good(train):
 
 def test_row20_other_libraries_are_told_of_once(train, monkeypatch, caplog):
     train("run", max_steps=2)
-    now = resuming.libraries()
-    monkeypatch.setattr(resuming, "libraries", lambda: now | {"jax": "9.9", "transformers": "8.8"})
+    now = resume.libraries()
+    monkeypatch.setattr(resume, "libraries", lambda: now | {"jax": "9.9", "transformers": "8.8"})
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         train("run", True, max_steps=3)
     [line] = [record.message for record in caplog.records if "other versions" in record.message]

@@ -16,7 +16,7 @@ import trl_jax
 from compat_tests.effort import usual
 from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
-from trl_jax.hub.network import push
+from trl_jax.hub import push
 
 NAME = "somebody/judge"
 CONFIG = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
@@ -160,7 +160,7 @@ def test_row42_an_outage_loses_nothing_and_is_told(train, hub, tmp_path, caplog)
         trainer = train(num_train_epochs=3)
     assert trainer.state.global_step == 12 and time.time() - start < 120
     assert hub.messages(NAME) == STEPS[:2]
-    assert caplog.text.count("on the Hub did not take \"Training in progress, step ") >= 5
+    assert caplog.text.count('on the Hub did not take "Training in progress, step ') >= 5
     last = caplog.records[-1].message
     assert last.startswith("6 pushes to somebody/judge failed. The last one did not arrive either;")
     assert f"{tmp_path / 'run'} holds everything. The first said: The repository 'somebody/judge'" in last
@@ -188,7 +188,7 @@ def test_row42_the_last_push_is_tried_again_at_the_end_and_row43_the_token_is_in
 
 def test_row41_a_hub_that_is_down_is_noticed_before_a_model_is_loaded(trainer, hub, monkeypatch):
     hub.close()
-    monkeypatch.setattr("trl_jax.run.model.loading.find", lambda *given: pytest.fail("looked at the model"))
+    monkeypatch.setattr("trl_jax.training.model.find", lambda *given: pytest.fail("looked at the model"))
     start = time.time()
     with pytest.raises(ConnectionError, match="The repository 'judge' on the Hub cannot be opened: ConnectError: "):
         trainer()
@@ -214,4 +214,3 @@ def test_row43_a_token_that_may_not_write(status, token, trainer, hub, tmp_path,
     assert "Log in with `hf auth login`, or pass a hub_token that may write there." in str(error.value)
     assert error.value.__suppress_context__
     assert token not in str(error.value) + caplog.text
-

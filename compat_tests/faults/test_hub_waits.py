@@ -21,8 +21,9 @@ import trl_jax
 from compat_tests.effort import thorough
 from compat_tests.hub.loopback import TOKEN, Repository, serving
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.hub.network import digests, limits, push
-from trl_jax.hub.network.push import Publisher, Upload
+from trl_jax.hub import fetch as limits
+from trl_jax.hub import push
+from trl_jax.hub.push import Publisher, Upload
 
 NAME, WEIGHTS = "somebody/judge", "model.safetensors"
 CONFIG = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 1}
@@ -156,7 +157,7 @@ def test_zeros_in_the_place_of_weights_are_noticed_and_not_kept(fetch, hub):
 def test_weights_that_lie_damaged_in_the_cache_are_noticed(fetch, hub, tmp_path, monkeypatch):
     fetch()
     with monkeypatch.context() as patch:
-        patch.setattr(digests.hashlib, "file_digest", lambda *given: pytest.fail("compared again"))
+        patch.setattr(limits.hashlib, "file_digest", lambda *given: pytest.fail("compared again"))
         fetch()
     (blob,) = {path.resolve() for path in (tmp_path / "cache").rglob(WEIGHTS)}
     blob.write_bytes(bytes(blob.stat().st_size))
@@ -201,7 +202,7 @@ def test_a_signal_at_the_end_of_training_cuts_the_upload_off(trainer, hub, tmp_p
 PUSH = """
 import sys, time
 from pathlib import Path
-from trl_jax.hub.network.push import Publisher, Upload
+from trl_jax.hub.push import Publisher, Upload
 publisher = Publisher("judge", token=sys.argv[2], private=None, revision=None)
 uploads = [Upload(Path(sys.argv[1]), "mine", ["a.safetensors", "b.safetensors"])]
 if sys.argv[3] == "later":

@@ -8,7 +8,7 @@ import pytest
 from compat_tests.faults.broken import trainer as make
 from compat_tests.faults.test_faults import refuses
 from compat_tests.trainer.trainers import Uncompiled
-from trl_jax.run.step import train_step
+from trl_jax.training import step
 
 CHAT = [
     {"chosen": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
@@ -24,7 +24,7 @@ def test_row40_a_step_that_does_not_fit(checkpointing, lever, checkpoint, tmp_pa
 
         return Uncompiled(step)
 
-    monkeypatch.setattr(train_step, "make_step", make_step)
+    monkeypatch.setattr(step, "make_step", make_step)
     how = {"gradient_checkpointing": checkpointing, "remat_policy": "nothing_saveable"}
     built = make(checkpoint("llama"), tmp_path, max_length=77, **how)
     text = f"Step 1 does not fit into memory. Weights take {4 * built.model.num_parameters() / 1e9:.2f} GB, "
@@ -40,7 +40,7 @@ def test_row40_other_errors_of_the_device_pass(checkpoint, tmp_path, monkeypatch
 
         return Uncompiled(step)
 
-    monkeypatch.setattr(train_step, "make_step", make_step)
+    monkeypatch.setattr(step, "make_step", make_step)
     with refuses("INTERNAL: broken", error=jax.errors.JaxRuntimeError):
         make(checkpoint("llama"), tmp_path, remat_policy="nothing_saveable").train()
 
@@ -70,4 +70,3 @@ def test_row51_a_hostile_chat_template(template, checkpoint, tmp_path):
 
 # Rows 19 (another number of devices), 46 (fewer pairs than devices), 47 (a dead process) and 48 (hosts that differ) are
 # in compat_tests/mesh.
-

@@ -15,15 +15,13 @@ import trl_jax
 from compat_tests.faults.killed_saves import check, save
 from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.engine.checkpoints.checkpoint import sweep
-from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, read_manifest
-from trl_jax.engine.checkpoints.plain_files import files_below
-from trl_jax.engine.checkpoints.resume import find
-from trl_jax.hub.card import Run, write_card
-from trl_jax.rollout.completions.log import CompletionsLog
-from trl_jax.run.output.hub_push import sweep_stages
-from trl_jax.run.reports import save_metrics
-from trl_jax.tasks.eval_report import report
+from trl_jax.hub.push import Run, write_card
+from trl_jax.rollout.completions_log import CompletionsLog
+from trl_jax.tasks.task import report
+from trl_jax.training.checkpoint import BrokenCheckpoint, files_below, read_manifest, sweep
+from trl_jax.training.metrics import save_metrics
+from trl_jax.training.push import sweep_stages
+from trl_jax.training.resume import find
 
 HUB = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "hub_strategy": "all_checkpoints"}
 
@@ -54,9 +52,10 @@ def test_a_checkpoint_that_is_a_link_is_passed_over_by_all(run_dir, elsewhere, t
     assert find(True, str(run_dir)).state.global_step == 4
     assert (tmp_path / "moved/checkpoint-1/model.safetensors").exists() and (elsewhere / "precious").exists()
     told = [record.message for record in caplog.records]
-    assert told.count(
-        f"{run_dir / 'checkpoint-9'} is a link: it is left alone, and neither read, pushed nor removed."
-    ) == 1
+    assert (
+        told.count(f"{run_dir / 'checkpoint-9'} is a link: it is left alone, and neither read, pushed nor removed.")
+        == 1
+    )
     assert len([text for text in told if "checkpoint-7 is neither a file nor a folder: it is left alone" in text]) == 1
     assert find(run_dir / "checkpoint-1", str(run_dir)).state.global_step == 1  # asked for by name
 

@@ -17,8 +17,7 @@ import trl_jax
 from compat_tests.effort import usual
 from compat_tests.faults.broken import copied, edit_tensors, trainer
 from compat_tests.trainer.trainers import FACTS, make
-from trl_jax.engine.nan_trace import nan_trace
-from trl_jax.engine.nonfinite_guard import NonFiniteGuard
+from trl_jax.training.nonfinite import NonFiniteGuard, nan_trace
 
 GOOD, BAD = {"chosen_ids": [5, 6], "rejected_ids": [7, 8]}, {"chosen_ids": [5, 500], "rejected_ids": [7]}
 
@@ -108,7 +107,7 @@ def test_row11_bad_weights_never_become_a_checkpoint(run, tmp_path):
     trained = run([GOOD])
     path = next(iter(trained.model.params))
     trained.model.params[path] = trained.model.params[path].at[0].set(jnp.nan)
-    from trl_jax.engine.checkpoints.progress import Progress
+    from trl_jax.training.checkpoint import Progress
 
     with pytest.raises(FloatingPointError, match=f"Step 0: {path} hold NaN or infinite values. No checkpoint was wri"):
         trained._save_progress(Progress())

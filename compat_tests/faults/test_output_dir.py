@@ -15,11 +15,8 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.faults.killed_saves import events_of
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
-from trl_jax.engine.checkpoints.checkpoint import save_checkpoint, sweep
-from trl_jax.engine.checkpoints.lock import LOCK, only_run
-from trl_jax.engine.checkpoints.manifest import verify
-from trl_jax.engine.checkpoints.resume import find
-from trl_jax.engine.checkpoints.run_id import RECORD, record, run_of
+from trl_jax.training.checkpoint import LOCK, RECORD, only_run, record, run_of, save_checkpoint, sweep, verify
+from trl_jax.training.resume import find
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
 

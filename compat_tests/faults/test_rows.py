@@ -13,10 +13,9 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from compat_tests.effort import drawn
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.core.printable import printable
-from trl_jax.data.rows import cutting
-from trl_jax.data.rows import streaming as streams
-from trl_jax.data.rows.preference.reward import prepare
+from trl_jax.core.text import printable
+from trl_jax.data import tokenize
+from trl_jax.data.reward import prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}
@@ -47,7 +46,7 @@ def lengths(*each):
 
 
 def test_a_stream_without_end_of_which_max_length_removes_every_row(monkeypatch, caplog):
-    monkeypatch.setattr(streams, "MAX_REMOVED", 1_200)
+    monkeypatch.setattr(tokenize, "MAX_REMOVED", 1_200)
 
     def rows():
         return ({"chosen_ids": [5] * (9 + i % 3), "rejected_ids": [6]} for i in itertools.count())
@@ -65,7 +64,7 @@ def test_a_stream_without_end_of_which_max_length_removes_every_row(monkeypatch,
 
 
 def test_rows_are_counted_from_the_last_that_was_kept(monkeypatch):
-    monkeypatch.setattr(streams, "MAX_REMOVED", 4)
+    monkeypatch.setattr(tokenize, "MAX_REMOVED", 4)
     assert len(list(ready(lengths(9, 9, 9, 2, 9, 9, 9, 2, 9), max_length=4))) == 2
     with pytest.raises(ValueError, match="removed 4 rows of train_dataset in succession, up to row 5: .* has 7 tokens"):
         list(ready(lengths(5, 2, 9, 8, 7, 9, 2), max_length=4))
@@ -193,7 +192,7 @@ UNSURE = {
 
 @pytest.mark.parametrize("kind", UNSURE)
 def test_where_a_long_text_may_have_few_tokens_nothing_is_cut(kind):
-    assert cutting.character_bound(_with(UNSURE[kind]), 10) is None
+    assert tokenize.character_bound(_with(UNSURE[kind]), 10) is None
 
 
 @settings(deadline=None, max_examples=drawn(60))
@@ -205,4 +204,4 @@ def test_no_text_has_fewer_tokens_than_that(text, normalizer):
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizer
     tokens = len(tokenizer(text)["input_ids"])
-    assert len(text) <= cutting.character_bound(tokenizer, tokens)
+    assert len(text) <= tokenize.character_bound(tokenizer, tokens)

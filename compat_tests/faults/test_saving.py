@@ -16,15 +16,23 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.bench.flips import unnoticed
+from benchmarks.flips import unnoticed
 from compat_tests.effort import only_thorough
 from compat_tests.faults.killed_saves import check, events_of, save
 from compat_tests.trainer.trainers import checkpoints
-from trl_jax.engine.checkpoints import checkpoint as engine
-from trl_jax.engine.checkpoints.checkpoint import sweep
-from trl_jax.engine.checkpoints.lock import LOCK, only_run
-from trl_jax.engine.checkpoints.manifest import FORMAT, MANIFEST, BrokenCheckpoint, _rendered, read_manifest, verify
-from trl_jax.engine.checkpoints.resume import find
+from trl_jax.training import checkpoint
+from trl_jax.training.checkpoint import (
+    FORMAT,
+    LOCK,
+    MANIFEST,
+    BrokenCheckpoint,
+    _rendered,
+    only_run,
+    read_manifest,
+    sweep,
+    verify,
+)
+from trl_jax.training.resume import find
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +62,7 @@ def test_row13_killed_at_every_point_of_a_save(tmp_path):
 
 @only_thorough
 def test_row13_runs_killed_at_random_instants_end_as_if_they_had_not_been(tmp_path):
-    assert python("-m", "compat_tests.bench.kills", "--kills", "1")["different"] == 0
+    assert python("-m", "benchmarks.kills", "--kills", "1")["different"] == 0
 
 
 def test_row13_what_is_left_of_a_save_is_no_checkpoint_and_goes(saved):
@@ -98,10 +106,10 @@ def test_row14_a_disk_that_is_full(at, saved, monkeypatch):
 
 
 def test_row14_too_little_room_is_seen_before_anything_is_written(saved, monkeypatch):
-    monkeypatch.setattr(engine.shutil, "rmtree", lambda *given, **how: None)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *given, **how: None)
     needed = shutil.disk_usage(saved).free + 2**40
     with pytest.raises(OSError, match=f"it takes {needed:,} bytes and "):
-        engine.save_checkpoint(str(saved), lambda folder: pytest.fail("written"), events_of(6), {}, needed)
+        checkpoint.save_checkpoint(str(saved), lambda folder: pytest.fail("written"), events_of(6), {}, needed)
 
 
 def test_row14_safetensors_own_words_for_a_full_disk(saved):
@@ -111,7 +119,7 @@ def test_row14_safetensors_own_words_for_a_full_disk(saved):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     with pytest.raises(OSError) as error:
-        engine.save_checkpoint(str(saved), write, events_of(6), {})
+        checkpoint.save_checkpoint(str(saved), write, events_of(6), {})
     assert error.value.errno == errno.ENOSPC
     assert checkpoints(saved) == ["checkpoint-2", "checkpoint-4"]
 
@@ -127,8 +135,8 @@ def test_row14_nothing_is_removed_for_a_checkpoint_that_does_not_verify(saved, m
         real(folder, facts)
         (folder / "model.safetensors").write_bytes(bytes((folder / "model.safetensors").stat().st_size))
 
-    real = engine.write_manifest
-    monkeypatch.setattr(engine, "write_manifest", write_manifest)
+    real = checkpoint.write_manifest
+    monkeypatch.setattr(checkpoint, "write_manifest", write_manifest)
     with pytest.raises(BrokenCheckpoint, match="checkpoint-6/model.safetensors is damaged"):
         save(saved, 6)
     assert verify(saved / "checkpoint-2") and verify(saved / "checkpoint-4")

@@ -28,8 +28,8 @@ from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS, table
 from trl_jax.cli.main import main
 from trl_jax.core import secrets
-from trl_jax.hub.network import push
-from trl_jax.run.output.resuming import log_changes
+from trl_jax.hub import push
+from trl_jax.training.resume import log_changes
 
 MARK = "Mark7of3a9Secret"
 TOLD = re.compile(re.escape(MARK[1:]), re.IGNORECASE)

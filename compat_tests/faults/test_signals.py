@@ -18,11 +18,11 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_jax
-from compat_tests.run.test_resume import Draws, same
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
-from trl_jax.engine.interrupts import Interrupts
-from trl_jax.run import training
-from trl_jax.run.output.hub_push import HubPublisher
+from compat_tests.training.test_resume import Draws, same
+from trl_jax.training import train
+from trl_jax.training.events import Interrupts
+from trl_jax.training.push import HubPublisher
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "per_device_train_batch_size": 2}
 CONFIG |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 2}
@@ -148,13 +148,13 @@ def test_a_signal_with_the_closing_log_saves_the_last_step(trainer, tmp_path):
 
 def test_a_signal_while_the_best_checkpoint_is_read(trainer, tmp_path, monkeypatch):
     config = {"load_best_model_at_end": True, "eval_steps": 2}
-    told, real = [], training.weights_of
-    monkeypatch.setattr(training, "weights_of", lambda run, folder: (term(), time.sleep(60)))
+    told, real = [], train.weights_of
+    monkeypatch.setattr(train, "weights_of", lambda run, folder: (term(), time.sleep(60)))
     run, began = trainer("run", **config), time.monotonic()
     run.add_callback(SimpleCallback(told))
     left_by(run)
     assert time.monotonic() - began < 50 and told == []
-    monkeypatch.setattr(training, "weights_of", real)
+    monkeypatch.setattr(train, "weights_of", real)
     again = trainer("run", **config)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 8
@@ -210,7 +210,7 @@ def test_an_interrupt_that_is_ignored_is_told_of_once(trainer, heard, capfd):
 CLOSED = """
 import fcntl, signal, sys, termios, time
 from pathlib import Path
-from trl_jax.engine.interrupts import Interrupts
+from trl_jax.training.events import Interrupts
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 interrupts = Interrupts()

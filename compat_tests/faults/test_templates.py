@@ -12,8 +12,8 @@ from transformers.utils import chat_template_utils
 
 from compat_tests.effort import THOROUGH, usual
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows.preference.reward import prepare
-from trl_jax.data.rows.templates import limits as template_limits
+from trl_jax.data import chat_templates
+from trl_jax.data.reward import prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 ROW = {"chosen": CHAT, "rejected": CHAT}
@@ -100,8 +100,8 @@ TOO_MUCH = {
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_template_that_asks_for_all_memory_or_time(kind, monkeypatch):
     if kind != "split":
-        monkeypatch.setattr(template_limits, "MAX_CHARACTERS", 10**6)  # beyond, it would be gigabytes all the same
-        monkeypatch.setattr(template_limits, "MAX_WORK", 10**7 if THOROUGH else 10**6)
+        monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)  # beyond, it would be gigabytes all the same
+        monkeypatch.setattr(chat_templates, "MAX_WORK", 10**7 if THOROUGH else 10**6)
     tokenizer = with_template(TOO_MUCH[kind])
     ready(with_template("{{ messages[0].content }}"))  # imports
     tracemalloc.start()
@@ -114,7 +114,7 @@ def test_a_template_that_asks_for_all_memory_or_time(kind, monkeypatch):
 
 
 def test_the_limits_are_counted_for_each_rendering(monkeypatch):
-    monkeypatch.setattr(template_limits, "MAX_WORK", 10**5)
+    monkeypatch.setattr(chat_templates, "MAX_WORK", 10**5)
     tokenizer = with_template("{% for i in range(700) %}{% endfor %}{{ messages[0].content }}")
     rows = [ROW] * 9
     dataset = IterableDataset.from_generator(lambda: iter(rows))
@@ -124,7 +124,7 @@ def test_the_limits_are_counted_for_each_rendering(monkeypatch):
 def test_a_template_that_transformers_has_compiled_before_is_limited_here(monkeypatch):
     tokenizer = with_template("{{ 'a' | center(2000000) }}")
     assert len(tokenizer.apply_chat_template(CHAT, tokenize=False)) == 2_000_000
-    monkeypatch.setattr(template_limits, "MAX_CHARACTERS", 10**6)
+    monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)
     with pytest.raises(ValueError, match="too large"):
         ready(tokenizer)
     assert len(tokenizer.apply_chat_template(CHAT, tokenize=False)) == 2_000_000  # a script's own calls are its own

@@ -18,17 +18,15 @@ from compat_tests.faults.broken import INDEX, WEIGHTS, copied, header_of, traine
 from compat_tests.faults.killed_saves import save
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make
-from trl_jax.core import memory_errors
-from trl_jax.core.files import strict_json
-from trl_jax.core.printable import brief, listed
-from trl_jax.engine.checkpoints.manifest import MANIFEST, BrokenCheckpoint, digest
-from trl_jax.engine.checkpoints.resume import find
-from trl_jax.hub.card import CARD, write_card
-from trl_jax.hub.config.reader import read_config
-from trl_jax.hub.formats.pickles import PickledFiles
-from trl_jax.hub.formats.safetensors import CheckpointFiles, open_tensors
-from trl_jax.hub.peft.configs import read_adapter_config
-from trl_jax.run.reports import save_metrics, speed_metrics
+from trl_jax.core import files, text
+from trl_jax.core.text import brief, listed
+from trl_jax.hub.config_reader import read_config
+from trl_jax.hub.formats import CheckpointFiles, PickledFiles, open_tensors
+from trl_jax.hub.peft_config import read_adapter_config
+from trl_jax.hub.push import CARD, write_card
+from trl_jax.training.checkpoint import MANIFEST, BrokenCheckpoint, digest
+from trl_jax.training.metrics import save_metrics, speed_metrics
+from trl_jax.training.resume import find
 
 MILLIONS = [0] * 3_000_000
 MANY = MILLIONS if THOROUGH else [0] * 100_000
@@ -91,10 +89,10 @@ def test_a_header_with_an_axis_that_is_no_number(axis, good, tmp_path):
 def test_an_index_of_a_million_places(good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / WEIGHTS).unlink()
-    for name, text in (("a/{}", "outside its folder"), ("{}.safetensors", "lacks 100000 of the 100000 shards")):
+    for name, words in (("a/{}", "outside its folder"), ("{}.safetensors", "lacks 100000 of the 100000 shards")):
         places = {str(number): name.format(number) for number in range(10**5)}
         (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-        with pytest.raises((ValueError, FileNotFoundError), match=text) as error:
+        with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
             CheckpointFiles(folder)
         assert len(str(error.value)) < 4000
 
@@ -208,10 +206,10 @@ def test_what_does_not_fit_is_named(error, good, tmp_path, monkeypatch):
     save(tmp_path, 4)
     path = tmp_path / "checkpoint-4" / WEIGHTS
     for module, call, name in (
-        ("trl_jax.engine.checkpoints.manifest.mmap.mmap", lambda: digest(path), path),
-        ("trl_jax.hub.formats.safetensors.safe_open", lambda: CheckpointFiles(path.parent), path),
-        ("trl_jax.core.files.strict_json.loads", lambda: read_config(good), good / "config.json"),
-        ("trl_jax.hub.checkpoint.array_reader.ArrayReader.array", lambda: trainer(good, tmp_path), good),
+        ("trl_jax.training.checkpoint.mmap.mmap", lambda: digest(path), path),
+        ("trl_jax.hub.formats.safe_open", lambda: CheckpointFiles(path.parent), path),
+        ("trl_jax.core.files.loads", lambda: read_config(good), good / "config.json"),
+        ("trl_jax.hub.checkpoint.ArrayReader.array", lambda: trainer(good, tmp_path), good),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(module, fails)
@@ -222,7 +220,7 @@ def test_what_does_not_fit_is_named(error, good, tmp_path, monkeypatch):
 
 def test_other_errors_stay_what_they_are(tmp_path):
     for error in (OSError(5, "I/O"), RuntimeError("INTERNAL"), KeyboardInterrupt(), ValueError()):
-        with pytest.raises(type(error)) as caught, memory_errors.naming(tmp_path):
+        with pytest.raises(type(error)) as caught, text.naming(tmp_path):
             raise error
         assert caught.value is error
 
@@ -260,7 +258,7 @@ def test_an_optimizer_file_of_trls_that_is_none(content, good, tmp_path):
 
 
 def test_no_earlier_checkpoint_is_promised_where_there_is_none(tmp_path, monkeypatch):
-    from trl_jax.engine.checkpoints import checkpoint as engine
+    from trl_jax.training import checkpoint as engine
 
     def full(*given):
         raise OSError(28, "No space left on device")
@@ -338,4 +336,4 @@ def test_results_that_are_none_are_named(content, tmp_path):
 
 def test_json_is_read_as_before_where_every_name_is_there_once():
     text = json.dumps({"a": [{"b": 1}, {"b": 2}], "c": None})
-    assert strict_json.loads(text) == json.loads(text)
+    assert files.loads(text) == json.loads(text)

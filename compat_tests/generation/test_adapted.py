@@ -9,10 +9,9 @@ from compat_tests.effort import usual, usually
 from compat_tests.generation.near_ties import flips
 from compat_tests.generation.test_complete import FIELDS, prompts
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.find import find_checkpoint
-from trl_jax.hub.generating.complete import complete
+from trl_jax.hub.auto import AutoModelForCausalLM, find_checkpoint
+from trl_jax.hub.generate import complete
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -9,7 +9,7 @@ import trl_jax
 from compat_tests.effort import THOROUGH
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax import AutoModelForCausalLM
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 FIELDS = {"do_sample": True, "temperature": 1.3, "top_k": 50, "max_new_tokens": 20, "eos_token_id": [50, 60, 70]}
 LONGEST = 60 if THOROUGH else 30
@@ -89,8 +89,8 @@ def test_an_interrupt_gives_back_the_completions_that_are_there(model, monkeypat
 
 def test_many_lengths_compile_few_programs(model):
     """As many as there are lengths of prompts' rows and of completions' rooms, each of them a power of two or so."""
-    from trl_jax.generation.chunk import first_tokens, next_tokens
-    from trl_jax.generation.prefill import prefill
+    from trl_jax.generation.decode import prefill
+    from trl_jax.generation.generator import first_tokens, next_tokens
 
     programs = prefill, first_tokens, next_tokens
     before, random = [program._cache_size() for program in programs], np.random.default_rng(0)

@@ -8,13 +8,13 @@ import pytest
 
 from compat_tests.effort import thorough
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator, noise
 from trl_jax.generation.noise import random_key
-from trl_jax.hub.generating import complete as complete_module
-from trl_jax.hub.generating.complete import ExactDrawing, KeyedDrawing, complete, drawing_of
-from trl_jax.hub.generating.settings import resolve
+from trl_jax.hub import generate
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.generate import ExactDrawing, KeyedDrawing, complete, drawing_of
+from trl_jax.hub.generation_inputs import resolve
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -136,11 +136,11 @@ def test_a_tied_heads_table_is_rounded_once_and_not_in_each_step(tmp_path, monke
     [("cpu", None, "float32"), ("gpu", None, "bfloat16"), ("gpu", "float32", "float32")],
 )
 def test_what_a_generation_computes_in(folder, monkeypatch, platform, said, expected):
-    monkeypatch.setattr(complete_module, "platform", lambda: platform)
+    monkeypatch.setattr(generate, "platform", lambda: platform)
     stored = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16")
-    assert complete_module.computing_dtype(stored, said) == expected
+    assert generate.computing_dtype(stored, said) == expected
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    assert complete_module.computing_dtype(exact, said) == (said or "float32")
+    assert generate.computing_dtype(exact, said) == (said or "float32")
 
 
 def test_generate_computes_in_it(folder, monkeypatch):
@@ -148,7 +148,7 @@ def test_generate_computes_in_it(folder, monkeypatch):
     options = {"attention_mask": [[1] * len(ids[0])], "return_dict_in_generate": True, "output_logits": True}
     found = {}
     for platform in ("cpu", "gpu"):
-        monkeypatch.setattr(complete_module, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(generate, "platform", lambda platform=platform: platform)
         logits = model.generate(ids, max_new_tokens=1, **options).logits[0]
         found[platform] = bool((logits == logits.astype(jnp.bfloat16).astype(np.float32)).all())
     assert found == {"cpu": False, "gpu": True}

@@ -11,7 +11,7 @@ from compat_tests.effort import thorough, usually
 from compat_tests.generation.near_ties import flips, least_margin, weights_of
 from compat_tests.models import causal
 from compat_tests.models.families import GENERATED
-from trl_jax import AutoModelForCausalLM
+from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.pretrained import PreTrainedModel
 
 torch = pytest.importorskip("torch")

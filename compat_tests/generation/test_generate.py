@@ -9,8 +9,8 @@ import trl_jax
 from compat_tests.effort import thorough, usual
 from compat_tests.generation.test_stop_strings import byte_level
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
-from trl_jax.core.seed import default_generator
+from trl_jax.core.torch_random import default_generator
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -267,7 +267,7 @@ def test_a_prefix_function_says_what_may_follow(ours, theirs):
 
 
 def test_another_function_compiles_nothing_anew(ours):
-    from trl_jax.generation.chunk import next_tokens
+    from trl_jax.generation.generator import next_tokens
 
     def once(bias):
         ours.generate(**prompts(), logits_processor=[lambda ids, scores: scores + bias], **OWN)

@@ -8,15 +8,13 @@ import pytest
 
 from compat_tests.effort import thorough, usual
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
-from trl_jax.generation.generator import generate
+from trl_jax.generation.decode import Weights, matrices_in, prefill
+from trl_jax.generation.generator import Request, generate
 from trl_jax.generation.noise import PrefetchedWords
-from trl_jax.generation.prefill import prefill
-from trl_jax.generation.request import Request
-from trl_jax.generation.warpers import Temperature
-from trl_jax.generation.weights import Weights, matrices_in
+from trl_jax.generation.sampling import Temperature
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 torch = pytest.importorskip("torch")
 

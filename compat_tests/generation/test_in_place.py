@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
 from trl_jax.generation import generator
-from trl_jax.generation.request import Request
-from trl_jax.generation.weights import Weights
+from trl_jax.generation.decode import Weights
+from trl_jax.generation.generator import Request
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 
 @pytest.mark.parametrize(("family", "by_layer"), [("llama", True), ("gemma3_text", False), ("deepseek_v3", True)])

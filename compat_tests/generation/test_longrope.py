@@ -7,7 +7,8 @@ import pytest
 
 from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.models import causal, families
-from trl_jax import AutoModelForCausalLM, set_seed
+from trl_jax.core.torch_random import set_seed
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 torch = pytest.importorskip("torch")
 

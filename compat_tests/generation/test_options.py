@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from compat_tests.effort import usual
-from trl_jax.generation.history import History
-from trl_jax.generation.options import Options, Text, logits_processors, sampling_processors
-from trl_jax.generation.processors import process
+from trl_jax.generation.sampling import History, Options, Text, logits_processors, process, sampling_processors
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from compat_tests.effort import usual
-from trl_jax.generation import processors as ours
-from trl_jax.generation import warpers
-from trl_jax.generation.history import History
-from trl_jax.generation.selection import among_largest, leading, until
+from trl_jax.generation import sampling
+from trl_jax.generation.sampling import History, among_largest, leading, until
 
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("transformers.generation.logits_process")
@@ -52,7 +50,7 @@ def history_of(ids: np.ndarray, width: int = 64) -> History:
     return History(*map(jnp.asarray, (buffer.astype(np.int32), ids.shape[1], PROMPT, PADS)))
 
 
-processed = jax.jit(ours.process)
+processed = jax.jit(sampling.process)
 
 
 def pairs(prompt: np.ndarray | None = None) -> dict:
@@ -61,64 +59,65 @@ def pairs(prompt: np.ndarray | None = None) -> dict:
     eos, numbers = jnp.array(EOS), jnp.float32
     decay = np.log(1.07)
     return {
-        "sequence_bias": (ours.SequenceBias.of(BIAS), theirs.SequenceBiasLogitsProcessor(BIAS)),
+        "sequence_bias": (sampling.SequenceBias.of(BIAS), theirs.SequenceBiasLogitsProcessor(BIAS)),
         "bias_of_single_ids": (
-            ours.SequenceBias.of({(5,): -1.0}),
+            sampling.SequenceBias.of({(5,): -1.0}),
             theirs.SequenceBiasLogitsProcessor({(5,): -1.0}),
         ),
         "bad_words_ids": (
-            ours.SequenceBias.of(BAN),
+            sampling.SequenceBias.of(BAN),
             theirs.NoBadWordsLogitsProcessor([list(ids) for ids in BAN] + [[7]], EOS),
         ),
         "repetition_penalty": (
-            ours.RepetitionPenalty(numbers(1.3)),
+            sampling.RepetitionPenalty(numbers(1.3)),
             theirs.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor(PADS)),
         ),
         **{
-            f"no_repeat_ngram_size_{n}": (ours.NoRepeatNGram(n), theirs.NoRepeatNGramLogitsProcessor(n))
+            f"no_repeat_ngram_size_{n}": (sampling.NoRepeatNGram(n), theirs.NoRepeatNGramLogitsProcessor(n))
             for n in (1, 2, 3, 12)
         },
         "encoder_repetition_penalty": (
-            ours.PromptRepetitionPenalty(numbers(1 / 1.3)),
+            sampling.PromptRepetitionPenalty(numbers(1 / 1.3)),
             theirs.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.from_numpy(prompt)),
         ),
         "encoder_no_repeat_ngram_size": (
-            ours.NoRepeatNGram(2, of_prompt=True),
+            sampling.NoRepeatNGram(2, of_prompt=True),
             theirs.EncoderNoRepeatNGramLogitsProcessor(2, torch.from_numpy(prompt)),
         ),
-        "min_length": (ours.MinLength(14, eos), theirs.MinLengthLogitsProcessor(14, EOS)),
+        "min_length": (sampling.MinLength(14, eos), theirs.MinLengthLogitsProcessor(14, EOS)),
         "min_new_tokens": (
-            ours.MinNewTokens(3, eos),
+            sampling.MinNewTokens(3, eos),
             theirs.MinNewTokensLengthLogitsProcessor(PROMPT, 3, EOS),
         ),
-        "forced_bos": (ours.ForcedTokens(1, jnp.array([4])), theirs.ForcedBOSTokenLogitsProcessor(4)),
-        "forced_eos": (ours.ForcedTokens(16 - 1, eos), theirs.ForcedEOSTokenLogitsProcessor(16, EOS)),
-        "remove_invalid_values": (ours.RemoveInvalidValues(), theirs.InfNanRemoveLogitsProcessor()),
+        "forced_bos": (sampling.ForcedTokens(1, jnp.array([4])), theirs.ForcedBOSTokenLogitsProcessor(4)),
+        "forced_eos": (sampling.ForcedTokens(16 - 1, eos), theirs.ForcedEOSTokenLogitsProcessor(16, EOS)),
+        "remove_invalid_values": (sampling.RemoveInvalidValues(), theirs.InfNanRemoveLogitsProcessor()),
         "exponential_decay": (
-            ours.ExponentialDecay(2, numbers(decay), eos),
+            sampling.ExponentialDecay(2, numbers(decay), eos),
             theirs.ExponentialDecayLengthPenalty((2, 1.07), EOS, PROMPT),
         ),
         "suppress_tokens": (
-            ours.SuppressTokens(jnp.array([1, 399, 400])),
+            sampling.SuppressTokens(jnp.array([1, 399, 400])),
             theirs.SuppressTokensLogitsProcessor([1, 399, 400]),
         ),
         "begin_suppress_tokens": (
-            ours.SuppressTokensAtBegin(jnp.array([2, 17]), True),
+            sampling.SuppressTokensAtBegin(jnp.array([2, 17]), True),
             theirs.SuppressTokensAtBeginLogitsProcessor([2, 17], PROMPT),
         ),
-        "temperature": (warpers.Temperature(numbers(0.7)), theirs.TemperatureLogitsWarper(0.7)),
-        **{f"top_k_{k}": (warpers.TopK(k), theirs.TopKLogitsWarper(k)) for k in (1, 2, 20, 399, 400, 5000)},
+        "temperature": (sampling.Temperature(numbers(0.7)), theirs.TemperatureLogitsWarper(0.7)),
+        **{f"top_k_{k}": (sampling.TopK(k), theirs.TopKLogitsWarper(k)) for k in (1, 2, 20, 399, 400, 5000)},
         **{
-            f"top_p_{p}": (warpers.TopP(numbers(1 - p)), theirs.TopPLogitsWarper(p)) for p in (0.0, 0.1, 0.5, 0.9, 0.99)
+            f"top_p_{p}": (sampling.TopP(numbers(1 - p)), theirs.TopPLogitsWarper(p))
+            for p in (0.0, 0.1, 0.5, 0.9, 0.99)
         },
-        **{f"min_p_{p}": (warpers.MinP(numbers(p)), theirs.MinPLogitsWarper(p)) for p in (0.0, 0.04, 0.3, 1.0)},
-        **{f"typical_p_{p}": (warpers.TypicalP(numbers(p)), theirs.TypicalLogitsWarper(p)) for p in (0.1, 0.5, 0.93)},
+        **{f"min_p_{p}": (sampling.MinP(numbers(p)), theirs.MinPLogitsWarper(p)) for p in (0.0, 0.04, 0.3, 1.0)},
+        **{f"typical_p_{p}": (sampling.TypicalP(numbers(p)), theirs.TypicalLogitsWarper(p)) for p in (0.1, 0.5, 0.93)},
         **{
-            f"epsilon_{e}": (warpers.EpsilonCutoff(numbers(e)), theirs.EpsilonLogitsWarper(e))
+            f"epsilon_{e}": (sampling.EpsilonCutoff(numbers(e)), theirs.EpsilonLogitsWarper(e))
             for e in (3e-4, 0.004, 0.5)
         },
-        **{f"eta_{e}": (warpers.EtaCutoff(numbers(e)), theirs.EtaLogitsWarper(e)) for e in (3e-4, 0.02, 0.5)},
-        "renormalize_logits": (warpers.Renormalize(), theirs.LogitNormalization()),
+        **{f"eta_{e}": (sampling.EtaCutoff(numbers(e)), theirs.EtaLogitsWarper(e)) for e in (3e-4, 0.02, 0.5)},
+        "renormalize_logits": (sampling.Renormalize(), theirs.LogitNormalization()),
     }
 
 
@@ -186,7 +185,7 @@ def test_top_h():
         scores[1, 60:] = -np.inf
         scores[2, 3] = 40
         expected = theirs.TopHLogitsWarper(top_h)(None, torch.from_numpy(scores)).numpy()
-        assert_equal(processed((warpers.TopH(jnp.float32(top_h)),), None, scores), expected)
+        assert_equal(processed((sampling.TopH(jnp.float32(top_h)),), None, scores), expected)
 
 
 def test_numbers_ids_and_lengths_compile_nothing_anew():
@@ -199,11 +198,11 @@ def test_numbers_ids_and_lengths_compile_nothing_anew():
         numbers = map(jnp.float32, (penalty, temperature, 1 - top_p))
         penalty, temperature, tail = numbers
         chain = (
-            ours.RepetitionPenalty(penalty),
-            ours.MinLength(jnp.int32(length), jnp.array([length])),
-            warpers.Temperature(temperature),
-            warpers.TopK(jnp.int32(top_k)),
-            warpers.TopP(tail),
+            sampling.RepetitionPenalty(penalty),
+            sampling.MinLength(jnp.int32(length), jnp.array([length])),
+            sampling.Temperature(temperature),
+            sampling.TopK(jnp.int32(top_k)),
+            sampling.TopP(tail),
         )
         processed(chain, history_of(ids_of(0, length)), scores_of(0))
     assert processed._cache_size() == count + 1

@@ -7,21 +7,31 @@ import pytest
 
 from compat_tests.effort import THOROUGH, thorough
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.generation.generator import generate, generate_queue
+from trl_jax.generation.decode import Weights
+from trl_jax.generation.generator import Request, generate, generate_queue
 from trl_jax.generation.noise import KeyedSource, random_key
-from trl_jax.generation.processors import RepetitionPenalty
-from trl_jax.generation.request import Request
-from trl_jax.generation.weights import Weights
+from trl_jax.generation.sampling import RepetitionPenalty
+from trl_jax.hub.auto import AutoModelForCausalLM
 
 EOS, COUNT = (50, 60, 70, 80, 90, 100, 110), 23
 KEY = random_key(TorchGenerator(3))
 
 
-@pytest.fixture(scope="module", params=["gemma2", thorough("qwen3_next"), thorough("lfm2"), thorough("falcon_h1"),
-                                        thorough("gemma4_text"), thorough("llama4_text"), thorough("nemotron_h"),
-                                        thorough("gpt_oss"), thorough("deepseek_v3")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gemma2",
+        thorough("qwen3_next"),
+        thorough("lfm2"),
+        thorough("falcon_h1"),
+        thorough("gemma4_text"),
+        thorough("llama4_text"),
+        thorough("nemotron_h"),
+        thorough("gpt_oss"),
+        thorough("deepseek_v3"),
+    ],
+)
 def model(request, tmp_path_factory):
     """Windows of 7 tokens, windows of convolutions, recurrent states, sinks, latent attention."""
     facts = {"num_hidden_layers": 2} if request.param == "gemma2" else {}
@@ -101,9 +111,8 @@ def test_any_number_of_slots(llama, seed):
 
 def test_few_programs_are_compiled(llama):
     """However many prompts there are: their number, and how they come in, are no shape."""
-    from trl_jax.generation.chunk import first_tokens, next_tokens
-    from trl_jax.generation.decode import refilled
-    from trl_jax.generation.prefill import prefill
+    from trl_jax.generation.decode import prefill, refilled
+    from trl_jax.generation.generator import first_tokens, next_tokens
 
     programs = prefill, first_tokens, next_tokens, refilled
     before = [program._cache_size() for program in programs]

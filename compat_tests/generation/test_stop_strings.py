@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trl_jax.hub.generating.stop_strings import StopStrings
+from trl_jax.hub.generation_inputs import StopStrings
 
 torch = pytest.importorskip("torch")
 

@@ -11,7 +11,7 @@ from compat_tests.effort import usually
 from compat_tests.models import encoders
 from compat_tests.models.families import SHAPES
 from compat_tests.parity.dpo_cases import SMALL
-from trl_jax.hub.torch.objects import as_folder
+from trl_jax.hub.torch_objects import as_folder
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import transformers
 import trl_jax
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.tiny import tiny_model
-from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
-from trl_jax.hub.find import with_adapter
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification, with_adapter
+from trl_jax.hub.quantization import BitsAndBytesConfig
 
 torch = pytest.importorskip("torch")
 IDS = np.arange(8)[None]

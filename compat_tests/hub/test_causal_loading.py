@@ -12,10 +12,9 @@ from safetensors.numpy import load_file, save_file
 from compat_tests.effort import only_thorough, usual
 from compat_tests.hub.test_gguf import write_gguf
 from compat_tests.models import causal, variants
-from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl_jax.hub.config.native import transformers_config
-from trl_jax.hub.config.reader import read_config
-from trl_jax.hub.find import find_checkpoint
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification, find_checkpoint
+from trl_jax.hub.config import transformers_config
+from trl_jax.hub.config_reader import read_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

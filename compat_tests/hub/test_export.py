@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.checkpoint.head_tensors import architecture
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.hub.checkpoint import architecture
 
 torch = pytest.importorskip("torch")
 
@@ -91,9 +91,7 @@ def test_a_causal_or_bare_model_becomes_a_classifier(head, tie, family, shards, 
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(tmp_path, ids, mask), 1e-5)
     before, after = _tensors(folder), _tensors(tmp_path)
     assert set(after) == {_full(name) for name in before if name != "lm_head.weight"} | {"score.weight"}
-    assert all(
-        np.array_equal(after[_full(name)], values) for name, values in before.items() if _full(name) in after
-    )
+    assert all(np.array_equal(after[_full(name)], values) for name, values in before.items() if _full(name) in after)
 
 
 def _full(name):
@@ -170,7 +168,8 @@ def test_the_trainer_writes_the_dtype_of_model_init_kwargs(init, written, checkp
     from datasets import Dataset
 
     from compat_tests.tiny import preference_rows
-    from trl_jax import RewardConfig, RewardTrainer
+    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.trainer.reward_trainer import RewardTrainer
 
     folder = checkpoint("llama", dtype="bfloat16")
     args = RewardConfig(str(tmp_path), model_init_kwargs=init, use_cpu=True, bf16=False, report_to="none")

@@ -13,9 +13,8 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from compat_tests.hub.fake_hub import COMMIT, NAME, FakeHub
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.find import find_checkpoint
-from trl_jax.hub.torch import bridge
+from trl_jax.hub import torch_bridge
+from trl_jax.hub.auto import AutoModelForSequenceClassification, find_checkpoint
 
 pytest.importorskip("torch")  # builds the checkpoints
 
@@ -102,7 +101,7 @@ def test_code_comes_for_the_tokenizer_where_it_is_trusted(trust, hub, caplog):
 
 @pytest.mark.parametrize("subfolder", ["", "deep"])
 def test_a_repository_of_pickles_is_told_to_be_converted_without_torch(subfolder, hub, monkeypatch):
-    monkeypatch.setattr(bridge, "available", lambda: False)
+    monkeypatch.setattr(torch_bridge, "available", lambda: False)
     there = hub(subfolder=subfolder)
     folder = there.upstream / subfolder
     (folder / SINGLE).rename(folder / "pytorch_model.bin")

@@ -11,7 +11,9 @@ from safetensors.numpy import load_file
 
 from compat_tests.models import variants
 from compat_tests.tiny import preference_rows
-from trl_jax import AutoModelForSequenceClassification, RewardConfig, RewardTrainer
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")

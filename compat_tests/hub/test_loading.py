@@ -16,20 +16,17 @@ from safetensors.numpy import load_file, save_file
 from compat_tests.effort import thorough
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
-from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl_jax.hub import scoring
-from trl_jax.hub.checkpoint import array_reader, loading
-from trl_jax.hub.config import native
+from trl_jax.hub import checkpoint, config, formats, pretrained
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.hub.families import read_arch
-from trl_jax.hub.formats import safetensors
-from trl_jax.hub.formats.safetensors import CheckpointFiles
-from trl_jax.mesh.arrays import owned
+from trl_jax.hub.formats import CheckpointFiles
+from trl_jax.mesh.mesh import owned
 
 BIG = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 2000}
 
 
 def loaded(folder, **options):
-    return loading.load(native.read_native_config(folder), **options)
+    return checkpoint.load(config.read_native_config(folder), **options)
 
 
 def assert_same_params(one, other):
@@ -49,7 +46,7 @@ def big(tmp_path_factory):
 def test_the_host_holds_one_tensor_beside_the_weights(big, dtype, monkeypatch):
     """tracemalloc sees what NumPy allocates: what is read. JAX's arrays, the one copy of the weights, it does not."""
     small, _ = loaded(big, dtype=dtype, seed=0)  # what is allocated once is not counted
-    monkeypatch.setattr(array_reader, "SMALL", 0)
+    monkeypatch.setattr(checkpoint, "SMALL", 0)
     assert_same_params(loaded(big, dtype=dtype, seed=0)[0], small)
     del small
     gc.collect()
@@ -88,9 +85,9 @@ def test_arrays_that_are_read_are_no_views_of_files_and_can_be_donated():
 def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
     """What was read of a file counts as this process's memory until it is closed."""
     wanted, _ = loaded(big, dtype="auto", seed=0)
-    opened, really = [], safetensors.safe_open
-    monkeypatch.setattr(safetensors, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
-    monkeypatch.setattr(safetensors, "_MAPPED", 2**21)
+    opened, really = [], formats.safe_open
+    monkeypatch.setattr(formats, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
+    monkeypatch.setattr(formats, "_MAPPED", 2**21)
     found, _ = loaded(big, dtype="auto", seed=0)
     assert_same_params(found, wanted)
     assert len(opened) > 4 and len(set(opened)) == 1
@@ -98,7 +95,7 @@ def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
 
 def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
     """Of what was read from disk nothing piles up."""
-    monkeypatch.setattr(array_reader, "SMALL", 0)
+    monkeypatch.setattr(checkpoint, "SMALL", 0)
     living, most, read_at_all = set(), 0, 0
 
     class Counted(np.ndarray):
@@ -113,7 +110,7 @@ def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
         most = max(most, len(living))
         return values
 
-    monkeypatch.setattr(array_reader, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
+    monkeypatch.setattr(checkpoint, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
     loaded(big, dtype="float32", seed=0)
     # The next is read before the last name lets go, and JAX holds on to a few while its own threads copy them.
     assert most <= 8 < read_at_all / 2
@@ -121,7 +118,7 @@ def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
 
 def test_nothing_is_initialised_before_it_is_read(big, monkeypatch):
     """Shapes come from an abstract model: reading the first tensor finds no parameter made."""
-    monkeypatch.setattr(array_reader.ArrayReader, "_assemble", lambda self, entry, shape, *how: (entry, shape))
+    monkeypatch.setattr(checkpoint.ArrayReader, "_assemble", lambda self, entry, shape, *how: (entry, shape))
     tracemalloc.start()
     params, _ = loaded(big, dtype="float32", seed=0)
     _, peak = tracemalloc.get_traced_memory()
@@ -166,13 +163,9 @@ def test_the_head_that_is_drawn_is_torchs(checkpoint):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     folder = checkpoint("llama", head="causal")
     transformers.set_seed(42)
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=1, dtype=torch.float32
-    )
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     ours = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32", seed=42)
-    np.testing.assert_allclose(
-        ours.params["score.weight"], theirs.score.weight.detach().numpy(), rtol=2e-7, atol=1e-9
-    )
+    np.testing.assert_allclose(ours.params["score.weight"], theirs.score.weight.detach().numpy(), rtol=2e-7, atol=1e-9)
 
 
 def test_rounding_to_bfloat16_is_torchs(checkpoint):
@@ -278,13 +271,13 @@ def test_scores_are_computed_in_float32_wherever_they_are(checkpoint, monkeypatc
     """On the CPU every precision is the same; what the program is traced under is seen."""
     pytest.importorskip("torch")
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))
-    seen, scores = [], scoring.compiled_scores
+    seen, scores = [], pretrained.compiled_scores
 
     def spied(*given):
         seen.append(jax.config.jax_default_matmul_precision)
         return scores(*given)
 
-    monkeypatch.setattr(scoring, "compiled_scores", spied)
+    monkeypatch.setattr(pretrained, "compiled_scores", spied)
     model([[5, 6]])
     assert seen == ["float32"] and jax.config.jax_default_matmul_precision is None
 
@@ -297,7 +290,7 @@ def test_whether_the_head_is_tied_is_what_the_family_and_then_the_files_say(chec
         family, arch = read_arch(raw, source)
         return family, replace(arch, tied_embeddings=True)
 
-    monkeypatch.setattr(native, "read_arch", read_as_tied)
+    monkeypatch.setattr(config, "read_arch", read_as_tied)
     folder = checkpoint("llama", head="causal")
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert "tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight" in caplog.text

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from compat_tests.models import causal, variants
 from compat_tests.tiny import tiny_model
-from trl_jax import AutoModelForCausalLM
-from trl_jax.hub.formats.mxfp4 import dequantized
-from trl_jax.hub.formats.safetensors import INDEX, SINGLE
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.formats import INDEX, SINGLE
+from trl_jax.hub.gguf import dequantized
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.core.files.tensors_file import Pieces
-from trl_jax.core.files.whole_file import write_whole
-from trl_jax.hub.formats.safetensors import INDEX, SINGLE, CheckpointFiles, write_checkpoint
-from trl_jax.run.reports import save_metrics
+from trl_jax.core.files import Pieces, write_whole
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.hub.formats import INDEX, SINGLE, CheckpointFiles, write_checkpoint
+from trl_jax.training.metrics import save_metrics
 
 load = AutoModelForSequenceClassification.from_pretrained
 

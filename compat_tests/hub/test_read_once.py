@@ -11,8 +11,8 @@ import pytest
 
 from compat_tests.exported import configs
 from compat_tests.models import encoders
-from trl_jax import AutoModelForSequenceClassification, LoraConfig
-from trl_jax.hub.find import find_checkpoint, with_adapter
+from trl_jax.hub.auto import AutoModelForSequenceClassification, find_checkpoint, with_adapter
+from trl_jax.hub.peft_config import LoraConfig
 
 pytest.importorskip("torch")
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification, token_logps_and_entropies
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl_jax.hub.pretrained import token_logps_and_entropies
 
 torch = pytest.importorskip("torch")
 IDS = np.random.default_rng(0).integers(5, 400, (3, 9))

@@ -9,7 +9,8 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.tiny import text_rows, tiny_model
-from trl_jax import SFTConfig, SFTTrainer
+from trl_jax.trainer.sft_config import SFTConfig
+from trl_jax.trainer.sft_trainer import SFTTrainer
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

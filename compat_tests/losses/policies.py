@@ -109,8 +109,11 @@ def _correction(given: Data, rows: slice, settings: dict[str, Any]) -> np.ndarra
     mode, least, most = (settings[f"sampler_{name}"] for name in ("correction", "clip_min", "clip_max"))
     ratio = np.exp(difference.sum(1, keepdims=True) if mode.startswith("sequence") else difference)
     least, most = -math.inf if least is None else least, math.inf if most is None else most
-    return np.clip(ratio, least, most) if mode.endswith("truncate") else np.where(
-        (ratio < least) | (ratio > most), 0.0, ratio)
+    return (
+        np.clip(ratio, least, most)
+        if mode.endswith("truncate")
+        else np.where((ratio < least) | (ratio > most), 0.0, ratio)
+    )
 
 
 def by_hand(given: Data, logps: np.ndarray, entropies: np.ndarray, *, loss_type="dapo",

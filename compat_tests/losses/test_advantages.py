@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from trl_jax.losses.policy_gradient import advantages, group_advantages, rloo_advantages
+from trl_jax.losses import advantages
+from trl_jax.losses.advantages import group_advantages, rloo_advantages
 
 NAN = np.nan
 G = 4

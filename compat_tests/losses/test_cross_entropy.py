@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood
 
 LOGITS = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32) * 2
 TARGETS = np.array([3, 0, 6, 3])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax import pairwise_loss
+from trl_jax.losses.supervised import pairwise_loss
 
 PAIRS = 7
 chosen, rejected, margin = np.random.default_rng(0).normal(size=(3, PAIRS)).astype(np.float32) * 2
@@ -53,9 +53,7 @@ def test_trls_mean_is_a_choice_of_weights():
     """Two micro-batches of 4 and 3 pairs: the mean of their means."""
     by_micro_batch = np.asarray([1 / 8] * 4 + [1 / 6] * 3, np.float32)
     value, _ = pairwise_loss(chosen, rejected, weight=by_micro_batch)
-    means = [
-        formula(chosen[s], rejected[s], np.ones(PAIRS)[s]) / len(chosen[s]) for s in (slice(4), slice(4, 7))
-    ]
+    means = [formula(chosen[s], rejected[s], np.ones(PAIRS)[s]) / len(chosen[s]) for s in (slice(4), slice(4, 7))]
     assert float(value) == pytest.approx(np.mean(means), rel=1e-6)
 
 

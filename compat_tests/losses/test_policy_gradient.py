@@ -12,18 +12,10 @@ import pytest
 from compat_tests.effort import usual, usually
 from compat_tests.losses import policies
 from compat_tests.losses.policies import GENERATED, LENGTHS, MASK, MICRO_BATCHES, ROWS, SPG, Result, T, X
-from trl_jax.losses.policy_gradient import (
-    LOSSES,
-    PolicyLoss,
-    grpo,
-    grpo_loss,
-    ratios,
-    rloo_loss,
-    surrogate,
-    token_weights,
-)
-from trl_jax.losses.policy_gradient import entropy as entropies_of
-from trl_jax.tasks.policy_metrics import grpo_metrics, rloo_metrics
+from trl_jax.config.tables import GRPO_LOSSES
+from trl_jax.losses import policy_gradient
+from trl_jax.losses.policy_gradient import PolicyLoss, grpo_loss, rloo_loss, token_weights
+from trl_jax.tasks.policy import grpo_metrics, rloo_metrics
 
 MICRO_BATCH = np.repeat(np.eye(MICRO_BATCHES, dtype=bool), ROWS, axis=1)
 FLAT = np.flatnonzero(MASK)  # reads of tokens that count alone, of both micro-batches
@@ -68,7 +60,7 @@ def ours(given, *, old=True, sampling=False, coef=None, train=True, weigh=token_
 
 
 def placed(slopes):
-    assert not np.asarray(slopes)[len(ORDER):].any()
+    assert not np.asarray(slopes)[len(ORDER) :].any()
     made = np.zeros(X * T)
     made[ORDER] = slopes[: len(ORDER)]
     return made.reshape(X, T)
@@ -102,7 +94,7 @@ FURTHER = {
     "bonus of uncertain tokens": {"coef": 0.03, "top_entropy_quantile": 0.4},
 }
 GRID = {f"{name}, {level}, beta {beta}": {"loss_type": name, "importance_sampling_level": level, "beta": beta}
-        for name in LOSSES for level in LEVELS for beta in (0.0, 0.2)}  # fmt: skip
+        for name in GRPO_LOSSES for level in LEVELS for beta in (0.0, 0.2)}  # fmt: skip
 
 
 # Usually one of those that are compared with TRL below, and all others.
@@ -133,7 +125,7 @@ SAMPLED = {
     for least, most in ((0.9, 1.2), (None, 1.1), (0.8, None)) for loss in ("grpo", "vespo")
 }  # fmt: skip
 SAMPLED["off policy by the sampler"] = {"sampling": True, "off_policy_mask_threshold": 0.0}
-EVALUATED = {f"{name} evaluated": {"loss_type": name, "train": False, "beta": 0.1} for name in LOSSES}
+EVALUATED = {f"{name} evaluated": {"loss_type": name, "train": False, "beta": 0.1} for name in GRPO_LOSSES}
 
 
 @usual(
@@ -169,7 +161,7 @@ def test_the_same_of_rows():
     assert loss == pytest.approx(float(wanted), abs=1e-7) and abs(loss) > 1e-3
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", GRPO_LOSSES)
 def test_a_micro_batch_may_be_divided_over_passes(loss_type):
     """Sums of both passes make the metrics; losses add up."""
     given, settings = policies.data(), PolicyLoss(loss_type=loss_type, beta=0.1)
@@ -194,7 +186,7 @@ def test_a_micro_batch_may_be_divided_over_passes(loss_type):
 
 def test_a_micro_batch_without_a_token():
     given, nothing = policies.data(), np.zeros((X, T), bool)
-    for name in LOSSES:
+    for name in GRPO_LOSSES:
         settings = PolicyLoss(loss_type=name, top_entropy_quantile=0.5)
         loss, sums = grpo_loss(jnp.float32(given.logps), jnp.float32(given.advantages), jnp.asarray(nothing),
                                entropies=jnp.float32(given.entropies), entropy_coef=0.1, settings=settings)  # fmt: skip
@@ -274,17 +266,17 @@ def identity(value):
 
 
 MISTAKES = {
-    "the clip turned round": (surrogate.jnp, "minimum", jnp.maximum, {"loss_type": "grpo"}),
+    "the clip turned round": (policy_gradient.jnp, "minimum", jnp.maximum, {"loss_type": "grpo"}),
     "a gradient through cispo's ratio": (
-        surrogate.jax.lax, "stop_gradient", identity, {"loss_type": "cispo", "epsilon_high": 3.0}),
-    "a gradient through vespo's weight": (ratios.jax.lax, "stop_gradient", identity, {"loss_type": "vespo"}),
-    "a divergence the other way": (grpo, "kl_k3", lambda a, b: ratios.kl_k3(b, a), {"beta": 0.2}),
+        policy_gradient.jax.lax, "stop_gradient", identity, {"loss_type": "cispo", "epsilon_high": 3.0}),
+    "a gradient through vespo's weight": (policy_gradient.jax.lax, "stop_gradient", identity, {"loss_type": "vespo"}),
+    "a divergence the other way": (policy_gradient, "kl_k3", lambda a, b: policy_gradient.kl_k3(b, a), {"beta": 0.2}),
     "a quantile of the wrong side": (
-        grpo, "entropy_mask", lambda h, m, q, **k: entropies_of.entropy_mask(h, m, 1 - q, **k),
+        policy_gradient, "entropy_mask", lambda h, m, q, **k: policy_gradient.entropy_mask(h, m, 1 - q, **k),
         {"top_entropy_quantile": 0.3}),
-    "the lower neighbour of a quantile": (entropies_of.jnp, "ceil", jnp.floor, {"top_entropy_quantile": 0.5}),
+    "the lower neighbour of a quantile": (policy_gradient.jnp, "ceil", jnp.floor, {"top_entropy_quantile": 0.5}),
     "no mask of what is off policy": (
-        grpo, "off_policy_mask", lambda *a: jnp.ones(X), {"off_policy_mask_threshold": 0.05}),
+        policy_gradient, "off_policy_mask", lambda *a: jnp.ones(X), {"off_policy_mask_threshold": 0.05}),
 }  # fmt: skip
 
 
@@ -303,7 +295,7 @@ def off_by_a_token(settings, lengths, share, micro_batch, *, generated_tokens, p
     return token_weights(settings, lengths + 1, share, micro_batch, generated_tokens=generated_tokens + 1, part=part)
 
 
-@pytest.mark.parametrize("loss_type", usually({"dapo", "luspo"}.__contains__, LOSSES))
+@pytest.mark.parametrize("loss_type", usually({"dapo", "luspo"}.__contains__, GRPO_LOSSES))
 def test_a_divisor_that_is_off_by_one_is_noticed(loss_type):
     pytest.importorskip("trl")
     given = policies.data()

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.losses.sums import mean_over_shards
-from trl_jax.tasks import real_examples, summed
+from trl_jax.losses.supervised import mean_over_shards, real_examples, summed
 
 WEIGHT = np.array([0.5, 0.0, 0.25, 0.25], np.float32)
 MICRO_BATCH = np.array([[True, True, False, False], [False, False, True, True], [False, True, False, False]])

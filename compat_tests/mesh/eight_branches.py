@@ -6,11 +6,11 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
-from compat_tests.effort import thorough  # noqa: E402
-from compat_tests.run import branches  # noqa: E402
+from compat_tests.effort import thorough
+from compat_tests.training import branches
 
 
 @pytest.fixture(scope="module")

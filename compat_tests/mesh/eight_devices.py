@@ -10,24 +10,29 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from datasets import Dataset  # noqa: E402
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from datasets import Dataset
 
-from compat_tests import tiny  # noqa: E402
-from compat_tests.bench.gaps import gaps  # noqa: E402
-from compat_tests.bench.mesh_runs import FACTS, PAIRS, run  # noqa: E402
-from compat_tests.dryrun.planned import LORA, alike  # noqa: E402
-from compat_tests.effort import only_thorough, thorough  # noqa: E402
-from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
-from trl_jax.core.packed import BLOCK  # noqa: E402
-from trl_jax.engine.devices.compilation import compiler_options  # noqa: E402
-from trl_jax.mesh.sharding import ShardingPlan, make_mesh  # noqa: E402
-from trl_jax.nn.platform import undivided  # noqa: E402
-from trl_jax.run import layout_choice  # noqa: E402
-from trl_jax.run.step import precompile  # noqa: E402
+from benchmarks.gaps import gaps
+from benchmarks.mesh_runs import FACTS, PAIRS, run
+from compat_tests import tiny
+from compat_tests.effort import only_thorough, thorough
+from compat_tests.parity.reference import BASE
+from compat_tests.plan.planned import LORA, alike
+from trl_jax.core.outputs import BLOCK
+from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.mesh.mesh import ShardingPlan, make_mesh
+from trl_jax.nn.platform import undivided
+from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
+from trl_jax.training import (
+    layout,
+    step,
+)
+from trl_jax.training.devices import compiler_options
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
@@ -47,7 +52,7 @@ def alone(checkpoint):
     return of
 
 
-# All of them in compat_tests/bench/meshes.py. One weight of bert's has a first gradient as small as Adam's eps, and its
+# All of them in benchmarks/meshes.py. One weight of bert's has a first gradient as small as Adam's eps, and its
 # first step would be rounding: so a larger eps.
 MESHES = "data:2,fsdp:2,tensor:2", "fsdp:2,tensor:2,sequence:2"
 CASES = [
@@ -85,8 +90,8 @@ ADAPTED = [
 def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, tmp_path, monkeypatch):
     """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
-    monkeypatch.setattr(precompile, "compiles_ahead", lambda device: True)
-    monkeypatch.setattr(precompile, "compile_ahead", made_before)
+    monkeypatch.setattr(step, "compiles_ahead", lambda device: True)
+    monkeypatch.setattr(step, "compile_ahead", made_before)
 
     def run(said, size):
         config = BASE | {"per_device_train_batch_size": size, "max_steps": 2} | said
@@ -164,9 +169,9 @@ def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
                                               ("qwen3_moe", {})], ids=str)  # fmt: skip
 def test_each_device_reads_its_own_part(model, facts, checkpoint):
     """Straight from the files to where it belongs: fused tensors, experts and transposed ones too."""
-    from trl_jax.hub.checkpoint.loading import load
-    from trl_jax.hub.config.native import read_native_config
-    from trl_jax.models.functional import logical_axes
+    from trl_jax.hub.checkpoint import load
+    from trl_jax.hub.config import read_native_config
+    from trl_jax.models.model import logical_axes
 
     folder = checkpoint(model, **facts)
     sharding_plan = ShardingPlan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
@@ -239,7 +244,7 @@ def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, al
     mesh = "data:2,fsdp:2,tensor:2"
     wanted = alone("llama", "shared")
     _, along = compiled(trainer(checkpoint, tmp_path / "along", mesh_shape=mesh))
-    monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
+    monkeypatch.setattr(layout, "by_rows", lambda args, **_: True)
     built = trainer(checkpoint, tmp_path, mesh_shape=mesh)
     [step, *_] = built.get_train_dataloader().steps
     assert step.arrays.packed.texts is not None
@@ -274,7 +279,7 @@ def test_experts_over_tensor_are_those_of_one_device():
     from flax import nnx
 
     from trl_jax.models.arch import Experts
-    from trl_jax.nn.experts.moe import MoE
+    from trl_jax.nn.moe import MoE
 
     dice = np.random.default_rng(0)
     graph, state = nnx.split(MoE(16, Experts(count=4, top_k=2, size=8, renormalised=True), activation="silu"))
@@ -310,7 +315,7 @@ def test_experts_over_tensor_are_those_of_one_device():
 ], ids=str)  # fmt: skip
 def test_words(said, sizes, checkpoint, tmp_path):
     args = RewardConfig(str(tmp_path), use_cpu=True, **said)
-    from trl_jax.run.devices import sharding_plan_of
+    from trl_jax.training.mesh import sharding_plan_of
 
     sharding_plan = sharding_plan_of(args)
     assert {axis: size for axis, size in sharding_plan.mesh.shape.items() if size > 1} == sizes
@@ -380,9 +385,7 @@ def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
 @only_thorough
 def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
     """A base in bfloat16, whose parts are as large as a device's."""
-    found = alike(
-        checkpoint("llama", head="causal", dtype="bfloat16"), tmp_path, 8, LORA, mesh_shape="fsdp:4,tensor:2"
-    )
+    found = alike(checkpoint("llama", head="causal", dtype="bfloat16"), tmp_path, 8, LORA, mesh_shape="fsdp:4,tensor:2")
     assert found.memory.gathered > 0 and found.mesh == {"fsdp": 4, "tensor": 2}
 
 

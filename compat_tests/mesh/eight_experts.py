@@ -8,14 +8,14 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from datasets import Dataset  # noqa: E402
+import numpy as np
+import pytest
+from datasets import Dataset
 
-import trl_jax  # noqa: E402
-from compat_tests.effort import THOROUGH, thorough  # noqa: E402
-from compat_tests.parity.reference import BASE  # noqa: E402
-from compat_tests.tiny import preference_rows, text_rows  # noqa: E402
+import trl_jax
+from compat_tests.effort import THOROUGH, thorough
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import preference_rows, text_rows
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
 CONFIG = {"max_length": 64, "router_aux_loss_coef": 0.5, "num_train_epochs": 1, "learning_rate": 3e-3}
@@ -46,7 +46,9 @@ def run(checkpoint, tmp_path_factory):
         args = getattr(trl_jax, f"{name}Config")(out, **BASE | CONFIG | config)
         train, evaluated = (Dataset.from_list(ROWS[name](n, "prompt", seed=n)) for n in (16, 8))
         trainer = getattr(trl_jax, f"{name}Trainer")(
-            str(checkpoint(family, **SMALL | FACTS.get(family, {}))), args=args, train_dataset=train,
+            str(checkpoint(family, **SMALL | FACTS.get(family, {}))),
+            args=args,
+            train_dataset=train,
             eval_dataset=evaluated,
         )
         trainer.train()

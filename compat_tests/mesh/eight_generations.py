@@ -9,17 +9,21 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from datasets import Dataset  # noqa: E402
+import numpy as np
+import pytest
+from datasets import Dataset
 
-from compat_tests.effort import only_thorough, thorough, usually  # noqa: E402
-from compat_tests.parity.grpo_cases import prompt_rows  # noqa: E402
-from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import AutoModelForCausalLM, BitsAndBytesConfig, GRPOConfig, GRPOTrainer, LoraConfig  # noqa: E402
-from trl_jax.generation import generator, weights  # noqa: E402
-from trl_jax.generation.chunk import next_tokens  # noqa: E402
-from trl_jax.scripts import generate  # noqa: E402
+from compat_tests.effort import only_thorough, thorough, usually
+from compat_tests.parity.grpo_cases import prompt_rows
+from compat_tests.parity.reference import BASE
+from trl_jax.generation import decode, generator
+from trl_jax.generation.generator import next_tokens
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.scripts import generate
+from trl_jax.trainer.grpo_config import GRPOConfig
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
 
 MESHES = ("data:8", "fsdp:8", "data:2,fsdp:2,tensor:2", "tensor:2,data:4")
 ENDS = list(range(30, 44))
@@ -43,7 +47,7 @@ def gathers(monkeypatch):
     """Has a device memory for all parameters at once, or for none."""
 
     def has(memory):
-        monkeypatch.setattr(weights, "device_memory", lambda: memory)
+        monkeypatch.setattr(decode, "device_memory", lambda: memory)
 
     return has
 
@@ -160,7 +164,7 @@ def test_all_arrays_are_of_one_mesh(sequence):
     mesh = jax.make_mesh((4 // sequence, sequence, 2), ("fsdp", "sequence", "tensor"))
     places = {"a": jax.P("fsdp"), "b": jax.P(None, "tensor"), "c": jax.P()}
     arrays = {name: jax.device_put(np.ones((8, 4)), jax.NamedSharding(mesh, place)) for name, place in places.items()}
-    found, shards = weights.divided(arrays, 1)
+    found, shards = decode.divided(arrays, 1)
     assert {array.sharding.mesh for array in found.values()} == {shards.mesh} and shards.count == 4
     assert (shards.mesh == mesh) == (sequence == 1)
     for path, array in found.items():

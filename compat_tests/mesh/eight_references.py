@@ -6,15 +6,18 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from datasets import Dataset  # noqa: E402
+import numpy as np
+import pytest
+from datasets import Dataset
 
-from compat_tests.effort import only_thorough  # noqa: E402
-from compat_tests.parity.kto_cases import SMALL, kto_rows  # noqa: E402
-from compat_tests.parity.reference import BASE  # noqa: E402
-from compat_tests.tiny import preference_rows  # noqa: E402
-from trl_jax import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
+from compat_tests.effort import only_thorough
+from compat_tests.parity.kto_cases import SMALL, kto_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import preference_rows
+from trl_jax.trainer.dpo_config import DPOConfig
+from trl_jax.trainer.dpo_trainer import DPOTrainer
+from trl_jax.trainer.kto_config import KTOConfig
+from trl_jax.trainer.kto_trainer import KTOTrainer
 
 ROWS = 8  # of a batch, on all devices together
 MEASURED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy", "eval_loss", "eval_rewards/margins")

@@ -7,23 +7,21 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from datasets import Dataset  # noqa: E402
+import numpy as np
+import pytest
+from datasets import Dataset
 
-from compat_tests.effort import THOROUGH, only_thorough, thorough  # noqa: E402
-from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
-from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
-from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import (  # noqa: E402
-    AutoModelForCausalLM,
-    DistillationConfig,
-    DistillationTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RLOOTrainer,
-)
-from trl_jax.generation import weights  # noqa: E402
+from compat_tests.effort import THOROUGH, only_thorough, thorough
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
+from compat_tests.parity.reference import BASE
+from trl_jax.generation import decode
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.trainer.distillation_config import DistillationConfig
+from trl_jax.trainer.distillation_trainer import DistillationTrainer
+from trl_jax.trainer.grpo_config import GRPOConfig
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
+from trl_jax.trainer.rloo_trainer import RLOOTrainer
 
 ROWS = 16  # of a micro-batch, on all devices together
 CONFIG = {
@@ -165,7 +163,7 @@ def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_layers_with_windows_complete_as_on_one_device(by_layer, make, monkeypatch):
     """Along the stack, whose layers take their caches from several parts, and layer by layer."""
-    monkeypatch.setattr(weights, "_LARGEST", 2**30 if by_layer else 0)
+    monkeypatch.setattr(decode, "_LARGEST", 2**30 if by_layer else 0)
     windows = {"model_type": "gemma2", "sliding_window": 6, "num_hidden_layers": 3}
     options = {"model": windows, "max_steps": 1, "eval_strategy": "no", "generation_batch_size": 32}
     meshes = ("data:1", 1), ("data:2,fsdp:2,tensor:2", 4)

@@ -8,15 +8,15 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from compat_tests.effort import thorough  # noqa: E402
-from trl_jax.mesh.sharding import BATCH, make_mesh  # noqa: E402
-from trl_jax.nn.head import chunks  # noqa: E402
-from trl_jax.nn.head.outputs import token_outputs  # noqa: E402
+from compat_tests.effort import thorough
+from trl_jax.mesh.mesh import BATCH, make_mesh
+from trl_jax.nn import head
+from trl_jax.nn.head import token_outputs
 
 PLACES, ROWS, VOCABULARY, WIDTH = 200, 64, 96, 12
 REAL = (150, 0, 200, 60, 10, 1, 199, 64)  # places with a target, of each shard
@@ -25,8 +25,8 @@ COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|all-to-all|collective-pe
 
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
-    monkeypatch.setattr(chunks, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(chunks, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head, "LOGITS", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head, "FEWEST", {"cpu": ROWS})
 
 
 def total(hidden, weight, targets):

@@ -6,14 +6,14 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import pytest  # noqa: E402
+import pytest
 
-from compat_tests.effort import thorough  # noqa: E402
-from compat_tests.mesh.rank import rows_of  # noqa: E402
-from compat_tests.parity import golden, reference  # noqa: E402
-from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
-from compat_tests.parity.marks import assert_same_weights, steps_of  # noqa: E402
-from compat_tests.parity.test_dpo_curve import assert_same  # noqa: E402
+from compat_tests.effort import thorough
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity import golden, reference
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.marks import assert_same_weights, steps_of
+from compat_tests.parity.test_dpo_curve import assert_same
 
 CONFIG = {"max_length": 64, "max_steps": 6, "learning_rate": 3e-3}
 ROWS = 4  # a step, on all devices together

@@ -7,19 +7,19 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
 
-import trl_jax  # noqa: E402
-from compat_tests.effort import only_thorough  # noqa: E402
-from compat_tests.mesh.rank import rows_of  # noqa: E402
-from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
-from compat_tests.parity.marks import timeless  # noqa: E402
-from compat_tests.parity.reference import BASE, read_weights  # noqa: E402
-from compat_tests.trainer.trainers import FACTS  # noqa: E402
-from trl_jax.data.rows.preference import kto  # noqa: E402
+import trl_jax
+from compat_tests.effort import only_thorough
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.marks import timeless
+from compat_tests.parity.reference import BASE, read_weights
+from compat_tests.trainer.trainers import FACTS
+from trl_jax.data import kto
 
 ROWS = 4  # of a step, on all devices together
 EVERY_STEP = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}

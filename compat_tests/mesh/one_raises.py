@@ -9,7 +9,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from compat_tests import tiny
-from trl_jax import RewardConfig, RewardTrainer
+from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
 
 fault, who, model, out = sys.argv[1:]
 SENTENCE = " ".join(("the", "very", "sentence"))  # tracebacks quote lines of this file
@@ -30,7 +31,7 @@ class Callback(TrainerCallback):
 
 
 def full_disk():
-    from trl_jax.run.output import checkpointing
+    from trl_jax.training import resume as checkpointing
 
     def write(*given, **options):
         raise OSError(errno.ENOSPC, SENTENCE)

@@ -20,7 +20,7 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
 
         jax.config.update("jax_num_cpu_devices", given.pop("devices"))
     if whose == "ours":
-        from trl_jax.engine.devices import processes
+        from trl_jax.mesh import processes
 
         processes.HEARTBEAT = given.pop("heartbeat", HEARTBEAT)
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
@@ -92,7 +92,8 @@ def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: 
     from datasets import Dataset
 
     from compat_tests.parity.reference import BASE
-    from trl_jax import RewardConfig, RewardTrainer
+    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.trainer.reward_trainer import RewardTrainer
 
     trainer = RewardTrainer(folder, RewardConfig(out, **(BASE | config)), train_dataset=Dataset.from_list(rows))
     if dies is not None and os.environ["JAX_PROCESS_ID"] == "0":
@@ -103,7 +104,7 @@ def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: 
 
 def die_saving(trainer, step: int) -> None:
     """Weights are in the unfinished folder then, moments on their way."""
-    from trl_jax.run.output import checkpointing
+    from trl_jax.training import resume as checkpointing
 
     write = checkpointing.write_progress
 

@@ -94,15 +94,23 @@ SHAPES = {
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
     "glm4_moe": ROUTED | {"head_dim": 24},
     "lfm2": {"block_multiple_of": 8, "num_hidden_layers": 4},
-    "lfm2_moe": EXPERTS | {
-        "num_hidden_layers": 4, "num_dense_layers": 1, "layer_types": [CONV, "full_attention", CONV, "full_attention"],
+    "lfm2_moe": EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "layer_types": [CONV, "full_attention", CONV, "full_attention"],
     },
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 24},
     "gemma3_text": {"head_dim": 24},
     "gemma4_text": {
-        "head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 6, "layer_types": [SLIDE, SLIDE, FULL] * 2,
-        "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 600,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDE, SLIDE, FULL] * 2,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 600,
     },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
@@ -119,9 +127,16 @@ SHAPES = {
     "qwen3": {"head_dim": 24},
     "qwen3_moe": {**EXPERTS, "head_dim": 24},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
-    "nemotron_h": {key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"} | {
-        "head_dim": 16, "layers_block_type": [LINEAR_ATTENTION, MOE, FULL, LINEAR_ATTENTION, MLP], "n_group": 1,
-        "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "layer_norm_epsilon": 1e-2,
+    "nemotron_h": {key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"}
+    | {
+        "head_dim": 16,
+        "layers_block_type": [LINEAR_ATTENTION, MOE, FULL, LINEAR_ATTENTION, MLP],
+        "n_group": 1,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "layer_norm_epsilon": 1e-2,
         "moe_shared_expert_intermediate_size": 40,
     },
     "falcon_h1": MAMBA | FALCON,
@@ -131,13 +146,23 @@ SHAPES = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
     "llama4_text": {
-        "head_dim": 16, "intermediate_size": 40, "intermediate_size_mlp": 72, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 9,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "intermediate_size_mlp": 72,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 9,
     },
     "granite": GRANITE,
-    "granitemoehybrid": GRANITE | {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40, "shared_intermediate_size": 48,
-        "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION], **MAMBA,
+    "granitemoehybrid": GRANITE
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 40,
+        "shared_intermediate_size": 48,
+        "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION],
+        **MAMBA,
     },
     "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }

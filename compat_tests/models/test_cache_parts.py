@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_jax.models.arch import LayerKind, Run
-from trl_jax.models.arch.cache_parts import turns_of
+from trl_jax.models.arch import LayerKind, Run, turns_of
 
 
 def turns(windows, chunks=None, first=0):

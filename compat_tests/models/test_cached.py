@@ -9,12 +9,11 @@ import pytest
 
 from compat_tests.effort import usually
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
-from trl_jax.dryrun.generation import Size, cache_bytes
-from trl_jax.generation.prefill import prefill
-from trl_jax.generation.weights import layers_for_decoding, trunk_of
+from trl_jax.generation.decode import layers_for_decoding, prefill, trunk_of
+from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.models.cached_decoder import with_keys
-from trl_jax.models.functional import merge
+from trl_jax.models.model import merge
+from trl_jax.plan.generation import Size, cache_bytes
 
 pytest.importorskip("torch")
 
@@ -41,9 +40,7 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
     @jax.jit
     def step(cache, tokens, places):
         whole, options = merge(model.graph, model.arrays), {"cache": cache, "layers": layers, "max_tokens": 1000}
-        hidden, new = with_keys(
-            trunk_of(whole), tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options
-        )
+        hidden, new = with_keys(trunk_of(whole), tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options)
         return whole.outputs(hidden, None, jnp.float32, None, 1.0), cache.appended(new, after=tokens)
 
     for number in range(NEW):

@@ -12,10 +12,10 @@ import pytest
 from compat_tests.effort import usually
 from compat_tests.models import causal, variants
 from compat_tests.models.families import GENERATED, UNLIKE
-from trl_jax import AutoModelForCausalLM
-from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
-from trl_jax.losses.load_balancing import load_balancing_loss
-from trl_jax.models.functional import merge
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.checkpoint import entries_of, read_tensor
+from trl_jax.losses.supervised import load_balancing_loss
+from trl_jax.models.model import merge
 
 torch = pytest.importorskip("torch")
 

@@ -11,11 +11,11 @@ import pytest
 
 from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import encoders
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.config import native
+from trl_jax.hub import config
+from trl_jax.hub.auto import AutoModelForSequenceClassification
 from trl_jax.hub.families import read_arch
 from trl_jax.models.arch import ConvolutionFacts, EncoderArch, HeadFacts
-from trl_jax.models.functional import merge
+from trl_jax.models.model import merge
 from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.rope import Rope
 
@@ -109,7 +109,7 @@ def load_with(monkeypatch):
             family, arch = read_arch(raw, source)
             return family, arch if fact is None else _with(arch, fact.split("."), wrong)
 
-        monkeypatch.setattr(native, "read_arch", read_wrongly)
+        monkeypatch.setattr(config, "read_arch", read_wrongly)
         return AutoModelForSequenceClassification.from_pretrained(folder)
 
     return load

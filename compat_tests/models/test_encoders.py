@@ -10,13 +10,13 @@ from safetensors.numpy import load_file, save_file
 
 from compat_tests.effort import usually
 from compat_tests.models import encoders, variants
-from trl_jax import AutoModelForSequenceClassification
 from trl_jax.hub import families
-from trl_jax.hub.checkpoint.saving import save
-from trl_jax.hub.config.reader import read_config
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.hub.checkpoint import save
+from trl_jax.hub.config_reader import read_config
 from trl_jax.hub.families import read_arch
-from trl_jax.models.functional import merge
-from trl_jax.nn.attention import padded
+from trl_jax.models.model import merge
+from trl_jax.nn.attention import attention
 
 torch = pytest.importorskip("torch")
 
@@ -113,7 +113,7 @@ def test_calling_the_model(family, built):
 @pytest.mark.parametrize("family", ["modernbert", "deberta-v2"])
 def test_queries_in_blocks_score_as_in_one(family, built, monkeypatch):
     folder, (ids, mask) = built(family), encoders.rows()
-    monkeypatch.setattr(padded, "QUERY_BLOCK", 13)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 13)
     model = load(folder)
 
     def score(params):

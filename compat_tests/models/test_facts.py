@@ -11,11 +11,11 @@ import pytest
 
 from compat_tests.effort import only_thorough, usually
 from compat_tests.models import causal, variants
-from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl_jax.core.packed import reads_of_rows
-from trl_jax.hub.config import native
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.hub import config
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import (
+from trl_jax.models.arch import (  # fmt: skip
     Arch,
     Experts,
     GatedDelta,
@@ -26,10 +26,10 @@ from trl_jax.models.arch import (
     MixerScales,
     ShortConvolution,
     StateSpace,
-)  # fmt: skip
-from trl_jax.models.functional import merge
-from trl_jax.nn.experts.sparse_mixer import SparseMixer
-from trl_jax.nn.mlp import ClampedSwiGLU
+)
+from trl_jax.models.model import merge
+from trl_jax.nn.layers import ClampedSwiGLU
+from trl_jax.nn.moe import SparseMixer
 from trl_jax.nn.rope import Rope
 
 # Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
@@ -160,7 +160,7 @@ def load_with(monkeypatch):
             family, arch = read_arch(raw, source)
             return family, replace(arch, **wrong)
 
-        monkeypatch.setattr(native, "read_arch", read_wrongly)
+        monkeypatch.setattr(config, "read_arch", read_wrongly)
         return model_class.from_pretrained(folder)
 
     return load

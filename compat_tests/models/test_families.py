@@ -15,12 +15,12 @@ from transformers import CONFIG_MAPPING
 from compat_tests.effort import THOROUGH, usual, usually
 from compat_tests.models import variants
 from compat_tests.models.families import BODY_ONLY, UNLIKE, VARIANTS
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.core.packed import reads_of_rows
+from trl_jax.core.outputs import reads_of_rows
 from trl_jax.hub import families
-from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
-from trl_jax.hub.config.unread import is_unread
-from trl_jax.models.functional import merge
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.hub.checkpoint import entries_of, read_tensor
+from trl_jax.hub.config_reader import is_unread
+from trl_jax.models.model import merge
 
 torch = pytest.importorskip("torch")
 

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from compat_tests.models import variants
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.core.packed import reads_of_rows
-from trl_jax.models.block import Block
-from trl_jax.models.functional import merge
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.models.decoder import Block
+from trl_jax.models.model import merge
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.rope import rope_angles
 

@@ -13,16 +13,12 @@ import pytest
 from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.data.example import Example
-from trl_jax.data.extras import Extras
-from trl_jax.data.layout.packed import PackingSpec, pack_examples
-from trl_jax.data.layout.padded import pad_examples
-from trl_jax.data.layout.placing import greedy_bins, place
-from trl_jax.data.layout.row_view import RowViewShape
-from trl_jax.losses.pairwise import pairwise_loss
-from trl_jax.models.functional import merge
-from trl_jax.run.step.forward import Forward
+from trl_jax.data.batch import Example, Extras
+from trl_jax.data.packed import PackingSpec, RowViewShape, greedy_bins, pack_examples, pad_examples, place
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.losses.supervised import pairwise_loss
+from trl_jax.models.model import merge
+from trl_jax.training.forward import Forward
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 PAIRS, COUNT, PAD = 3, 3, 0
@@ -116,13 +112,12 @@ def apart(model, layouts=PACKED, dtype="float32"):
     for layout in layouts:
         found, theirs = of_step(model, layout, gradients=True, dtype=dtype)
         gaps = [
-            np.abs(theirs[path] - values).max() / max(least, np.abs(values).max())
-            for path, values in gradients.items()
+            np.abs(theirs[path] - values).max() / max(least, np.abs(values).max()) for path, values in gradients.items()
         ]
         yield abs(found - wanted) / max(1, wanted), max(gaps)
 
 
-# Usually nn/ has those of attention and of states, and run/test_layouts.py those of a run.
+# Usually nn/ has those of attention and of states, and training/test_layouts.py those of a run.
 @only_thorough
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
 def test_the_gradients_are_the_same_in_every_layout(family, name, built):

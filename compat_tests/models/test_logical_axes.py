@@ -6,9 +6,10 @@ import pytest
 
 from compat_tests.models import encoders
 from compat_tests.tiny import tiny_model
-from trl_jax import AutoModelForSequenceClassification, BitsAndBytesConfig, LoraConfig
-from trl_jax.hub.find import find_checkpoint
-from trl_jax.mesh.sharding import RULES
+from trl_jax.hub.auto import AutoModelForSequenceClassification, find_checkpoint
+from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.mesh.mesh import RULES
 
 LAYER = {
     "attention.q.weight": "heads embed", "attention.k.weight": "kv embed", "attention.v.weight": "kv embed",

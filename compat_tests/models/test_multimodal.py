@@ -13,7 +13,7 @@ from compat_tests.models import families, variants
 from compat_tests.parity import reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
 from compat_tests.tiny import SHAPE, preference_rows, tiny_tokenizer
-from trl_jax import AutoModelForSequenceClassification
+from trl_jax.hub.auto import AutoModelForSequenceClassification
 
 torch = pytest.importorskip("torch")
 

@@ -16,9 +16,11 @@ from transformers import AutoTokenizer
 import trl_jax
 from compat_tests.effort import usual
 from compat_tests.models import causal, towers, variants
-from trl_jax import AutoModelForCausalLM, SFTConfig, SFTTrainer
-from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
-from trl_jax.models.functional import merge
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.checkpoint import entries_of, read_tensor
+from trl_jax.models.model import merge
+from trl_jax.trainer.sft_config import SFTConfig
+from trl_jax.trainer.sft_trainer import SFTTrainer
 
 torch = pytest.importorskip("torch")
 

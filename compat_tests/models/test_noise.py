@@ -9,10 +9,10 @@ import pytest
 from compat_tests.effort import usual
 from compat_tests.models import encoders, variants
 from compat_tests.models.families import BODY_ONLY
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.core.packed import reads_of_rows
-from trl_jax.models.functional import merge
-from trl_jax.nn.noise import Noise
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.models.model import merge
+from trl_jax.nn.layers import Noise
 
 # The two ways to scale embeddings; learned positions and a dense map behind them.
 DECODERS, ENCODERS = ["gemma", "granite"], ["electra"]

@@ -9,9 +9,9 @@ import pytest
 
 from compat_tests.models import encoders
 from compat_tests.tiny import tiny_model
-from trl_jax import AutoModelForSequenceClassification
-from trl_jax.core.packed import Packed
-from trl_jax.models.functional import merge
+from trl_jax.core.outputs import Packed
+from trl_jax.hub.auto import AutoModelForSequenceClassification
+from trl_jax.models.model import merge
 
 LENGTHS, ROW = (5, 9, 3, 7), 64
 

@@ -9,8 +9,8 @@ import pytest
 
 from compat_tests.effort import thorough
 from compat_tests.models import causal
-from trl_jax import AutoModelForCausalLM
-from trl_jax.models.functional import merge
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.models.model import merge
 
 pytest.importorskip("torch")
 

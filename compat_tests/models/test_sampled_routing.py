@@ -12,11 +12,11 @@ import pytest
 from compat_tests.effort import only_thorough, thorough
 from compat_tests.models import causal, variants
 from compat_tests.models.torch_draws import TorchDraws
-from trl_jax import AutoModelForCausalLM
-from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.checkpoint import entries_of, read_tensor
 from trl_jax.hub.families import read_arch
-from trl_jax.losses.load_balancing import load_balancing_loss
-from trl_jax.models.functional import merge
+from trl_jax.losses.supervised import load_balancing_loss
+from trl_jax.models.model import merge
 
 torch = pytest.importorskip("torch")
 
@@ -74,7 +74,7 @@ def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
         variants.assert_close(found[tensor], values, 1e-4, tensor)
 
 
-@only_thorough  # run/test_noise.py has an evaluation beside training
+@only_thorough  # training/test_noise.py has an evaluation beside training
 def test_without_a_key_nothing_is_drawn(folder):
     """Evaluations and generations: as transformers' in eval mode, which the tests of all families compare."""
     ids, mask = causal.rows()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.models.stack import checkpointed
+from trl_jax.models.decoder import checkpointed
 
 
 @pytest.mark.parametrize("remat", [True, "offloaded"])

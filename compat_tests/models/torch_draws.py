@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-_SELECTIONS, _INPUTS = (0, 1), (2, 3)  # places of nn/experts/sparse_mixer.py
+_SELECTIONS, _INPUTS = (0, 1), (2, 3)  # places of nn/moe.py
 
 
 class TorchDraws:

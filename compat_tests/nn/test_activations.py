@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.nn.mlp import tanh
+from trl_jax.nn.layers import tanh
 
 SPREAD = np.concatenate([np.linspace(-20, 20, 200_001), np.logspace(-30, 30, 10_001), [0.0]]).astype(np.float32)
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.core.packed import Packed, RowView
-from trl_jax.models.stack import checkpointed
+from trl_jax.core.outputs import Packed, RowView
+from trl_jax.models.decoder import checkpointed
 from trl_jax.nn.attention import cudnn
-from trl_jax.nn.attention.attend import attend
+from trl_jax.nn.attention.attention import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.dropout import Dropout
+from trl_jax.nn.linear import Dropout
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -41,10 +41,10 @@ def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
 @pytest.fixture(params=[True, False], ids=["blocks", "rows"])
 def one_cpu(request, monkeypatch):
     """Whether causal rows go block by block, as on one CPU, or whole, as elsewhere."""
-    in_blocks = vars(sys.modules["trl_jax.nn.attention.attend"])["_in_blocks"]
+    in_blocks = vars(sys.modules["trl_jax.nn.attention.attention"])["_in_blocks"]
     assert in_blocks(np.zeros((1, 128, 1, 1)), AttentionInputs(1.0))
     if not request.param:
-        monkeypatch.setattr("trl_jax.nn.attention.attend._in_blocks", lambda q, inputs: False)
+        monkeypatch.setattr("trl_jax.nn.attention.attention._in_blocks", lambda q, inputs: False)
     return request.param
 
 
@@ -101,7 +101,7 @@ def test_blocks_are_whole_rows(monkeypatch):
         return out, *pull(jnp.cos(out))
 
     in_blocks = jax.jit(both, compiler_options=QUICKLY)()
-    monkeypatch.setattr("trl_jax.nn.attention.attend._in_blocks", lambda q, inputs: False)
+    monkeypatch.setattr("trl_jax.nn.attention.attention._in_blocks", lambda q, inputs: False)
     for ours, whole in zip(in_blocks, jax.jit(lambda: both(), compiler_options=QUICKLY)(), strict=True):
         np.testing.assert_allclose(ours, whole, rtol=1e-6, atol=2e-6)
 
@@ -149,7 +149,7 @@ def hopper(monkeypatch):
     """A GPU that is only compiled for, as far as a machine without one can."""
     from jax._src.cudnn import fused_attention_stablehlo as kernels
 
-    monkeypatch.setattr("trl_jax.nn.attention.attend.platform", lambda: "gpu")
+    monkeypatch.setattr("trl_jax.nn.platform.platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "_capability", lambda: 9.0)
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
@@ -312,6 +312,7 @@ def test_the_kernel_is_told_where_texts_lie(monkeypatch):
         return jnp.where(inside, formula(q, k, v, 0.3, seen, jnp), 0)
 
     for scale in (0.3, jnp.float32(0.3)):
+
         def ours(q, k, v, scale=scale):
             return cudnn.attend_cudnn_packed(q, k, v, packed, scale=scale)
 

@@ -13,18 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from compat_tests.effort import usual
 from compat_tests.nn.test_packed_attention import FACTS, inputs, sinks_of
-from trl_jax.core.chips import topology
-from trl_jax.core.packed import BLOCK, Packed, RowView
-from trl_jax.data.example import Context, Example
-from trl_jax.data.layout.packed import PackingSpec, pack_examples
-from trl_jax.data.layout.placing import place
-from trl_jax.data.layout.row_view import RowViewShape
-from trl_jax.dryrun.compiler import devices
-from trl_jax.mesh.sharding import make_mesh
+from trl_jax.core.outputs import BLOCK, Packed, RowView
+from trl_jax.data.batch import Context, Example
+from trl_jax.data.packed import PackingSpec, RowViewShape, pack_examples, place
+from trl_jax.mesh.mesh import make_mesh
 from trl_jax.nn.attention import packed as packed_attention
 from trl_jax.nn.attention import splash
-from trl_jax.nn.attention.attend import attend
+from trl_jax.nn.attention.attention import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.plan.chips import topology
+from trl_jax.plan.compile import devices
 
 LENGTH, ROWS, LONGEST = 5 * BLOCK, 2, 3 * BLOCK
 
@@ -110,7 +108,7 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "attend_splash", None)
     if kernel in ("splash", "by text"):  # keys and values in the order of texts; the kernel is interpreted
-        monkeypatch.setattr("trl_jax.nn.attention.attend.platform", lambda: "tpu")
+        monkeypatch.setattr("trl_jax.nn.platform.platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu" if kernel == "splash" else "cpu")
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(packed_attention, "attend_blocks" if kernel == "splash" else "attend_splash", None)

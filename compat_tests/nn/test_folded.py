@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.nn.linear import Linear
-from trl_jax.nn.lora import Lora
+from trl_jax.nn.linear import Linear, Lora
 
 IN, OUT, RANK = 12, 20, 3
 

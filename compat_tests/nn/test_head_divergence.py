@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.nn.head import chunks
-from trl_jax.nn.head.divergence import divergences
-from trl_jax.nn.head.inputs import HeadInputs
+from trl_jax.nn import head
+from trl_jax.nn.head import HeadInputs, divergences
 
 ROWS, PLACES, VOCABULARY = 8, 21, 50
 TARGETS = np.where(np.arange(PLACES) < 17, 1, -1).astype(np.int32)  # the last four do not count
@@ -17,8 +16,8 @@ TARGETS = np.where(np.arange(PLACES) < 17, 1, -1).astype(np.int32)  # the last f
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(chunks, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head, "LOGITS", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head, "FEWEST", {"cpu": ROWS})
 
 
 def of_noise(seed: int, width: int, *, bias: bool, scale: float, softcap: float | None) -> HeadInputs:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from compat_tests.effort import usually
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.nn.head import chunks
-from trl_jax.nn.head.outputs import token_outputs
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.nn import head
+from trl_jax.nn.head import token_outputs
 
 VOCABULARY, WIDTH, ROWS = 90, 12, 64
 NAMES = TokenOutputs._fields
@@ -25,8 +25,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
-    monkeypatch.setattr(chunks, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(chunks, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head, "LOGITS", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head, "FEWEST", {"cpu": ROWS})
 
 
 def drawn(places, real, seed=0):
@@ -156,7 +156,6 @@ def test_bfloat16_rounds_as_torch():
     assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.float32, jnp.float32]
     for gradient, other, near in zip(gradients, exact, (2**-8, 1e-3, 1e-3), strict=True):
         np.testing.assert_allclose(gradient.astype(jnp.float32), other, rtol=near, atol=near)
-
 
 
 def total(hidden, weight, targets, bias=None):

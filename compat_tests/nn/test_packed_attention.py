@@ -12,15 +12,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from compat_tests.effort import usual
-from trl_jax.core.chips import topology
-from trl_jax.core.packed import BLOCK, Packed, RowView
-from trl_jax.dryrun.compiler import devices
-from trl_jax.mesh.sharding import make_mesh
-from trl_jax.nn.attention import packed as packed_attention
-from trl_jax.nn.attention import splash
-from trl_jax.nn.attention.attend import attend
+from trl_jax.core.outputs import BLOCK, Packed, RowView
+from trl_jax.mesh.mesh import make_mesh
+from trl_jax.nn.attention import packed, splash
+from trl_jax.nn.attention.attention import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.packed import attend_packed
+from trl_jax.plan.chips import topology
+from trl_jax.plan.compile import devices
 
 
 def drawn(seed, length, rows=1, longest=150):
@@ -158,7 +157,7 @@ CASES += [("plain", (4, 4), 1, BLOCK), ("plain", (3, 1), 1, 5 * BLOCK)]
 def kernel(request, monkeypatch):
     """Each of the kernels; those of accelerators are interpreted here, or computed by XLA."""
     if request.param == "splash":
-        monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
+        monkeypatch.setattr(packed, "platform", lambda: "tpu")
         monkeypatch.setattr(splash, "BLOCK", 128)  # several, so that some are skipped
     return request.param
 

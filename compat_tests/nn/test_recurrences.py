@@ -14,8 +14,7 @@ import pytest
 
 from compat_tests.effort import usual
 from compat_tests.nn.text_layouts import LAYOUTS, order_of
-from trl_jax.nn.recurrent.delta_rule import delta_rule, delta_step
-from trl_jax.nn.recurrent.ssd import state_space, state_space_step
+from trl_jax.nn.recurrent import delta_rule, delta_step, state_space, state_space_step
 
 HEADS, GROUP, KEYS, VALUES = 2, 2, 8, 12
 QUICKLY = {"xla_backend_optimization_level": 0}

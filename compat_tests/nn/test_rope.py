@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rope
+from trl_jax.hub.config_reader import ConfigReader, read_rope
 from trl_jax.nn.rope import rope_angles, rotate
 
 LLAMA3 = {
@@ -81,7 +80,5 @@ def test_rotation_keeps_lengths_and_depends_on_distance():
         return np.asarray(rotate(jnp.asarray(x), cos, sin))
 
     assert np.linalg.norm(turned(q, 9)) == pytest.approx(np.linalg.norm(q), rel=1e-6)
-    assert np.sum(turned(q, 9) * turned(k, 4)) == pytest.approx(
-        np.sum(turned(q, 25) * turned(k, 20)), rel=1e-4
-    )
+    assert np.sum(turned(q, 9) * turned(k, 4)) == pytest.approx(np.sum(turned(q, 25) * turned(k, 20)), rel=1e-4)
     assert np.sum(turned(q, 9) * turned(k, 4)) != pytest.approx(np.sum(turned(q, 9) * turned(k, 5)), rel=1e-2)

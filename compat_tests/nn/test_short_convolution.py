@@ -9,7 +9,7 @@ import pytest
 
 from compat_tests.nn.text_layouts import BEFORE, LAYOUTS, order_of
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.recurrent.short_convolution import silu_convolved
+from trl_jax.nn.recurrent import silu_convolved
 
 CHANNELS = 5
 

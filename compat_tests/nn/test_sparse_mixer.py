@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from compat_tests.models.torch_draws import TorchDraws
-from trl_jax.nn.experts.sparse_mixer import SparseMixer
+from trl_jax.nn.moe import SparseMixer
 
 torch = pytest.importorskip("torch")
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from compat_tests.nn import test_branch_attention as branches
 from compat_tests.nn import test_packed_attention as pairs
-from trl_jax.core.packed import BLOCK, Packed
-from trl_jax.nn.recurrent.text_order import TextOrder, text_order
+from trl_jax.core.outputs import BLOCK, Packed
+from trl_jax.nn.text_order import TextOrder, text_order
 
 BEFORE = 3  # tokens that convolutions see
 

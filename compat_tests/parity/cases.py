@@ -70,17 +70,13 @@ CASES = {
     "causal": Case(model={"head": "causal", "shards": True, "tie": True}),
     "causal_bfloat16": Case({"seed": 5}, model={"head": "causal", "dtype": "bfloat16"}),
     "base": Case(model={"head": "base", "seed": 1}),
-    "chat_prompt": Case(
-        rows={"n": 120, "kind": "chat_prompt"}, model={"model_type": "qwen3", "tokenizer": CHAT}
-    ),
+    "chat_prompt": Case(rows={"n": 120, "kind": "chat_prompt"}, model={"model_type": "qwen3", "tokenizer": CHAT}),
     "qwen2": Case({"weight_decay": 0.3}, {"n": 120, "kind": "prompt"}, {"model_type": "qwen2"}),
     "qwen3": Case({"weight_decay": 0.3}, {"n": 120, "kind": "prompt"}, {"model_type": "qwen3", "tie": True}),
     "max_length": Case({"max_length": 24}, {"n": 290, "kind": "prompt"}),
     "drop_last": Case({"dataloader_drop_last": True, "num_train_epochs": 2}, {"n": 63}),
     "max_steps": Case({"max_steps": 35}, {"n": 50}),
-    "sparse_logs": Case(
-        {"logging_steps": 4, "logging_first_step": True, "gradient_accumulation_steps": 2}, {"n": 258}
-    ),
+    "sparse_logs": Case({"logging_steps": 4, "logging_first_step": True, "gradient_accumulation_steps": 2}, {"n": 258}),
     "evaluated": Case(
         {"eval_strategy": "steps", "eval_steps": 10, "eval_on_start": True},
         rows={"n": 120, "margin": True},

@@ -53,6 +53,7 @@ def run_trl(name: str, folder: Path, rows: list, out: Path, *, model: Any, facts
         model: what `folder` was made of, as JSON has it; a recording for another is not valid.
         facts: makes the Run's `facts` of the run; what it returns must be JSON.
     """
+
     def run() -> reference.Run:
         made = reference.run_trl(folder, rows, out, **keywords)
         return made if facts is None else dataclasses.replace(made, facts=facts(made))
@@ -137,6 +138,7 @@ def _record(name: str, key: str, run: reference.Run) -> None:
 
 def _lines(cases: dict) -> str:
     """JSON with a line for each entry of a log and each tensor."""
+
     def written(value: Any) -> str:
         return json.dumps(value, separators=(",", ":"))
 

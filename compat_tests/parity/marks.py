@@ -11,8 +11,7 @@ TRAIN_KEYS = (
     "loss grad_norm learning_rate num_tokens min_reward mean_reward max_reward accuracy margin epoch step"
 ).split()
 # Wall-clock figures, and a fact about torch's wrapping of the model: present or not, they are not compared.
-CLOCK = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "total_flos",
-         "step_time")
+CLOCK = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "total_flos", "step_time")
 EXACT = ("num_tokens", "step")
 REWARDS = ("min_reward", "mean_reward", "max_reward", "margin")
 

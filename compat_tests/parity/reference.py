@@ -106,10 +106,7 @@ def tokenised(model_folder, rows):
     words = AutoTokenizer.from_pretrained(model_folder)
     return Dataset.from_list(
         [
-            {
-                f"{side}_ids": words(row[side] + words.eos_token)["input_ids"]
-                for side in ("chosen", "rejected")
-            }
+            {f"{side}_ids": words(row[side] + words.eos_token)["input_ids"] for side in ("chosen", "rejected")}
             for row in rows
         ]
     )

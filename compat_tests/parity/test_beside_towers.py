@@ -11,7 +11,7 @@ from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
 from compat_tests.tiny import text_rows
 from trl_jax.hub.families import families
-from trl_jax.hub.peft.targets import _USUAL
+from trl_jax.hub.peft_targets import _USUAL
 
 pytest.importorskip("torch")
 

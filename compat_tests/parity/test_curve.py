@@ -14,7 +14,7 @@ from compat_tests.parity.sketch import flat, gap
 from compat_tests.tiny import preference_rows
 
 # Most of the others have a part of their own in another trainer's cases; centring and layouts are part of ragged_margin
-# and of run/test_layouts.py.
+# and of training/test_layouts.py.
 SELDOM = {
     "plain", "margin", "data_seed", "constant_with_warmup", "pad_is_eos", "causal", "base", "qwen2", "max_steps",
     "chat_prompt", "sparse_logs", "max_length", "causal_bfloat16", "cosine", "drop_last", "qwen3",
@@ -56,9 +56,7 @@ def test_bf16_keeps_float32_masters(runs):
     """Masters kept in bfloat16 would be saved as numbers that bfloat16 holds exactly."""
     for name, tensor in runs.ours("bf16").weights.items():
         rounded = tensor.astype(ml_dtypes.bfloat16).astype(np.float32)
-        assert tensor.dtype == np.float32 and (tensor != rounded).any(), (
-            f"{name} holds nothing finer than bfloat16"
-        )
+        assert tensor.dtype == np.float32 and (tensor != rounded).any(), f"{name} holds nothing finer than bfloat16"
 
 
 def test_bf16_moves_the_weights_the_way_trl_does(runs):
@@ -97,9 +95,7 @@ def test_clipping_is_active_where_the_case_says_so(runs):
     assert min(norms) > CASES["cosine"].config["max_grad_norm"]
 
 
-@pytest.mark.parametrize(
-    ("name", "per_epoch", "last"), [("ragged_accumulation", 15, 7), ("ragged_margin", 11, 6)]
-)
+@pytest.mark.parametrize(("name", "per_epoch", "last"), [("ragged_accumulation", 15, 7), ("ragged_margin", 11, 6)])
 def test_the_last_step_of_an_epoch_is_ragged(runs, name, per_epoch, last):
     config, pairs = CASES[name].config, CASES[name].rows["n"]
     per_step = 4 * config["gradient_accumulation_steps"]

@@ -13,9 +13,9 @@ from compat_tests.parity.distillation_cases import CASES
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.sketch import gap
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same_runs
-from trl_jax.nn.head import divergence
-from trl_jax.rollout.source import RolloutSteps
-from trl_jax.run.rollouts.writer import PolicyWriter
+from trl_jax.nn import head
+from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.training.rollout import PolicyWriter
 
 SELDOM = {"capped", "conversations", "epochs"}
 NAMES = usually(lambda name: name not in SELDOM, list(CASES))
@@ -61,9 +61,7 @@ class Curves:
         config.pop("teacher")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return distillation_cases.run(
-                package, *self.folders(name), rows, self._new_folder.mktemp(name), **config
-            )
+            return distillation_cases.run(package, *self.folders(name), rows, self._new_folder.mktemp(name), **config)
 
     def _given(self, name):
         case = CASES[name]
@@ -106,12 +104,12 @@ def no_permutation(self, prompts):
 
 
 def the_other_way_round(student, teacher, targets, *, beta, temperature):
-    return divergence.divergences(student, teacher, targets, beta=1 - beta, temperature=temperature)
+    return head.divergences(student, teacher, targets, beta=1 - beta, temperature=temperature)
 
 
 def at_temperature_one(student, teacher, targets, *, beta, temperature):
     del temperature
-    return divergence.divergences(student, teacher, targets, beta=beta)
+    return head.divergences(student, teacher, targets, beta=beta)
 
 
 def the_first_word_left_out(self, prompt_ids, group):

@@ -19,7 +19,7 @@ KEYS = (
 RELATIVE, ABSOLUTE = 5e-5, 2e-5
 MARKS, LOSS = {"rel": RELATIVE, "abs": ABSOLUTE}, 1e-5
 # Each loss is held to TRL's by losses/test_dpo.py, rows by trainer/test_dpo_trainer.py, layouts to each other by
-# run/test_layouts.py; here those run always that go another way through a run.
+# training/test_layouts.py; here those run always that go another way through a run.
 SELDOM = {
     "accumulated", "alpha_divergence", "aot", "aot_unpaired", "apo_down", "apo_zero", "bco_pair", "conversations",
     "conversations_with_prompts", "discopop", "exo_pair", "forward_kl", "hinge", "implicit_prompts", "ipo",

@@ -21,9 +21,7 @@ def ragged(checkpoint, tmp_path_factory):
     train, test = preference_rows(20, margin=True), preference_rows(PAIRS, margin=True, seed=5)
     config = {"eval_rows": test, "predict_rows": test, "center_rewards_coefficient": CENTER}
     sides = {"ours": reference.run_ours, "theirs": reference.run_trl}
-    return tuple(
-        run(checkpoint(), train, tmp_path_factory.mktemp(side), **config) for side, run in sides.items()
-    )
+    return tuple(run(checkpoint(), train, tmp_path_factory.mktemp(side), **config) for side, run in sides.items())
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +45,7 @@ def test_a_ragged_size_has_trls_keys(ragged):
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    "key", ["eval_loss", "eval_min_reward", "eval_max_reward", "eval_num_tokens", "epoch"]
-)
+@pytest.mark.parametrize("key", ["eval_loss", "eval_min_reward", "eval_max_reward", "eval_num_tokens", "epoch"])
 def test_a_ragged_size_gives_trls_value(ragged, key):
     ours, theirs = (run.evaluate_metrics[key] for run in ragged)
     mark = Marks.loss if key == "eval_loss" else Marks.rewards
@@ -67,9 +63,7 @@ def test_a_ragged_size_gives_the_mean_over_all_pairs(ragged, truth, key):
     }[key]
     batches = np.mean([values[start : start + BATCH].mean() for start in range(0, PAIRS, BATCH)])
     ours, theirs = (run.evaluate_metrics[f"eval_{key}"] for run in ragged)
-    assert abs(theirs - batches) <= Marks.rewards, (
-        "TRL's value is not what its difference from ours is said to be"
-    )
+    assert abs(theirs - batches) <= Marks.rewards, "TRL's value is not what its difference from ours is said to be"
     assert abs(batches - values.mean()) > 10 * Marks.rewards, "the two means agree: these rows tell nothing"
     assert abs(ours - values.mean()) <= (Marks.accuracy if key == "accuracy" else Marks.rewards)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from compat_tests.bench.gaps import beyond, gaps
+from benchmarks.gaps import beyond, gaps
 from compat_tests.parity.reference import Run
 
 LOG = {"loss": 0.7, "grad_norm": 1.0, "learning_rate": 1e-4, "num_tokens": 9, "min_reward": -1.0, "mean_reward": 0.0,

@@ -13,8 +13,8 @@ from compat_tests.parity import golden, grpo_cases, reference
 from compat_tests.parity.grpo_cases import GRPO, RLOO, prompt_rows
 from compat_tests.parity.marks import assert_same_weights, timeless
 from compat_tests.parity.sketch import gap
-from trl_jax.run.rollouts.writer import PolicyWriter
-from trl_jax.tasks import grpo
+from trl_jax.tasks import policy
+from trl_jax.training.rollout import PolicyWriter
 
 # Each loss is held to TRL's by losses/test_policy_gradient.py, each kind of layer by its family's tokens, a chat and a
 # bonus of entropy by trainer/test_policies_of_scripts.py.
@@ -23,15 +23,13 @@ SELDOM = {
     "following", "grpo", "luspo", "mamba", "sapo", "states", "vespo",
 }  # fmt: skip
 NAMES = usually(
-    lambda trainer, name: name not in SELDOM and (trainer, name) not in {
-        ("RLOO", "evaluated"), ("RLOO", "masked")
-    },
+    lambda trainer, name: name not in SELDOM and (trainer, name) not in {("RLOO", "evaluated"), ("RLOO", "masked")},
     [*(("GRPO", name) for name in GRPO), *(("RLOO", name) for name in RLOO)],
 )
 # Differences that count as equal, relative to TRL's number, and absolute.
 RELATIVE, ABSOLUTE, WEIGHTS = 1e-5, 1e-5, 1e-4
 GRAD_NORM = 2e-4  # absolute: of many small numbers, on processors that round differently
-COMPLETE, ADVANTAGES, TOKEN_WEIGHTS = PolicyWriter.complete, grpo.group_advantages, grpo.token_weights
+COMPLETE, ADVANTAGES, TOKEN_WEIGHTS = PolicyWriter.complete, policy.group_advantages, policy.token_weights
 # Of means over several steps, and where the bonus' coefficient is logged, TRL's keys come as its lists were begun.
 OTHER_ORDER = ("epochs", "entropy_bonus")
 
@@ -164,12 +162,12 @@ def without_the_last_token(self, prompt_ids, group):
 
 
 MUTANTS = [
-    ("default", "trl_jax.rollout.source.RolloutSteps._generated", no_permutation, "tokens were drawn"),
-    ("default", "trl_jax.rollout.source.BASE_SEED_WORDS", 0, "tokens were drawn"),
-    ("default", "trl_jax.run.rollouts.writer.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
-    ("epochs", "trl_jax.rollout.sampler.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
-    ("default", "trl_jax.tasks.grpo.group_advantages", a_little_smaller, "ours|drawn"),
-    ("reference", "trl_jax.tasks.grpo.token_weights", one_token_more, "ours|drawn"),
+    ("default", "trl_jax.rollout.rollout.RolloutSteps._generated", no_permutation, "tokens were drawn"),
+    ("default", "trl_jax.rollout.rollout.BASE_SEED_WORDS", 0, "tokens were drawn"),
+    ("default", "trl_jax.training.rollout.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
+    ("epochs", "trl_jax.rollout.samplers.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
+    ("default", "trl_jax.losses.advantages.group_advantages", a_little_smaller, "ours|drawn"),
+    ("reference", "trl_jax.losses.policy_gradient.token_weights", one_token_more, "ours|drawn"),
 ]
 
 

@@ -16,7 +16,7 @@ KEYS = (
     "rewards/rejected logps/rejected rewards/margins epoch step"
 ).split()
 # A case that others have a part of runs under THOROUGH=1; rows are held to TRL's by trainer/test_kto_trainer.py,
-# layouts to each other by run/test_layouts.py.
+# layouts to each other by training/test_layouts.py.
 SELDOM = {
     "accumulated", "apo", "conversations", "conversations_of_pairs", "implicit_prompts", "packed", "padded",
     "truncated", "weights",

@@ -11,13 +11,12 @@ from compat_tests.effort import only_thorough, usual
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import assert_same_curve
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data import loader
-from trl_jax.data.layout import packed
-from trl_jax.engine.optimizers.schedules import learning_rates
-from trl_jax.hub.config import native
-from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax.data import loader, packed
+from trl_jax.hub import config
+from trl_jax.losses.supervised import pairwise_loss
 from trl_jax.nn.linear import Embedding
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.training.schedules import learning_rates
 
 EPOCH_ORDER, PACK_EXAMPLES = loader.epoch_order, packed.pack_examples
 SCALE_BY_ADAM, APPLY_UPDATES = optax.scale_by_adam, optax.apply_updates
@@ -82,27 +81,25 @@ def pad_row_trains(num_embeddings, features, *, padding_idx=None, **axes):
 MUTANTS = [
     ("data_seed", "trl_jax.data.loader.epoch_order", another_order),
     ("data_seed", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
-    ("pad_is_eos", "trl_jax.data.layout.batch.last_real_token", last_token_by_mask),
-    ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
-    ("qwen2", "trl_jax.run.step.train_step.decays", everything_decays),
-    ("plain", "trl_jax.engine.optimizers.optimizer.scale_by_adam", eps_inside_the_root),
-    ("ragged_accumulation", "trl_jax.data.step_layout.pack_examples", mean_over_rows),
-    ("margin", "trl_jax.tasks.reward.pairwise_loss", loss_without_margin),
-    ("centered_hard", "trl_jax.tasks.reward.pairwise_loss", loss_without_centring),
+    ("pad_is_eos", "trl_jax.data.batch.last_real_token", last_token_by_mask),
+    ("pad_is_eos_chat", "trl_jax.nn.linear.Embedding", pad_row_trains),
+    ("qwen2", "trl_jax.training.optimizers.decays", everything_decays),
+    ("plain", "trl_jax.training.optimizers.scale_by_adam", eps_inside_the_root),
+    ("ragged_accumulation", "trl_jax.data.packed.pack_examples", mean_over_rows),
+    ("margin", "trl_jax.losses.supervised.pairwise_loss", loss_without_margin),
+    ("centered_hard", "trl_jax.losses.supervised.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
-    ("cosine", "trl_jax.run.arguments.optimizer_choice.learning_rates", warmup_one_step_early),
-    ("cosine", "trl_jax.engine.optimizers.optimizer.clip_by_global_norm", no_clipping),
-    ("causal", "trl_jax.hub.checkpoint.loading.TorchGenerator", another_seed),
+    ("cosine", "trl_jax.training.schedules.learning_rates", warmup_one_step_early),
+    ("cosine", "trl_jax.training.optimizers.clip_by_global_norm", no_clipping),
+    ("causal", "trl_jax.core.torch_random.TorchGenerator", another_seed),
 ]
 
 
 # Of the data, and the least of the arithmetic.
 @usual("eps_inside_the_root", "last_token_by_mask")
-@pytest.mark.parametrize(
-    ("case", "place", "broken"), MUTANTS, ids=[broken.__name__ for *_, broken in MUTANTS]
-)
+@pytest.mark.parametrize(("case", "place", "broken"), MUTANTS, ids=[broken.__name__ for *_, broken in MUTANTS])
 def test_a_broken_part_is_noticed(runs, monkeypatch, case, place, broken):
-    monkeypatch.setattr(native, "_abstract", native._abstract.__wrapped__)  # what is kept of models has the whole part
+    monkeypatch.setattr(config, "_abstract", config._abstract.__wrapped__)  # what is kept of models has the whole part
     monkeypatch.setattr(place, broken)
     assert_noticed(runs, case)
 
@@ -114,7 +111,7 @@ def test_computing_in_bfloat16_is_noticed(runs, monkeypatch):
 
 
 def test_a_wrong_rate_is_noticed_even_where_the_log_tells_the_right_one(runs, monkeypatch):
-    from trl_jax.run.arguments.optimizer_choice import LearningRate
+    from trl_jax.training.optimizer_choice import LearningRate
 
     taken = LearningRate.taken
     monkeypatch.setattr(LearningRate, "taken", lambda self, groups: 0.99 * taken(self, groups))

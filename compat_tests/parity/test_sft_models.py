@@ -86,7 +86,7 @@ def test_an_adapter_trains_as_peft_s(targets, rank, checkpoint, tmp_path):
     assert min(losses) < losses[0] and all(np.any(values) for values in ours.weights.values())
 
 
-@only_thorough  # test_sft_curve has runs of each kind, and run/test_layouts.py each layout
+@only_thorough  # test_sft_curve has runs of each kind, and training/test_layouts.py each layout
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_layout_gives_the_same_curve(layout, packing, checkpoint, tmp_path):

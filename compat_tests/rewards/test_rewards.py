@@ -33,8 +33,11 @@ def texts(pieces, count=300):
 
 
 def test_all_of_trls_names_are_there(theirs):
-    assert sorted(rewards.__all__) == sorted(NAMES) == sorted(
-        name for names in theirs._import_structure.values() for name in names)
+    assert (
+        sorted(rewards.__all__)
+        == sorted(NAMES)
+        == sorted(name for names in theirs._import_structure.values() for name in names)
+    )
 
 
 def test_thinking_first_and_once(theirs):

@@ -12,10 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trl_jax.rollout.completions import log as completions_log
-from trl_jax.rollout.completions.log import CompletionsLog, plain, trackers
-from trl_jax.rollout.completions.repo import CompletionsRepo
-from trl_jax.rollout.completions.table import print_completions
+from trl_jax.rollout import completions_log
+from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, plain, print_completions, trackers
 
 NAMES = ["accuracy", "form"]
 TALK = [{"role": "user", "content": "What is 1 + 1?"}]

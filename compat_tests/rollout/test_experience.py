@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trl_jax.rollout.experience import Completed, Experience
+from trl_jax.rollout.rollout import Completed, Experience
 
 
 def completed(prompt, completion, mask, logps):

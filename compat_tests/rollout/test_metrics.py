@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from trl_jax.losses.policy_gradient import group_advantages
+from trl_jax.losses.advantages import group_advantages
 
-metrics = pytest.importorskip("trl_jax.rollout.metrics")
+metrics = pytest.importorskip("trl_jax.rollout.rollout")
 NAN = math.nan
 
 

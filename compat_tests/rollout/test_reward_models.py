@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from compat_tests.tiny import CHAT_TEMPLATE
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl_jax.rollout.rewards.arguments import reward_functions
+from trl_jax.rollout.rewards import reward_functions
 
 torch = pytest.importorskip("torch")
 PROMPTS = ["How do I bake the bread?", "How do I bake the bread?", "Tell me how to clean a window."]
@@ -75,7 +75,7 @@ def test_options_of_the_template(folder, tokenizer):
 
 def test_more_rows_than_are_scored_at_once(folder, tokenizer, monkeypatch):
     whole, _ = scored(str(folder), PROMPTS, COMPLETIONS)
-    monkeypatch.setattr("trl_jax.rollout.rewards.models._ROWS", 2)
+    monkeypatch.setattr("trl_jax.rollout.rewards._ROWS", 2)
     parts, _ = scored(str(folder), PROMPTS, COMPLETIONS)
     np.testing.assert_allclose(parts, whole, atol=1e-6)
 

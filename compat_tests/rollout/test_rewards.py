@@ -15,10 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trl_jax.core.arguments.values import show
-from trl_jax.rollout.rewards.arguments import reward_functions
-from trl_jax.rollout.rewards.functions import callable_name, numbered, reward_columns
-from trl_jax.rollout.rewards.models import RewardModel
+from trl_jax.config.rules import show
+from trl_jax.rollout.rewards import RewardModel, callable_name, numbered, reward_columns, reward_functions
 
 PROMPTS = ["a", "a", "b", "b"]
 COMPLETIONS = ["x", "yy", "", "zzzz"]

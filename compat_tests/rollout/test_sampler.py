@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-sampler = pytest.importorskip("trl_jax.rollout.sampler")
+sampler = pytest.importorskip("trl_jax.rollout.samplers")
 
 SHAPES = [(7, 3, 4), (8, 2, 1), (5, 5, 2), (640, 16, 6), (3, 1, 3)]
 

@@ -13,9 +13,9 @@ from datasets import Dataset
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
-from trl_jax import GRPOTrainer
-from trl_jax.rollout import picture
-from trl_jax.run import progress_line
+from trl_jax.rollout import completions_log
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
+from trl_jax.training import logging
 
 SVG = "{http://www.w3.org/2000/svg}"
 CONFIG = {
@@ -39,7 +39,7 @@ def trainer(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_a_terminal_says_what_goes_on_and_a_log_does_not(stream, trainer, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream())
-    monkeypatch.setattr(progress_line, "_SECONDS", 0)
+    monkeypatch.setattr(logging, "_SECONDS", 0)
     trainer.train()
     text, shown = sys.stderr.getvalue(), stream is Terminal
     assert "2/2" in text  # the bar itself
@@ -54,7 +54,7 @@ def test_the_picture_has_what_was_logged(trainer, tmp_path):
         {"step": step, "reward": step / 2, "completions/mean_length": 7.0, "entropy": 3.0 - step, "kl": None}
         for step in (1, 2, 3)
     ] + [{"step": 2, "eval_reward": 1}, {"step": 3, "reward": float("nan"), "train_loss": 0.1}]
-    picture.write_picture(tmp_path, history)
+    completions_log.write_picture(tmp_path, history)
     root = ElementTree.parse(tmp_path / "training.svg").getroot()
     lines = [line.get("points").split() for line in root.iter(f"{SVG}polyline")]
     assert list(map(len, lines)) == [3, 1, 3, 3]  # reward and its evaluations, length, entropy
@@ -73,9 +73,9 @@ def test_a_run_draws_as_it_logs(trainer):
 
 
 def test_long_runs_are_thinned_and_nothing_is_drawn_of_nothing(tmp_path):
-    picture.write_picture(tmp_path, [{"step": 1, "loss": 0.5}, {"step": 1, "reward": None}])
+    completions_log.write_picture(tmp_path, [{"step": 1, "loss": 0.5}, {"step": 1, "reward": None}])
     assert not list(tmp_path.iterdir())
-    picture.write_picture(tmp_path, [{"step": step, "reward": 0.0} for step in range(1, 10_001)])
+    completions_log.write_picture(tmp_path, [{"step": step, "reward": 0.0} for step in range(1, 10_001)])
     root = ElementTree.parse(tmp_path / "training.svg").getroot()
     [line] = [line.get("points").split() for line in root.iter(f"{SVG}polyline")]
     assert 300 < len(line) <= 402 and line[-1].startswith("624.0,")

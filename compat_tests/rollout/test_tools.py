@@ -11,10 +11,9 @@ import pytest
 import trl
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows.templates.response_templates import response_template
-from trl_jax.rollout.environments import Environments
-from trl_jax.rollout.tools import Calls, Tools
-from trl_jax.trainer.shared.tools import tools_of
+from trl_jax.data.chat_templates import response_template
+from trl_jax.rollout.tools import Calls, Environments, Tools
+from trl_jax.trainer.online import tools_of
 
 # Turns between <|im_start|> and <|im_end|>; calls as JSON, or as parameters in tags.
 TURN = (

@@ -9,10 +9,8 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import LossBatch
-from trl_jax.data.extras import Extras
-from trl_jax.data.layout.batch import Batch
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data.batch import Batch, Extras, LossBatch
 from trl_jax.tasks.sft import SftTask
 
 # Five reads of two texts and a place that only fills the shape.

@@ -13,7 +13,10 @@ import trl_jax
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE, read_weights
-from trl_jax import BEMACallback, LogCompletionsCallback, LoraConfig, SFTConfig, SFTTrainer
+from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.trainer.callbacks import BEMACallback, LogCompletionsCallback
+from trl_jax.trainer.sft_config import SFTConfig
+from trl_jax.trainer.sft_trainer import SFTTrainer
 
 CONFIG = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "learning_rate": 3e-3, "pad_to_multiple_of": None}
 AVERAGE = {"update_freq": 2, "update_after": 1, "ema_power": 0.4, "bias_power": 0.3, "lag": 3, "multiplier": 0.5}
@@ -69,7 +72,7 @@ def test_the_run_is_as_without_and_an_adapter_is_averaged_alone(make):
 
 def test_prompts_are_completed_and_given_to_trackers(make, monkeypatch):
     given = []
-    monkeypatch.setattr("trl_jax.trainer.callbacks.completions.trackers", lambda names: [given.append])
+    monkeypatch.setattr("trl_jax.rollout.completions_log.trackers", lambda names: [given.append])
     comet = SimpleNamespace(log_table=lambda **table: given.append(table))
     monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(get_running_experiment=lambda: comet))
     rows = [{"prompt": row["prompt"], "completion": " Yes."} for row in prompt_rows(8)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trl_jax.hub.torch import bridge
-from trl_jax.trainer.collators.completions import DataCollatorForPreference as OfPrompts
-from trl_jax.trainer.collators.completions import DataCollatorForUnpairedPreference
-from trl_jax.trainer.collators.padded import (
+from trl_jax.hub import torch_bridge
+from trl_jax.trainer.collators import (
     DataCollatorForLanguageModeling,
-    DataCollatorForPreference,
+    DataCollatorForUnpairedPreference,
+    RewardDataCollator,
 )
+from trl_jax.trainer.collators import DataCollatorForPreference as OfPrompts
 
 TEXTS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7]}]
 LABELLED = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [6, 7], "labels": [6, -100]}]
@@ -87,10 +87,9 @@ def test_places_of_packed_documents_are_trls():
 
 
 @pytest.mark.parametrize("collator, row", [
-    (DataCollatorForLanguageModeling, TEXTS[0]), (DataCollatorForPreference, {"chosen_ids": [1], "rejected_ids": [2]}),
+    (DataCollatorForLanguageModeling, TEXTS[0]), (RewardDataCollator, {"chosen_ids": [1], "rejected_ids": [2]}),
     (OfPrompts, PAIRS[0]), (DataCollatorForUnpairedPreference, RATED[0]),
 ])  # fmt: skip
 def test_without_torch_batches_are_arrays(monkeypatch, collator, row):
-    monkeypatch.setattr(bridge, "available", lambda: False)
+    monkeypatch.setattr(torch_bridge, "available", lambda: False)
     assert {type(values) for values in collator(0)([row]).values()} == {np.ndarray}
-

@@ -16,7 +16,10 @@ from compat_tests.parity.distillation_cases import TEACHER
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
-from trl_jax import AutoModelForCausalLM, DistillationConfig, DistillationTrainer, LoraConfig, PromptTuningConfig
+from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.peft_config import LoraConfig, PromptTuningConfig
+from trl_jax.trainer.distillation_config import DistillationConfig
+from trl_jax.trainer.distillation_trainer import DistillationTrainer
 
 CONFIG = {
     "max_steps": 2, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 3e-3,

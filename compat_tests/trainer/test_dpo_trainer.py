@@ -18,7 +18,7 @@ from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows
 from trl_jax.tasks.dpo import DpoTask
-from trl_jax.trainer.dpo_trainer import DataCollatorForPreference
+from trl_jax.trainer.collators import DataCollatorForPreference
 
 STEPS = {"max_steps": 3, "learning_rate": 3e-3, "max_length": 64}
 

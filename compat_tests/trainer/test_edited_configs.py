@@ -16,7 +16,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.hub.torch.objects import as_checkpoint
+from trl_jax.hub.torch_objects import as_checkpoint
 
 EDITS = {"bos_token_id": 7, "max_position_embeddings": 99, "of_the_script": {"a": [1, "b"]}, "id2label": {0: "good"}}
 

@@ -14,9 +14,9 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax import GRPOTrainer
-from trl_jax.data.rows.prompts import prompt_ids
-from trl_jax.run.evaluation.completions import CompletionEvaluator
+from trl_jax.data.prompts import prompt_ids
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
+from trl_jax.training.evaluate import CompletionEvaluator
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 CONFIG = {

@@ -13,9 +13,9 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same
 from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
-from trl_jax.data.rows.templates.response_templates import response_template
-from trl_jax.rollout.environments import Environments
-from trl_jax.run.rollouts.writer import PolicyWriter
+from trl_jax.data.chat_templates import response_template
+from trl_jax.rollout.tools import Environments
+from trl_jax.training.rollout import PolicyWriter
 
 FIRST = [  # turns that a model of two layers would not write
     CALLS["json"] + END,

@@ -23,9 +23,10 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
-from trl_jax import GRPOTrainer, RLOOTrainer
-from trl_jax.rollout.rollout_func import written_by
-from trl_jax.run.rollouts.logps import CompletionLogps
+from trl_jax.rollout.tools import written_by
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
+from trl_jax.trainer.rloo_trainer import RLOOTrainer
+from trl_jax.training.rollout import CompletionLogps
 
 CONFIG = {
     "max_steps": 1, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,
@@ -108,7 +109,7 @@ def test_a_column_with_the_name_of_what_reward_functions_are_given(kind, column,
     """By name and before weights are read, also of a stream; columns that are dropped may have any name."""
     rows = table().add_column(column, ["theirs"] * 8)
     make(kind=kind, train=rows, config={"remove_unused_columns": True})
-    monkeypatch.setattr("trl_jax.trainer.shared.setup.model_loading.load_policy", None)
+    monkeypatch.setattr("trl_jax.trainer.base_trainer.model_loading.load_policy", None)
     words = f"has the column '{column}', .* would get multiple values for keyword argument '{column}'"
     for train in (rows, IterableDataset.from_generator(lambda: iter(rows.to_list()))):
         with pytest.raises(ValueError, match="train_dataset " + words):
@@ -166,8 +167,8 @@ def test_a_reference_of_an_adapter_cannot_follow(make):
 
 @BOTH
 def test_processes_without_prompts_of_their_own_are_refused(kind, make, monkeypatch):
-    monkeypatch.setattr("trl_jax.trainer.shared.with_rollout.processes.several", lambda: True)
-    monkeypatch.setattr("trl_jax.trainer.shared.with_rollout.jax.process_count", lambda: 2)
+    monkeypatch.setattr("trl_jax.trainer.online.processes.several", lambda: True)
+    monkeypatch.setattr("trl_jax.trainer.online.jax.process_count", lambda: 2)
     with pytest.raises(ValueError, match=rf"{kind.__name__} divides its prompts over 1 devices.*mesh_shape='fsdp:2'"):
         make(kind=kind)
 

@@ -9,11 +9,11 @@ from datasets import Dataset
 
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
-from trl_jax import GRPOTrainer, LoraConfig
-from trl_jax.generation.prefill import prefill
-from trl_jax.generation.weights import matrices_in
-from trl_jax.hub.generating import complete as complete_module
-from trl_jax.models.functional import merge
+from trl_jax.generation.decode import matrices_in, prefill
+from trl_jax.hub import generate
+from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.models.model import merge
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
 
 PROMPT, ANSWER = np.arange(5, 12), np.arange(20, 31)
 CONFIG = {
@@ -54,14 +54,14 @@ def test_a_step_and_its_completions_have_that_head(make):
     asked = ("policy", [PROMPT], [ANSWER], [np.ones(len(ANSWER), bool)])
     [found], [other] = (one.parts.run.rollout.rollout.judge.logps(*asked) for one in (exact, coarse))
     assert 1e-4 < np.abs(found - other).max() < 0.1
-    kinds, run = [], complete_module.run
+    kinds, run = [], generate.run
 
     def spied(*given, head_dtype, **how):
         kinds.append(head_dtype)
         return run(*given, head_dtype=head_dtype, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(complete_module, "run", spied)
+        patch.setattr(generate, "run", spied)
         for one in (exact, coarse):
             one.parts.run.rollout.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
     assert kinds == ["float32", None]

@@ -16,7 +16,7 @@ from compat_tests.effort import thorough
 from compat_tests.parity.kto_cases import CHAT, SMALL, kto_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
-from trl_jax.run.model.reference import PREFIX
+from trl_jax.training.reference import PREFIX
 
 STEPS = {"max_steps": 3, "learning_rate": 1e-2, "beta": 0.3, "max_length": 64}
 IDS = ("prompt_ids", "completion_ids", "KL_completion_ids", "label")

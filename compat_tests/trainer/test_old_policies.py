@@ -12,8 +12,8 @@ import trl_jax
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE, read_weights
-from trl_jax.data.rows.tokenised_prompts import as_prompts
-from trl_jax.rollout.rewards.old import MissingEos
+from trl_jax.data.prompts import as_prompts
+from trl_jax.legacy.policy import MissingEos
 
 torch = pytest.importorskip("torch")
 NEW = BASE | {
@@ -83,9 +83,7 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
     def unended(completion_ids, **columns):
         return [0.0 if tokenizer.eos_token_id in own else -0.5 for own in completion_ids]
 
-    today = trl_jax.RLOOConfig(
-        str(tmp_path / "new"), **NEW | {"max_steps": 1, "steps_per_generation": 4}
-    )
+    today = trl_jax.RLOOConfig(str(tmp_path / "new"), **NEW | {"max_steps": 1, "steps_per_generation": 4})
     modern = trl_jax.RLOOTrainer(policy, [score, unended], today, Dataset.from_list(prompt_rows(8)))
     modern.train()
     found, wanted = trainer.state.log_history[0], modern.state.log_history[0]

@@ -10,9 +10,10 @@ from datasets import Dataset
 
 import trl_jax
 from compat_tests.tiny import tiny_model, tiny_tokenizer
-from trl_jax.data.rows.sft.answers import AnswerMarks, answer_labels
-from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
-from trl_jax.trainer.dataset_formatting import (
+from trl_jax.data.sft import AnswerMarks, answer_labels
+from trl_jax.legacy.collators import (
+    DataCollatorForCompletionOnlyLM,
+    RewardDataCollatorWithPadding,
     conversations_formatting_function,
     get_formatting_func_from_dataset,
     instructions_formatting_function,
@@ -82,7 +83,7 @@ def test_answers_alone_train_as_they_did(tmp_path):
 
 
 def test_texts_without_an_answer_are_counted(tmp_path, caplog):
-    from trl_jax.data.rows.sft.answers import label_answers
+    from trl_jax.data.sft import label_answers
 
     rows = Dataset.from_dict({"input_ids": [[1, 5, 6, 2], [1, 2], []]})
     found = label_answers(rows, AnswerMarks(ANSWER, None, 0), "train_dataset", {})

@@ -17,7 +17,7 @@ from compat_tests.parity.grpo_cases import EVALUATED, length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same_runs
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows.prompts import check_prompts, completion_texts, prompt_ids
+from trl_jax.data.prompts import check_prompts, completion_texts, prompt_ids
 
 STEPS = grpo_cases.STEPS | {"num_generations": 4, "max_steps": 2}
 BOTH = pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])  # the same code, and RLOO's steps a program more

@@ -14,8 +14,8 @@ import trl_jax
 from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.run.user_loss.bound_model import script_values
-from trl_jax.trainer.collators.padded import DataCollatorForPreference
+from trl_jax.trainer.collators import RewardDataCollator
+from trl_jax.training.script_loss import script_values
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +194,7 @@ def test_a_torch_model_whose_code_would_be_passed_over_is_refused(folder, tmp_pa
 
 
 def test_a_collator_of_ones_own_is_refused(folder, tmp_path):
-    class Swapped(DataCollatorForPreference):
+    class Swapped(RewardDataCollator):
         pass
 
     with pytest.raises(ValueError, match="data_collator=.*Swapped.*Leave it out"):

@@ -15,15 +15,16 @@ from transformers import AutoTokenizer
 import trl_jax
 from compat_tests.effort import usual
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows.preference import reference_free
-from trl_jax.experimental.cpo import CPOTrainer
-from trl_jax.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl_jax.data import preference
+from trl_jax.trainer.cpo_trainer import CPOTrainer
+from trl_jax.trainer.orpo_config import ORPOConfig
+from trl_jax.trainer.orpo_trainer import ORPOTrainer
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 RUN = {"max_steps": 2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "bf16": False,
        "save_strategy": "no", "per_device_train_batch_size": 4, "max_length": 64}  # fmt: skip
 MOST = 40  # tokens of a text, which cuts answers of some rows, and no prompt
-COLUMNS = [*reference_free.TEXTS, *reference_free.LABELS, "prompt_input_ids"]
+COLUMNS = [*preference.TEXTS, *preference.LABELS, "prompt_input_ids"]
 EDGES = [
     {"prompt": "Say", "chosen": " yes", "rejected": " no"},
     {"prompt": "un", "chosen": "do it", "rejected": "it"},  # the last token of a prompt becomes one with an answer
@@ -58,7 +59,7 @@ def test_rows_are_trls(kind, bos):
     for index, row in enumerate(rows):
         text = maybe_apply_chat_template(maybe_extract_prompt(copy.deepcopy(row)), tokenizer)
         wanted = theirs.tokenize_row(text)
-        found = reference_free.tokenise_row(row, index, tokenizer, "train_dataset", MOST, None)
+        found = preference.tokenize_reference_free_row(row, index, tokenizer, "train_dataset", MOST, None)
         assert {name: found[name] for name in COLUMNS[:4]} == {name: wanted[name] for name in COLUMNS[:4]}, row
 
 
@@ -68,7 +69,7 @@ def test_tools_of_a_row_are_rendered():
     row = preference_rows(1, "chat_prompt")[0]
     tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
     bare, told = (
-        reference_free.tokenise_row(given, 0, tokenizer, "train_dataset", None, None)
+        preference.tokenize_reference_free_row(given, 0, tokenizer, "train_dataset", None, None)
         for given in (row, row | {"tools": [tool]})
     )
     assert bare["chosen_input_ids"] != told["chosen_input_ids"]
@@ -84,7 +85,7 @@ def test_a_prompt_that_becomes_another_is_refused():
 
     row = {"prompt": "p", "chosen": "c", "rejected": "r"}
     with pytest.raises(ValueError, match="Row 3 of train_dataset: the tokens of the prompt are others before 'chosen'"):
-        reference_free.tokenise_row(row, 3, Odd(), "train_dataset", None, None)
+        preference.tokenize_reference_free_row(row, 3, Odd(), "train_dataset", None, None)
 
 
 def test_full_prompts_are_left_out_and_long_ones_shortened(folder, caplog):
@@ -92,13 +93,13 @@ def test_full_prompts_are_left_out_and_long_ones_shortened(folder, caplog):
     long = {"prompt": "w" + " w" * 89, "chosen": " a", "rejected": " b"}
     rows = Dataset.from_list([*preference_rows(4, "prompt"), long])
     options = {"max_length": 32, "num_proc": None, "name": "train"}
-    kept = reference_free.prepare(rows, tokenizer, max_prompt_length=None, **options)
+    kept = preference.prepare_reference_free(rows, tokenizer, max_prompt_length=None, **options)
     assert len(kept) == 4 and "1 of 5 rows of train_dataset have prompts that fill max_length=32" in caplog.text
-    kept = reference_free.prepare(rows, tokenizer, max_prompt_length=5, **options)
+    kept = preference.prepare_reference_free(rows, tokenizer, max_prompt_length=5, **options)
     whole = tokenizer(rows[4]["prompt"])["input_ids"]
     assert kept[4]["prompt_input_ids"] == whole[-5:] and kept[4]["chosen_input_ids"][:5] == whole[-5:]
     with pytest.raises(ValueError, match="train_dataset needs the columns 'chosen' and 'rejected'"):
-        reference_free.prepare(rows.remove_columns("rejected"), tokenizer, max_prompt_length=None, **options)
+        preference.prepare_reference_free(rows.remove_columns("rejected"), tokenizer, max_prompt_length=None, **options)
 
 
 @usual("ORPOTrainer")

@@ -14,8 +14,8 @@ import warnings
 import pytest
 from transformers import TrainingArguments
 
-from trl_jax.core.arguments.parallel import asked
-from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.devices import asked
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
 
@@ -117,9 +117,7 @@ def test_a_warning_names_the_argument_and_points_at_the_caller():
 
 
 def test_pad_token_is_deprecated():
-    text = (
-        r"pad_token='<pad>' is deprecated: set tokenizer.pad_token and pass the tokenizer to the trainer as"
-    )
+    text = r"pad_token='<pad>' is deprecated: set tokenizer.pad_token and pass the tokenizer to the trainer as"
     with pytest.warns(FutureWarning, match=text) as seen:
         assert RewardConfig("out", pad_token="<pad>").pad_token == "<pad>"
     assert seen[0].filename == __file__
@@ -247,9 +245,7 @@ def test_help_says_what_auto_padding_does():
         assert words in told and words in " ".join(RewardConfig.__doc__.split())
 
 
-@pytest.mark.parametrize(
-    "given, kept", [("None", None), ("null", None), ("128", 128), (None, None), ("AUTO", "auto")]
-)
+@pytest.mark.parametrize("given, kept", [("None", None), ("null", None), ("128", 128), (None, None), ("AUTO", "auto")])
 def test_pad_to_multiple_of(given, kept):
     assert RewardConfig("out", pad_to_multiple_of=given).pad_to_multiple_of == kept
 
@@ -334,9 +330,7 @@ def test_checked_again_after_a_change():
 
 def test_the_users_dict_is_left_alone():
     given = {"num_cycles": 1}
-    args = RewardConfig(
-        "out", lr_scheduler_type="cosine", lr_scheduler_kwargs=given, model_init_kwargs={"a": "1"}
-    )
+    args = RewardConfig("out", lr_scheduler_type="cosine", lr_scheduler_kwargs=given, model_init_kwargs={"a": "1"})
     assert given == {"num_cycles": 1} and args.model_init_kwargs == {"a": "1"}
 
 
@@ -345,8 +339,7 @@ def test_output_dir(tmp_path, monkeypatch):
     with pytest.raises(NotADirectoryError) as error:
         RewardConfig(str(tmp_path / "file" / "out"))
     assert (
-        str(error.value)
-        == f"output_dir='{tmp_path}/file/out': {tmp_path}/file is a file. Choose another output_dir."
+        str(error.value) == f"output_dir='{tmp_path}/file/out': {tmp_path}/file is a file. Choose another output_dir."
     )
     with pytest.raises(NotADirectoryError, match="is a file. Choose another output_dir."):
         RewardConfig(str(tmp_path / "file"))

@@ -20,10 +20,9 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.engine.optimizers.optimizer import Hyperparameters, Optimizer
-from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
-from trl_jax.run.arguments.param_groups import ShownOptimizer
-from trl_jax.trainer.shared.kept_arguments import Kept, Settled
+from trl_jax.trainer.overrides import Kept, Settled
+from trl_jax.training.optimizer_choice import LearningRate, OptimizerChoice, ShownOptimizer
+from trl_jax.training.optimizers import Hyperparameters, Optimizer
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
 

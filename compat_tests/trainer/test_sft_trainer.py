@@ -18,7 +18,7 @@ from compat_tests.effort import thorough, usual, usually
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling
+from trl_jax.trainer.collators import DataCollatorForLanguageModeling
 
 CAUSAL = FACTS | {"head": "causal"}
 

@@ -13,7 +13,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import vowels
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.run import data
+from trl_jax.training import data
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
 ALL = (*KINDS, "ORPO", "CPO", "GRPO", "RLOO", "Distillation")
@@ -67,7 +67,7 @@ def test_messages_with_images(kind, make, monkeypatch):
     trainer = make(trl_jax, kind, stream(plain[0], bad, bad, bad), chat=True)
     with pytest.raises(ValueError, match="'type': 'image'.*, and rows with images are not supported yet"):
         trainer.train()
-    monkeypatch.setattr("trl_jax.trainer.shared.setup.model_loading.load_policy", None)
+    monkeypatch.setattr("trl_jax.trainer.base_trainer.model_loading.load_policy", None)
     words = ".*'type': 'image'.*, and rows with images are not supported yet"
     with pytest.raises(ValueError, match="Row 2 of train_dataset" + words):
         make(trl_jax, kind, Dataset.from_list([*plain[:2], bad, plain[3]]), chat=True)

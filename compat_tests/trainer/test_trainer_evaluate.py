@@ -54,9 +54,7 @@ def by_one_name(metrics, prefix):
     """One set's metrics, as if it were the only one."""
     mine = {key: value for key, value in metrics.items() if not key.startswith(("eval_a_", "eval_b_"))}
     return {
-        f"eval_{key.removeprefix(f'{prefix}_')}": metrics[key]
-        for key in metrics
-        if key.startswith(f"{prefix}_")
+        f"eval_{key.removeprefix(f'{prefix}_')}": metrics[key] for key in metrics if key.startswith(f"{prefix}_")
     } | mine
 
 
@@ -90,9 +88,7 @@ def test_a_name_that_is_none_of_the_sets(trainer):
 
 
 def test_no_set(folder, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^evaluate\(\) needs an eval_dataset: pass one to it or to the trainer.$"
-    ):
+    with pytest.raises(ValueError, match=r"^evaluate\(\) needs an eval_dataset: pass one to it or to the trainer.$"):
         make(trl_jax, folder, tmp_path).evaluate()
 
 
@@ -116,9 +112,7 @@ def test_predict_scores_what_the_model_scores(trainer, folder):
     """Batch by batch: 4 chosen, 4 rejected; then the pair that is left over."""
     rows = tokenised(folder, preference_rows(5, seed=3))
     found = trainer.predict(rows).predictions[:, 0]
-    sides = [
-        [float(trainer.model([ids]).logits[0, 0]) for ids in rows[f"{s}_ids"]] for s in ("chosen", "rejected")
-    ]
+    sides = [[float(trainer.model([ids]).logits[0, 0]) for ids in rows[f"{s}_ids"]] for s in ("chosen", "rejected")]
     wanted = np.concatenate([*(side[:4] for side in sides), *(side[4:] for side in sides)])
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
 
@@ -150,9 +144,7 @@ def watched(folder, tmp_path_factory):
     for package in (trl_jax, trl):
         watch = NonFiniteGuard()
         functions = {"compute_metrics": watch.metrics, "preprocess_logits_for_metrics": watch.logits}
-        trainer = make(
-            package, folder, tmp_path_factory.mktemp("watched"), eval_dataset=table(8), **functions
-        )
+        trainer = make(package, folder, tmp_path_factory.mktemp("watched"), eval_dataset=table(8), **functions)
         rows = tokenised(folder, preference_rows(8))
         found.append((watch.seen, trainer.evaluate(), trainer.predict(rows)))
     return found

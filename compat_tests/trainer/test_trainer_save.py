@@ -52,9 +52,7 @@ def test_trls_files_are_all_there(run, folder, tmp_path):
     trl = pytest.importorskip("trl")
     run[0].save_model(str(tmp_path / "ours"))
     make(trl, folder, tmp_path).save_model(str(tmp_path / "theirs"))
-    assert {*names(tmp_path / "theirs")} - {"training_args.bin"} == {*names(tmp_path / "ours")} - {
-        "training_args.json"
-    }
+    assert {*names(tmp_path / "theirs")} - {"training_args.bin"} == {*names(tmp_path / "ours")} - {"training_args.json"}
 
 
 def test_without_a_folder_it_goes_to_output_dir(folder, tmp_path):

@@ -48,9 +48,7 @@ def test_the_constructors_arguments_are_trls():
 )
 def test_a_methods_arguments_are_trls(method):
     trl = pytest.importorskip("trl")
-    assert parameters(getattr(trl_jax.RewardTrainer, method)) == parameters(
-        getattr(trl.RewardTrainer, method)
-    )
+    assert parameters(getattr(trl_jax.RewardTrainer, method)) == parameters(getattr(trl.RewardTrainer, method))
 
 
 def test_what_is_not_built_is_refused_by_name(tmp_path):
@@ -88,9 +86,7 @@ def test_evaluating_without_a_set(folder, tmp_path, strategy):
 
 def test_saving_the_best_of_nothing(folder, tmp_path):
     config = {"save_strategy": "best", "eval_strategy": "epoch"}
-    with pytest.raises(
-        ValueError, match="^save_strategy='best' needs metric_for_best_model, which is None: say which"
-    ):
+    with pytest.raises(ValueError, match="^save_strategy='best' needs metric_for_best_model, which is None: say which"):
         make(trl_jax, folder, tmp_path, config=config, eval_dataset=table(4))
 
 
@@ -101,25 +97,19 @@ def test_what_setters_change_is_checked_too(folder, tmp_path):
         trl_jax.RewardTrainer(str(folder), args, train_dataset=table(4))
     args.set_optimizer(name="adamw_torch")
     args.per_device_train_batch_size = 0
-    with pytest.raises(
-        ValueError, match="per_device_train_batch_size=0: wanted a whole number of at least 1"
-    ):
+    with pytest.raises(ValueError, match="per_device_train_batch_size=0: wanted a whole number of at least 1"):
         trl_jax.RewardTrainer(str(folder), args, train_dataset=table(4))
 
 
 def test_without_args_the_output_is_named_after_the_model(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = trl_jax.RewardTrainer(str(folder), train_dataset=table(4))
-    assert (
-        trainer.args.output_dir == f"{folder.name}-Reward" and (tmp_path / trainer.args.output_dir).is_dir()
-    )
+    assert trainer.args.output_dir == f"{folder.name}-Reward" and (tmp_path / trainer.args.output_dir).is_dir()
 
 
 def test_arguments_of_methods_that_mean_nothing_here(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, eval_dataset=table(4))
-    with pytest.raises(
-        ValueError, match="^trial=1 is not in this release of trl_jax. Leave it out.$"
-    ):
+    with pytest.raises(ValueError, match="^trial=1 is not in this release of trl_jax. Leave it out.$"):
         trainer.train(trial=1)
     for method in (trainer.evaluate, lambda **how: trainer.predict(table(4), **how)):
         with pytest.raises(ValueError, match=r"^ignore_keys=\['x'\] is not in this release"):

@@ -15,12 +15,11 @@ from transformers.trainer_callback import EarlyStoppingCallback
 
 import trl_jax
 from compat_tests.effort import THOROUGH, only_thorough, usual
-from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.run import layout_choice
-from trl_jax.run.step import precompile, train_step
+from compat_tests.training.runs import Recorder
+from trl_jax.training import layout, step
 
 EVERYTHING = {
     "eval_strategy": "steps",
@@ -74,10 +73,7 @@ def test_the_logs_of_a_run_with_everything_are_trls(whole):
 def test_what_train_returns_is_trls(whole):
     (_, _, ours), (_, _, theirs) = whole
     assert (ours.global_step, list(ours.metrics)) == (theirs.global_step, list(theirs.metrics))
-    assert (
-        abs(ours.training_loss - theirs.training_loss) < 1e-5
-        and ours.metrics["train_loss"] == ours.training_loss
-    )
+    assert abs(ours.training_loss - theirs.training_loss) < 1e-5 and ours.metrics["train_loss"] == ours.training_loss
     assert ours.metrics["total_flos"] == theirs.metrics["total_flos"] > 0
     speed = [run.metrics["train_samples_per_second"] * run.metrics["train_runtime"] for run in (ours, theirs)]
     assert speed == pytest.approx([66, 66], rel=0.02)
@@ -119,9 +115,7 @@ def test_a_stream_shorter_than_max_steps_begins_again(folder, tmp_path, drop_las
     """5 batches, the last of 2 pairs, which TRL never drops of a stream; epochs count in max_steps."""
     trl = pytest.importorskip("trl")
     config = {"max_steps": 7, "dataloader_drop_last": drop_last}
-    ours, theirs = (
-        make(package, folder, tmp_path, train=stream(18), config=config) for package in (trl_jax, trl)
-    )
+    ours, theirs = (make(package, folder, tmp_path, train=stream(18), config=config) for package in (trl_jax, trl))
     for trainer in (ours, theirs):
         trainer.train()
     assert_same_curve(ours.state.log_history, theirs.state.log_history)
@@ -270,16 +264,16 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
 @only_thorough  # the next one has them where they take longer, too
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
     """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
-    found, asked, rows, real = {}, set(), table(24), precompile.Programs.program_for
-    monkeypatch.setattr(layout_choice, "_ON_CPUS", 0.0)  # many lengths
+    found, asked, rows, real = {}, set(), table(24), step.Programs.program_for
+    monkeypatch.setattr(layout, "_ON_CPUS", 0.0)  # many lengths
 
     def program_for(self, *given):
         asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))
         return real(self, *given)
 
-    monkeypatch.setattr(precompile.Programs, "program_for", program_for)
+    monkeypatch.setattr(step.Programs, "program_for", program_for)
     for ahead in (False, True):
-        monkeypatch.setattr(precompile, "compiles_ahead", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr(step, "compiles_ahead", lambda device, ahead=ahead: ahead)
         out, config = tmp_path / str(ahead), {"save_strategy": "steps", "save_steps": 4}
         whole = make(trl_jax, folder, out, train=rows, config=config)
         whole.train()
@@ -298,8 +292,8 @@ def dearly(plan_layout, *given, **how):
 
 def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch):
     """The same numbers but for rounding, and from a checkpoint on the same to the bit."""
-    monkeypatch.setattr(layout_choice, "plan_layout", partial(dearly, layout_choice.plan_layout))
-    monkeypatch.setattr(layout_choice, "PROGRAMS_AT_ONCE", 1)
+    monkeypatch.setattr(layout, "plan_layout", partial(dearly, layout.plan_layout))
+    monkeypatch.setattr(layout, "PROGRAMS_AT_ONCE", 1)
     rows = Dataset.from_list([
         {side: f"{' '.join(words)} {side}" for side in ("chosen", "rejected")}
         for length in (400, 10, 10, 400, 10, 10) for words in [["bread"] * length] * 4
@@ -307,7 +301,7 @@ def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch
     how = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "sequential", "max_length": None}
     runs, lengths = [], []
     for ahead, resumed in ((False, None), (True, None), (True, str(tmp_path / "True" / "checkpoint-2"))):
-        for package in (layout_choice, precompile):
+        for package in (layout, step):
             monkeypatch.setattr(package, "compiles_ahead", lambda device, ahead=ahead: ahead)
         trainer = make(trl_jax, folder, tmp_path / str(ahead), train=rows, config=how)
         trainer.train(resume_from_checkpoint=resumed)
@@ -324,7 +318,7 @@ def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, c
     if THOROUGH:
         ways += [({"remat_policy": "nothing_saveable"}, 1), ({}, 1 << 40)]
     for config, room in ways:
-        monkeypatch.setattr(train_step, "room_of", lambda device, room=room: room)
+        monkeypatch.setattr(step, "room_of", lambda device, room=room: room)
         trainer = make(trl_jax, folder, tmp_path, config=config)
         caplog.clear()
         with caplog.at_level(logging.INFO, "trl_jax"):

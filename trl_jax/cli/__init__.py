@@ -1,1 +1,1 @@
-"""The command `trl-jax`."""
+"""cli"""

@@ -1,16 +1,25 @@
-"""The commands of `trl-jax`: TRL's flags and YAML. Each command imports what it needs when it runs."""
+"""The `trl-jax` command. Each subcommand imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from typing import Any
 
+from trl_jax.cli.torch_cuda import of_script
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
 from trl_jax.core.trainers import TRAINERS
+
+# ----------------------------------------------------------------------------------------------------
+# The commands of `trl-jax`: TRL's flags and YAML. Each command imports what it needs when it runs.
+
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
     "check": "read a TRL script, and say what of it works",
@@ -41,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             _run(command, argv[1:], typed)
     except USER_ERRORS as error:
-        if "trl_jax.engine.devices.processes" in sys.modules:
-            sys.modules["trl_jax.engine.devices.processes"].announce_end(error)
+        if "trl_jax.mesh.processes" in sys.modules:
+            sys.modules["trl_jax.mesh.processes"].announce_end(error)
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
         print(f"trl-jax: error: {_one_line(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
@@ -82,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CleanParser(
         prog="trl-jax",
         description="Train and use models in JAX, with TRL's flags.",
-        epilog=(
-            "`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows an error's origin."
-        ),
+        epilog=("`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows an error's origin."),
     )
     parser.add_argument("--version", action="version", version=f"trl-jax {_version()}")
     commands = parser.add_subparsers(parser_class=argparse.ArgumentParser, dest="command", metavar="COMMAND")
@@ -102,3 +109,38 @@ def _version() -> str:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+
+
+# ----------------------------------------------------------------------------------------------------
+# A note on the error that ends a script, where transformers 5 is likely to be the reason.
+
+
+_TEMPLATE = (
+    "The script calls apply_chat_template without return_dict. Since transformers 5 this gives a dictionary of "
+    "input_ids and attention_mask; return_dict=False gives the token ids alone, as it did before."
+)
+_told: set[str] = set()  # the notes that the script has earned so far
+
+
+def watching_templates(plain: Callable) -> Callable:
+    """A tokenizer's apply_chat_template that remembers whether a script takes its default result, which changed."""
+
+    @functools.wraps(plain)
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        by_script = of_script(sys._getframe(1).f_code.co_filename)
+        if by_script and options.get("tokenize", True) and "return_dict" not in options:
+            _told.add(_TEMPLATE)
+        return plain(self, *args, **options)
+
+    return apply_chat_template
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """Add the notes to an error of a kind that a result of another form gives."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        for note in _told:
+            error.add_note(note)
+        raise

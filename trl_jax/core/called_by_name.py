@@ -1,5 +1,6 @@
 """Methods of transformers' Trainer that a script calls by name, as in `transformers.Trainer.evaluate(self, ...)`: of a
-trainer of ours, ours are called."""
+trainer of ours, ours are called.
+"""
 
 from __future__ import annotations
 

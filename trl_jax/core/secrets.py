@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 from urllib.parse import quote
 
-from trl_jax.core.printable import printable
+from trl_jax.core.text import printable
 
 _SHORTEST = 8  # of the known secrets that are looked for in texts: shorter ones are found in ordinary words
 _SECRET = re.compile(

@@ -1,15 +1,110 @@
-"""torch's CPU random numbers, drawn with NumPy.
-
-TRL's run depends on three draws: the order in which rows are visited, the first values of new weights, and the tokens
-that are sampled. All come from the 32-bit Mersenne Twister that `torch.manual_seed` seeds; reproducing them makes the
-same seed mean the same run without torch installed.
-"""
+"""torch's CPU random numbers and float32 sums, in NumPy."""
 
 from __future__ import annotations
 
+import math
+import random
+import secrets
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+
+# ----------------------------------------------------------------------------------------------------
+# Relates the arrays that train to the tensors that torch's optimizers see.
+
+
+class TorchParamLayout(NamedTuple):
+    """Attributes:
+    stacked: paths of arrays whose first axis counts layers; each layer is one of torch's tensors, or part of one.
+    joined: path -> a name shared by the arrays of one tensor, which are joined along its outputs; arrays of other
+        paths are tensors by themselves.
+    """
+
+    stacked: frozenset[str] = frozenset()
+    joined: Mapping[str, str] = {}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Float32 sums in the order of torch's kernels for CPUs.
+
+
+_LANES = 8  # numbers in a vector
+_AT_ONCE, _LEVELS = 4, 4  # partial sums that lie side by side; and those that one goes through
+
+
+@np.errstate(invalid="ignore")  # of infinite numbers with each other
+def torch_sum(values: np.ndarray, axis: int | None = None) -> np.ndarray:
+    """The sums over an axis, which is left out.
+
+    Args:
+        values: float32, contiguous.
+        axis: 1 of two or three; None: all values.
+    """
+    if axis is None:
+        return _of_rows(values.reshape(1, -1))[0]
+    if axis != 1 or values.ndim not in (2, 3):
+        raise ValueError(f"axis={axis} of {values.ndim} axes, wanted 1 of two or three.")
+    if values.ndim == 2 or values.shape[2] == 1:
+        return _of_rows(values.reshape(values.shape[:2])).reshape(values.shape[:1] + values.shape[2:])
+    return np.stack([_of_columns(part) for part in values])
+
+
+def _of_rows(values: np.ndarray) -> np.ndarray:
+    """`[P]` of `[P, n]`, whose rows are contiguous."""
+    rows, count = values.shape
+    if count < _LANES:
+        return _of_row(values.T)
+    vectors = count // _LANES
+    whole = vectors * _LANES
+    partial = _of_row(values[:, :whole].reshape(rows, vectors, _LANES).transpose(1, 0, 2))
+    total = np.zeros(rows, np.float32)
+    for place in range(whole, count):
+        total = total + values[:, place]
+    for lane in range(_LANES):
+        total = total + partial[:, lane]
+    return total
+
+
+def _of_columns(values: np.ndarray) -> np.ndarray:
+    """`[F]` of `[n, F]`, contiguous columns side by side."""
+    columns = values.shape[1]
+    together = columns - columns % (_AT_ONCE if columns < _LANES else _AT_ONCE * _LANES)
+    return np.concatenate([_cascade(values[:, :together]), _of_row(values[:, together:])])
+
+
+def _of_row(values: np.ndarray) -> np.ndarray:
+    """The sum over the first axis, four at once."""
+    whole = len(values) // _AT_ONCE
+    parts = _cascade(values[: whole * _AT_ONCE].reshape(whole, _AT_ONCE, *values.shape[1:]))
+    for rest in values[whole * _AT_ONCE :]:
+        parts[0] = parts[0] + rest
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _cascade(values: np.ndarray) -> np.ndarray:
+    """The sum over the first axis, one after the other; of many, sums of sums."""
+    power = max(4, math.ceil(math.log2(max(len(values), 1))) // _LEVELS)
+    sums = np.zeros((_LEVELS, *values.shape[1:]), np.float32)
+    for number, value in enumerate(values, 1):
+        sums[0] += value
+        level = 0
+        while level + 1 < _LEVELS and number % (1 << power * (level + 1)) == 0:
+            sums[level + 1] += sums[level]
+            sums[level] = 0
+            level += 1
+    total = sums[0]
+    for partial in sums[1:]:
+        total = total + partial
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------
+# torch's CPU random numbers, drawn with NumPy.
+
 
 _LARGEST_32_BIT_PERMUTATION = (2**32 - 1) // 20  # from here on torch draws 64 bits for each swap
 _BLOCK = 2**20  # words that are skipped at once
@@ -144,3 +239,25 @@ def _box_muller(blocks: np.ndarray, std: float) -> np.ndarray:
     angle = np.float32(2.0 * np.pi) * blocks[:, 8:]
     normals = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
     return (normals * np.float32(std)).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The random stream of the process, from which tokens are sampled where no seed is given.
+
+
+_default = TorchGenerator(secrets.randbits(64))  # as torch's: another in each process until a seed is set
+
+
+def default_generator() -> TorchGenerator:
+    """The process's stream; whoever draws from it goes on where the last one stopped."""
+    return _default
+
+
+def set_seed(seed: int) -> None:
+    """Seed `random`, NumPy and the process's stream, as `transformers.set_seed` seeds `random`, NumPy and torch.
+
+    `generate` then samples the tokens that transformers samples after its `set_seed`. torch itself is left alone.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    _default.manual_seed(seed)

@@ -1,9 +1,34 @@
-"""The table of trainers. One line here gives a trainer its names on all doors, its command and its plans."""
+"""The trainers by name, and modules whose names are imported on first use."""
 
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# ----------------------------------------------------------------------------------------------------
+# Lets a package import its names when they are first used.
+
+
+def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make the `__getattr__` of `package`.
+
+    Args:
+        where: name -> the module that defines it.
+    """
+
+    def fetch(name: str) -> Any:
+        if name in where:
+            value = getattr(importlib.import_module(where[name]), name)
+            vars(importlib.import_module(package))[name] = value
+            return value
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return fetch
+
+
+# ----------------------------------------------------------------------------------------------------
+# The table of trainers. One line here gives a trainer its names on all doors, its command and its plans.
 
 
 class TrainerNames(NamedTuple):
@@ -49,7 +74,10 @@ _TABLE = (
     TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns"),
     TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out"),
     TrainerNames(
-        "distillation", "DistillationTrainer", "DistillationConfig", "prompts",
+        "distillation",
+        "DistillationTrainer",
+        "DistillationConfig",
+        "prompts",
         "train a language model to predict as a larger one does, on its own answers",
     ),
 )

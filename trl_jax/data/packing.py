@@ -14,9 +14,7 @@ from datasets import Dataset
 _STRATEGIES = ("bfd", "bfd_split", "wrapped")
 
 
-def pack_dataset(
-    dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
-) -> Any:
+def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None) -> Any:
     """Join rows into rows of at most `seq_length` items. All columns must hold lists, of the same length within a row.
 
     Args:

@@ -1,16 +1,131 @@
-"""Completions grow by a token a step, several steps in one call: forward, draw, write, until all have ended."""
+"""Compiled programs of generation: prefill, decoding steps, and both on several devices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trl_jax.generation.shards import Shards, on_each
-from trl_jax.nn.cache.cache import Cache
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only
+from trl_jax.models.arch import cache_parts
+from trl_jax.models.cached_decoder import with_keys
+from trl_jax.models.decoder import in_a_stack
+from trl_jax.models.model import merge
+from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room
+from trl_jax.nn.linear import Quantized
+from trl_jax.nn.platform import platform
+
+# ----------------------------------------------------------------------------------------------------
+# Prompts through the model once: the logits behind each, and the keys and values that completions will see.
+
+
+@partial(
+    jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer", "shards")
+)
+def prefill(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    longest: jax.Array,
+    *,
+    group: int,
+    capacity: int,
+    max_tokens: int,
+    dtype: jnp.dtype,
+    by_layer: bool,
+    head_dtype: jnp.dtype | None = None,
+    shards: Shards | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Logits `[P, V]`, float32, of the token after each prompt, and the cache for `group` completions of each.
+
+    Args:
+        tokens: int32 `[P, S]`, prompts from place 0 on; anything behind them.
+        lengths: int32 `[P]`, of the prompts, at least 1 each. longest: int32 scalar, of the longest text of the call.
+        capacity: places of the cache for each completion.
+        max_tokens: no prompt with its completion will have more; windows as long are left out.
+        by_layer: the cache has a part for each layer, not for several (models/arch.py).
+        head_dtype: what the head computes in; None: `dtype`.
+    """
+    head_dtype = dtype if head_dtype is None else head_dtype
+
+    def of_shard(arrays, tokens, lengths, longest):
+        model = merge(graph, arrays)
+        trunk = trunk_of(model)
+        hidden, kept = _through(trunk, tokens, lengths, longest, dtype, max_tokens)
+        logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+        parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
+        parts = by_layers(parts, trunk.arch) if by_layer else parts
+        return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
+
+    def places(own: Shards) -> tuple:
+        return (own.params, own.rows, own.rows, own.whole), (own.rows, own.cache)
+
+    return on_each(shards, of_shard, places, parameters=True)(arrays, tokens, lengths, longest)
+
+
+def _through(
+    trunk: nnx.Module, tokens: jax.Array, lengths: jax.Array, longest: jax.Array, dtype: jnp.dtype, max_tokens: int
+) -> tuple[jax.Array, list[Kept]]:
+    """Rows of texts of these lengths through the decoder: the hidden state of the last token of each, and what is kept
+    of all."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    reads = reads_of_rows(lengths - 1, tokens.shape[1])
+    return with_keys(trunk, tokens, positions, reads, longest, dtype=dtype, max_tokens=max_tokens)
+
+
+@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer", "shards"), donate_argnames=("state",))
+def recomputed(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    state: Decoding,
+    texts: jax.Array,
+    longest: jax.Array,
+    *,
+    max_tokens: int,
+    dtype: jnp.dtype,
+    by_layer: bool,
+    shards: Shards | None = None,
+) -> Decoding:
+    """The state with keys and values as they are where the longest text has `longest` tokens: some ropes turn all
+    tokens otherwise from a length on.
+
+    Args:
+        texts: int32 `[B, S + T]`, each prompt and behind it what its completion has; anything behind that.
+    """
+
+    def of_shard(arrays, state, texts, longest):
+        filled = state.cache.places
+        group = len(texts) // len(filled.prompt_lengths)
+        lengths = jnp.maximum(jnp.repeat(filled.prompt_lengths + filled.own, group), 1)
+        trunk = trunk_of(merge(graph, arrays))
+        _, kept = _through(trunk, texts, lengths, longest, dtype, max_tokens)
+        rooms = _rooms(trunk, group, state.capacity)
+        parts = [own.cache_of_texts(filled, room) for own, room in zip(kept, rooms, strict=True)]
+        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, filled))
+
+    def places(own: Shards) -> tuple:
+        return (own.params, Decoding.places(own), own.rows, own.whole), Decoding.places(own)
+
+    return on_each(shards, of_shard, places, parameters=True)(arrays, state, texts, longest)
+
+
+def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
+    """The room of each part of the cache."""
+    return [Room(group, capacity, part.window) for part in cache_parts(trunk.arch)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Completions grow by a token a step, several steps in one call: forward, draw, write, until all have ended.
 
 
 class Stops(NamedTuple):
@@ -162,3 +277,319 @@ def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops
         alive=state.alive & ~ended,
         logps=kept,
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The weights of a generation: the model's own arrays and, where it is quicker, copies for the time of the call.
+
+
+_LARGEST = 512 * 2**20  # bytes of layers that are copied to be decoded one by one on a CPU
+
+
+class Weights(NamedTuple):
+    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), what it and its head compute in, and
+    the devices that have rows of their own; None where all have all rows."""
+
+    graph: Any
+    arrays: dict[str, jax.Array]
+    layers: list[nnx.State] | None
+    dtype: Any
+    head_dtype: Any
+    shards: Shards | None = None
+
+    @classmethod
+    def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32, head_dtype: Any = None) -> Weights:
+        """head_dtype: None: `dtype`."""
+        dtype = jnp.dtype(dtype)
+        head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
+        arrays = matrices_in(graph, arrays, dtype, head_dtype)
+        arrays, shards = divided(arrays, device_memory())
+        layers = layers_for_decoding(graph, arrays, shards, platform())
+        shards = None if shards is None else replace(shards, by_layer=layers is not None)
+        return cls(graph, arrays, layers, dtype, head_dtype, shards)
+
+
+def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
+    """The devices that have rows of their own, and the arrays as these hold them; `memory` and shapes as in
+    `gathered_once`."""
+    stacked = frozenset(filter(in_a_stack, arrays))
+    shards = shards_of(arrays, stacked)
+    if shards is None:
+        return arrays, None
+    arrays = on_their_mesh(gathered_once(arrays, shards, memory), shards)
+    return arrays, shards_of(arrays, stacked)
+
+
+def device_memory() -> int | None:
+    """Bytes of a device; None where it does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def length_of_turn(weights: Weights) -> int | None:
+    """The tokens of a text behind which ropes turn all of them otherwise (LongRoPE); None where none does."""
+    ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
+    turns = [rope.turn for rope in ropes if rope is not None]
+    return min((turn for turn in turns if turn is not None), default=None)
+
+
+def with_head_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
+    """The model that is asked for outputs in each of many steps: a tied head's table is in the head's `dtype` once, not
+    anew in each. Its trunk is not the one that looks tokens up."""
+    model = merge(graph, arrays)
+    embed = trunk_of(model).embed
+    if model.lm_head.weight is None and not isinstance(embed.weight, Quantized):
+        embed.weight = nnx.Param(embed.weight[...].astype(dtype))
+    return model
+
+
+def trunk_of(model: nnx.Module) -> nnx.Module:
+    """The decoder of a model."""
+    return vars(model)[model.trunk_name]
+
+
+@partial(jax.jit, static_argnums=0)
+def _unstacked(graph: Any, arrays: dict[str, jax.Array]) -> list[nnx.State]:
+    trunk = trunk_of(merge(graph, arrays))
+    return [layer for run in trunk.arch.runs for layer in unstacked(nnx.split(vars(trunk)[run.name])[1], run.count)]
+
+
+def unstacked(stack: Any, count: int) -> list[Any]:
+    """Each layer's of arrays with a leading axis L of `count` layers."""
+    return [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count)]  # noqa: B023
+
+
+def by_layers(parts: list[Any], arch: Any) -> list[Any]:
+    """Of each layer that keeps something, from the parts of several (models/arch.py)."""
+    of_layer = {}
+    for part, (layers, _) in zip(parts, cache_parts(arch), strict=True):
+        of_layer |= zip(layers, unstacked(part, len(layers)), strict=True)
+    return [of_layer[layer] for layer in sorted(of_layer)]
+
+
+def layers_for_decoding(
+    graph: Any, arrays: dict[str, jax.Array], shards: Shards | None, platform: str
+) -> list[nnx.State] | None:
+    """Each layer's parameters by themselves, on a CPU and where they are small; None: decode along the stack.
+
+    On a CPU a scan copies a layer's weights and cache out of the stacks in every turn, which takes a small model half
+    of its time. Elsewhere it does not, and a large model has no room for another copy.
+    """
+    return _unstacked(graph, arrays) if decodes_by_layer(arrays, shards, platform) else None
+
+
+def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform: str) -> bool:
+    """Whether layers are decoded one by one; `arrays` may be shapes."""
+    if shards is not None and not shards.undivided:
+        return False
+    stacked = [array for path, array in arrays.items() if in_a_stack(path)]
+    return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
+
+
+def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[nnx.State]:
+    """The shapes of each layer's parameters by themselves."""
+    return jax.eval_shape(partial(_unstacked, graph), arrays)
+
+
+def matrices_in(
+    graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype, head_dtype: jnp.dtype | None = None
+) -> dict[str, jax.Array]:
+    """The arrays, of which the matrices that layers multiply by are in `dtype` already: the products are the same, and
+    each step reads half the bytes. Norms, biases, adapters and the table of tokens stay as they are."""
+    names = cast_matrices(graph, arrays, dtype, head_dtype)
+    return arrays | _cast({path: arrays[path] for path in names}, dtype) if names else arrays
+
+
+def cast_matrices(graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype, head_dtype: jnp.dtype | None) -> list[str]:
+    """The paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
+    if dtype == jnp.float32:
+        return []
+    names = [path for path, axes in _axes(graph, arrays).items() if _is_matrix(path, axes) and path in arrays]
+    if head_dtype == jnp.float32:
+        names = [path for path in names if not path.startswith("lm_head.")]
+    return [path for path in names if arrays[path].dtype == jnp.float32]
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda array: array.astype(dtype), arrays)
+
+
+def _axes(graph: Any, arrays: dict[str, jax.Array]) -> dict[str, tuple[str, ...]]:
+    """The logical axes of the parameters of a model, by path."""
+    state = nnx.to_flat_state(nnx.split(nnx.eval_shape(lambda: merge(graph, _shapes(arrays))))[1])
+    named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
+    return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
+
+
+def _shapes(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.zeros(array.shape, array.dtype) for path, array in arrays.items()}
+
+
+def _is_matrix(path: str, axes: tuple[str, ...]) -> bool:
+    """Whether layers, or an untied head, multiply by it and do nothing else with it."""
+    if "norm" in axes:
+        return False
+    return axes == ("vocab", "embed") if path.startswith("lm_head.") else axes[0] == "layers" and len(axes) >= 3
+
+
+# ----------------------------------------------------------------------------------------------------
+# A generation on several devices: each writes completions of its own, with the parameters that they divide.
+
+
+_WHOLE = 1 / 4  # of a device's memory, for parameters that are gathered once and not in each step
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Devices, or groups of them along `tensor`, of which each has an equal run of the prompts and all completions of
+    these.
+
+    mesh: its axes but `tensor` count them. specs: by path, where parameters lie. stacked: paths of those with an axis
+    of layers in front. by_layer: the cache has a part for each layer, not for several.
+    """
+
+    mesh: Mesh
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    stacked: frozenset[str]
+    by_layer: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, size in self.mesh.shape.items() if axis != TENSOR and size > 1)
+
+    @property
+    def count(self) -> int:
+        return prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def whole(self) -> PartitionSpec:
+        """Of what each has all of."""
+        return PartitionSpec()
+
+    @property
+    def rows(self) -> PartitionSpec:
+        """Of arrays of prompts, or of completions."""
+        return PartitionSpec(self.axes)
+
+    @property
+    def cache(self) -> Cache:
+        """Of a cache."""
+        parts = self.rows if self.by_layer else PartitionSpec(None, self.axes)
+        return Cache(parts, CachePlaces(self.rows, self.rows, self.whole))
+
+    @property
+    def params(self) -> dict[str, PartitionSpec]:
+        """Of parameters, by path."""
+        return self._parts.own
+
+    @property
+    def undivided(self) -> bool:
+        """Whether each has all parameters, or its part over `tensor` of all."""
+        return not any(axis for spec in self.params.values() for axis in spec)
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(dict(self.specs), self.stacked)
+
+    def mapped(self, body: Callable, of_arguments: Any, of_results: Any, *, parameters: bool) -> Callable:
+        """The function as each shard computes it, of its own rows.
+
+        Args:
+            of_arguments, of_results: what `rows`, `cache`, `params` and `whole` say of each. parameters: whether the
+                first argument are parameters by path, of which each device has its part.
+        """
+        body = self._parts.with_whole(body) if parameters else body
+        if not self.axes:  # one, which computes as it would alone; products are divided by XLA
+            return self._named(body)
+        places = {"in_specs": of_arguments, "out_specs": of_results}
+        # Types of varying values are not checked: there are no gradients.
+        return jax.shard_map(body, mesh=self.mesh, **places, axis_names=set(self.axes), check_vma=False)
+
+    def _named(self, body: Callable) -> Callable:
+        def run(*arguments):
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return body(*arguments)
+
+        return run
+
+
+def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | None:
+    """The devices that a model's parameters lie on; None where that is one. Arrays may be shapes with shardings.
+
+    Devices that share texts along the sequence axis, where training has one, have prompts of their own, too.
+    """
+    places = {path: array.sharding for path, array in arrays.items()}
+    mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
+    if mesh is None or mesh.size == 1:
+        return None
+    names = ["copies" if axis == SEQUENCE and size > 1 else axis for axis, size in mesh.shape.items()]
+    mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
+    whole = PartitionSpec()
+    specs = ((path, place.spec if isinstance(place, NamedSharding) else whole) for path, place in places.items())
+    return Shards(mesh, tuple(specs), stacked)
+
+
+def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
+    """The arrays where they are, but as those of the shards' mesh: JAX lowers a kernel that it may have to divide, as
+    cuDNN's, for one mesh alone."""
+    return {path: _named(array, shards.mesh) for path, array in arrays.items()}
+
+
+def _named(array: Any, mesh: Mesh) -> Any:
+    place = array.sharding
+    if not isinstance(place, NamedSharding) or place.mesh == mesh:
+        return array
+    place = NamedSharding(mesh, place.spec)
+    if not isinstance(array, jax.Array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, place, parts)
+
+
+def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
+    """The parameters, each device with all of them, or where `tensor` divides them with its part of all; or as they
+    are, if that takes more than a quarter of a device's `memory`: each step then gathers a layer at a time.
+
+    Args:
+        memory: bytes of a device; None where that is not known. arrays: may be shapes with shardings.
+    """
+    places = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
+    numbers = {path: prod(place.shard_shape(arrays[path].shape)) for path, place in places.items()}
+    taken = sum(number * arrays[path].dtype.itemsize for path, number in numbers.items())
+    if memory is not None and taken > _WHOLE * memory:
+        return arrays
+    divided = {path: place for path, place in places.items() if any(shards.params[path])}
+    own = {path: arrays[path] for path in divided}
+    if not all(isinstance(array, jax.Array) for array in own.values()):
+        shapes = {path: (array.shape, array.dtype) for path, array in own.items()}
+        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=divided[path]) for path, of in shapes.items()}
+    return arrays | _at(own, tuple(divided.items()))
+
+
+@partial(jax.jit, static_argnums=1)
+def _at(arrays: dict[str, jax.Array], places: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
+    return {path: jax.lax.with_sharding_constraint(arrays[path], place) for path, place in places}
+
+
+def on_each(
+    shards: Shards | None, body: Callable, places: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
+) -> Callable:
+    """`Shards.mapped`, with the `places` of arguments and of results; the function itself where there are no shards."""
+    return body if shards is None else shards.mapped(body, *places(shards), parameters=parameters)
+
+
+def anywhere(shards: Shards | None, flag: jax.Array) -> jax.Array:
+    """Whether it is so on any of them."""
+    return flag if shards is None or not shards.axes else jax.lax.pmax(flag.astype(jnp.int32), shards.axes) > 0
+
+
+def of_all(shards: Shards | None, rows: jax.Array) -> jax.Array:
+    """The rows of all of them, on each."""
+    return rows if shards is None or not shards.axes else jax.lax.all_gather(rows, shards.axes, tiled=True)
+
+
+def part_of_group(prompts: int, group: int, shards: int) -> int:
+    """Into how many parts the completions of each prompt are divided, so that shards have the fewest; of equals the
+    fewest parts, as each of them computes the prompt."""
+    parts = [number for number in range(1, group + 1) if group % number == 0]
+    return min(parts, key=lambda number: -(-prompts * number // shards) * (group // number))

@@ -1,21 +1,51 @@
-"""Prompts to completions, from the host's side: shapes, calls of compiled programs, and what has ended."""
+"""Generate completions for prompts: requests, slots, and calls of the compiled programs."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from trl_jax.data.layout.batch import padded_length
-from trl_jax.generation.chunk import Drawing, Status, first_tokens, next_tokens
-from trl_jax.generation.decode import Decoding, Stops, begun, grown, refilled, selected, with_prompt_places
-from trl_jax.generation.noise import KeyedSource, Noise, NoiseSource
-from trl_jax.generation.prefill import prefill, recomputed
-from trl_jax.generation.request import Completed, Completions, Progress, Request, Watch
-from trl_jax.generation.shards import part_of_group
-from trl_jax.generation.slots import Slots, power_of_two
-from trl_jax.generation.weights import Weights, length_of_turn
-from trl_jax.mesh.arrays import fetched
+from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.data.batch import padded_length
+from trl_jax.generation.decode import (
+    Decoding,
+    Shards,
+    Stops,
+    Weights,
+    anywhere,
+    begun,
+    grown,
+    length_of_turn,
+    of_all,
+    on_each,
+    part_of_group,
+    prefill,
+    recomputed,
+    refilled,
+    selected,
+    trunk_of,
+    with_head_in,
+    with_prompt_places,
+    with_token,
+)
+from trl_jax.generation.noise import KeyedSource, Noise, NoiseSource, sample
+from trl_jax.generation.sampling import History, Processor, process
+from trl_jax.mesh.mesh import fetched
+from trl_jax.models.cached_decoder import with_keys
+from trl_jax.models.model import merge
+from trl_jax.nn.cache import Kept
+
+# ----------------------------------------------------------------------------------------------------
+# Prompts to completions, from the host's side: shapes, calls of compiled programs, and what has ended.
+
 
 STEPS = 16  # of a call, after which the host looks whether completions have ended
 FIRST_PLACES = 32  # places for tokens; twice as many whenever these are full
@@ -223,3 +253,412 @@ class _Generation:
             return state
         kept = self._slots.compact(state, alive)
         return state if kept is None else selected(state, *kept, shards=self._weights.shards)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The rows of a request that are computed at a time: which they are, which wait, and what has ended.
+
+
+class Slots:
+    """The slots of a state, each with a prompt and its completions.
+
+    Args:
+        count: slots, which come out even. done: gets completions that have ended. shards: devices among which the slots
+            are divided in equal runs.
+
+    Attributes:
+        members: rows of the request, `[P, G]`, -1 where one only fills the shape. begun: the step at which each prompt
+            began. waiting: numbers of prompts that have no slot yet.
+    """
+
+    def __init__(self, request: Request, count: int, done: Callable[[Sequence[Completed]], None], shards: int = 1):
+        self._request, self._done, self._shards = request, done, shards
+        first = range(min(count, len(request.prompts)))
+        count = -(-len(first) // shards) * shards
+        self.members, self.begun = np.full((count, request.group), -1), np.zeros(count, np.int32)
+        self.members[: len(first)] = self._rows_of(first)
+        self.waiting = deque(range(len(first), len(request.prompts)))
+        self._lengths = np.zeros(request.rows, np.int32)
+        self._ahead = max(map(len, self.prompts(self.members)))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The members, `[P x G]`; some row where one only fills the shape."""
+        return np.maximum(self.members, 0).reshape(-1)
+
+    def drawn(self, count: int) -> np.ndarray:
+        """Tokens that each row has after so many steps."""
+        return count - np.repeat(self.begun, self.members.shape[1])
+
+    def prompts(self, members: np.ndarray) -> list[np.ndarray]:
+        """Their token ids, behind virtual tokens."""
+        return [self._request.texts[row // self._request.group] for row in members[:, 0]]
+
+    def longest(self, count: int) -> int:
+        """Tokens of the longest text after so many steps, those behind a text's end among them: as where rows that have
+        ended stay."""
+        return self._ahead + count
+
+    @property
+    def each(self) -> int:
+        """The slots of a shard."""
+        return len(self.members) // self._shards
+
+    def free(self, alive: np.ndarray) -> list[np.ndarray]:
+        """Slots in which all completions have ended, those of each shard as counted within it."""
+        ended = ~alive.reshape(self._shards, self.each, -1).any(axis=2)
+        return [np.flatnonzero(own) for own in ended]
+
+    def refill(self, state: Decoding, free: Sequence[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Hand over the completions of free slots, at most so many of a shard, and give these to prompts that wait.
+
+        Returns the members of the new prompts, `[P', G]`, `most` of each shard, and their slots as counted within it:
+        one that is not there for those that only fill the shape.
+        """
+        wanted = [(shard, slot) for shard, own in enumerate(free) for slot in own[:most]][: len(self.waiting)]
+        numbers = [self.waiting.popleft() for _ in wanted]
+        at = np.asarray([shard * self.each + slot for shard, slot in wanted])
+        ended = np.zeros(self.members.shape, bool)
+        ended[at] = True
+        self.give(state, ended)
+        self.members[at], self.begun[at] = self._rows_of(numbers), int(state.count) - 1
+        lengths = np.asarray([len(prompt) for prompt in self.prompts(self.members)])
+        self._ahead = int(np.max(lengths - self.begun))
+        prompts, slots = np.full((self._shards, most), numbers[0]), np.full((self._shards, most), self.each, np.int32)
+        for shard in range(self._shards):
+            own = [(number, slot) for number, (of, slot) in zip(numbers, wanted, strict=True) if of == shard]
+            for place, (number, slot) in enumerate(own):
+                prompts[shard, place], slots[shard, place] = number, slot
+        return self._rows_of(prompts.reshape(-1)), slots.reshape(-1)
+
+    def compact(self, state: Decoding, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Leave out, and hand over, completions that have ended, where fewer than half of the shape would be left.
+
+        Returns what `decode.selected` is told: prompts `[P']` of each shard, their members `[P', G']`, and which of
+        them live.
+        """
+        alive = alive.reshape(self.members.shape)
+        prompts = [np.flatnonzero(own.any(axis=1)) for own in np.split(alive, self._shards)]
+        shape = power_of_two(max(1, *map(len, prompts))), power_of_two(alive.sum(axis=1).max())
+        if 2 * self._shards * shape[0] * shape[1] > alive.size:
+            return None
+        self.give(state, ~alive)
+        at = np.zeros((self._shards, shape[0]), np.int32)
+        members, living = np.zeros((*at.shape, shape[1]), np.int32), np.zeros((*at.shape, shape[1]), bool)
+        first = np.arange(self._shards)[:, None] * self.each
+        for shard, of_shard in enumerate(prompts):
+            at[shard, : len(of_shard)] = of_shard
+            for place, prompt in enumerate(of_shard):
+                own = np.flatnonzero(alive[first[shard, 0] + prompt])
+                members[shard, place, : len(own)], living[shard, place, : len(own)] = own, True
+        at, numbers = at.reshape(-1), (first + at).reshape(-1)
+        members, living = (each.reshape(-1, shape[1]) for each in (members, living))
+        self.members = np.where(living, self.members[numbers[:, None], members], -1)
+        self.begun = self.begun[numbers]
+        return at, members, living
+
+    def progress(self, state: Decoding, alive: np.ndarray) -> tuple[int, int]:
+        """Completions that have ended, and tokens of all of them so far."""
+        members, lengths = self.members.reshape(-1), self._lengths.copy()
+        lengths[members[members >= 0]] = fetched(state.lengths)[members >= 0]
+        left = len(self.waiting) * self._request.group + int(alive.sum())
+        return self._request.rows - left, int(lengths.sum())
+
+    def give(self, state: Decoding, which: np.ndarray) -> None:
+        """Hand over the completions of these members, bool `[P, G]`, which have ended."""
+        taken = np.flatnonzero((which & (self.members >= 0)).reshape(-1))
+        rows, begun = self.members.reshape(-1)[taken], np.repeat(self.begun, self.members.shape[1])[taken]
+        at = (begun[:, None] + np.arange(state.capacity)) % state.capacity
+        tokens = np.take_along_axis(fetched(state.tokens)[taken], at, axis=1)
+        lengths = fetched(state.lengths)[taken]
+        logps = [None] * len(rows)
+        if state.logps is not None:
+            logps = np.take_along_axis(fetched(state.logps)[taken], at, axis=1)
+        self._lengths[rows] = lengths
+        self._done([
+            Completed(int(row), ids[:length], None if own is None else own[:length])
+            for row, ids, own, length in zip(rows, tokens, logps, lengths, strict=True)
+        ])  # fmt: skip
+
+    def _rows_of(self, prompts: Sequence[int]) -> np.ndarray:
+        return np.asarray(prompts)[:, None] * self._request.group + np.arange(self._request.group)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is no less."""
+    return 1 << (int(number) - 1).bit_length()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The request of a generation, and its completions.
+
+
+# (completions that have ended, tokens of all of them so far) -> None
+Progress = Callable[[int, int], None]
+
+
+class Watch(Protocol):
+    """Sees every token as it is drawn."""
+
+    def tokens(self, drawn: np.ndarray, alive: np.ndarray) -> np.ndarray | None:
+        """Take the ids `[B]` of a step. Returns which completions go on, bool `[B]`; None: all that live."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts to complete, and how.
+
+    prompts: token ids of each, at least one. group: completions of each.
+    eos: ids that end a completion. pad: stands behind its end. max_new_tokens: of each completion, at most.
+    processors: changes of the scores, in their order. width: of the prompts as processors see them, padded on the left.
+    logps: whether log-probabilities are kept, of logits divided by `temperature`.
+    virtual: stand before each prompt, where processors do not see them.
+    """
+
+    prompts: list[np.ndarray]
+    group: int
+    eos: tuple[int, ...]
+    pad: int
+    max_new_tokens: int
+    processors: tuple[Processor, ...] = ()
+    width: int | None = None
+    temperature: float = 1.0
+    logps: bool = False
+    virtual: VirtualTokens = NONE
+
+    @cached_property
+    def texts(self) -> list[np.ndarray]:
+        """The prompts as the model reads them."""
+        return [np.concatenate([self.virtual.ids, ids]) for ids in self.prompts] if self.virtual.count else self.prompts
+
+    @property
+    def rows(self) -> int:
+        return len(self.prompts) * self.group
+
+    def in_parts(self, number: int) -> Request:
+        """The same rows, the completions of each prompt divided among so many prompts that are equal."""
+        return replace(self, prompts=[ids for ids in self.prompts for _ in range(number)], group=self.group // number)
+
+    def drawing(self) -> Drawing:
+        """How tokens are drawn. Prompts are as wide as the longest, or as they came."""
+        width = self.width or max(map(len, self.prompts))
+        ids = np.full((len(self.prompts), padded_length(width, "auto")), self.pad, np.int32)
+        pads = np.asarray([width - len(prompt) for prompt in self.prompts], np.int32)
+        for row, prompt, start in zip(ids, self.prompts, pads, strict=True):
+            row[start:width] = prompt
+        return Drawing(
+            self.processors, np.repeat(ids, self.group, axis=0), jnp.int32(width), np.repeat(pads, self.group),
+            jnp.float32(self.temperature),
+        )  # fmt: skip
+
+
+class Completed(NamedTuple):
+    """One completion: its row, counted over all completions of all prompts, int32 tokens `[n]`, that which ends it
+    among them, and their log-probabilities, float32 `[n]`, None where nobody asked."""
+
+    row: int
+    tokens: np.ndarray
+    logps: np.ndarray | None
+
+
+class Completions(NamedTuple):
+    """Of all rows, those of the first prompt first.
+
+    tokens: int32 `[B, N]`, pads behind each completion's end; N is the length of the longest. lengths: int32 `[B]`,
+    tokens of each, that which ends it among them. logps: float32 `[B, N]`, of each token; None where nobody asked.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    logps: np.ndarray | None
+
+    @classmethod
+    def of(cls, done: Sequence[Completed], pad: int) -> Completions:
+        """From each row's."""
+        done = sorted(done, key=lambda one: one.row)
+        lengths = np.asarray([len(one.tokens) for one in done], np.int32)
+        tokens = np.full((len(done), lengths.max()), pad, np.int32)
+        logps = None if done[0].logps is None else np.zeros(tokens.shape, np.float32)
+        for number, one in enumerate(done):
+            tokens[number, : len(one.tokens)] = one.tokens
+            if logps is not None:
+                logps[number, : len(one.tokens)] = one.logps
+        return cls(tokens, lengths, logps)
+
+    def rows(self) -> list[Completed]:
+        """Each row's."""
+        logps = [None] * len(self.tokens) if self.logps is None else self.logps
+        return [
+            Completed(number, ids[:length], None if own is None else own[:length])
+            for number, (ids, own, length) in enumerate(zip(self.tokens, logps, self.lengths, strict=True))
+        ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Several steps of decoding in one call of a compiled program.
+
+
+class Drawing(NamedTuple):
+    """How a token is drawn, and the prompts of all rows as processors see them.
+
+    processors: changes of the scores, in their order. prompt_ids: int32 `[B, W]`, padded on the left; from
+    `prompt_length` on, an int32 scalar, columns only fill the shape. pads: int32 `[B]`, columns on the left that are
+    padding. temperature: what logits are divided by for their log-probabilities.
+    """
+
+    processors: tuple[Processor, ...]
+    prompt_ids: jax.Array
+    prompt_length: jax.Array
+    pads: jax.Array
+    temperature: jax.Array
+
+    @classmethod
+    def places(cls, shards: Shards) -> Drawing:
+        """How it is divided."""
+        return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
+
+    def history(self, state: Decoding) -> History:
+        room = jnp.pad(self.prompt_ids, ((0, 0), (0, state.capacity)))
+        ids = jax.lax.dynamic_update_slice(room, state.in_order(), (0, self.prompt_length))
+        return History(ids, self.prompt_length + state.drawn, self.prompt_length, self.pads)
+
+
+class Status(NamedTuple):
+    """Copies of `Decoding` for the host to look at, of all rows on each device, while the state itself is given to the
+    next call."""
+
+    count: jax.Array
+    alive: jax.Array
+
+    @classmethod
+    def of(cls, state: Decoding, shards: Shards | None) -> Status:
+        return cls(state.count, of_all(shards, state.alive))
+
+
+def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
+    """Ids `[B]` drawn by `logits` `[B, V]`, and their log-probabilities where they are kept."""
+    scores = process(drawing.processors, drawing.history(state), logits) if drawing.processors else logits
+    ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
+    ids = ids.astype(jnp.int32)
+    if state.logps is None:
+        return ids, None
+    scaled = logits / drawing.temperature
+    at = jnp.take_along_axis(scaled, jnp.maximum(ids, 0)[:, None], axis=1)[:, 0]
+    return ids, at - jax.nn.logsumexp(scaled, axis=1)
+
+
+@partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
+def first_tokens(
+    logits: jax.Array,
+    state: Decoding,
+    stops: Stops,
+    noise: Noise | None,
+    drawing: Drawing,
+    *,
+    shards: Shards | None = None,
+) -> tuple[Decoding, Status]:
+    """The first token of each completion, by its prompt's logits `[P, V]`."""
+
+    def of_shard(logits, state, stops, noise, drawing):
+        logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
+        state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
+        return state, Status.of(state, shards)
+
+    def places(own: Shards) -> tuple:
+        given = own.rows, Decoding.places(own), own.whole, *_drawn_by(own, noise)
+        return given, (Decoding.places(own), own.whole)
+
+    return on_each(shards, of_shard, places)(logits, state, stops, noise, drawing)
+
+
+def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
+    """How noise and `Drawing` are divided."""
+    return None if noise is None else noise.places(shards), Drawing.places(shards)
+
+
+@partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards"), donate_argnames=("state",))
+def next_tokens(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    layers: list[nnx.State] | None,
+    state: Decoding,
+    stops: Stops,
+    noise: Noise | None,
+    drawing: Drawing,
+    first: jax.Array,
+    steps: jax.Array,
+    longest: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    head_dtype: jnp.dtype,
+    max_tokens: int,
+    shards: Shards | None = None,
+) -> tuple[Decoding, Status]:
+    """At most `steps` more tokens of each completion, fewer where all end before.
+
+    Args:
+        layers: as in `models.cached_decoder.with_keys`.
+        longest: int32 scalar, tokens of the longest text of the call with the first of these.
+        noise: random numbers, from its step `first` on for these steps; None takes the likeliest ids.
+        max_tokens: no prompt with its completion will have more.
+    """
+    steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards)
+
+    def places(own: Shards) -> tuple:
+        given = own.params, own.whole, Decoding.places(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
+        return given, (Decoding.places(own), own.whole)
+
+    of_shard = on_each(shards, steps_of, places, parameters=True)
+    return of_shard(arrays, layers, state, stops, noise, drawing, first, steps, longest)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """`next_tokens` of a shard."""
+
+    graph: Any
+    dtype: jnp.dtype
+    head_dtype: jnp.dtype
+    max_tokens: int
+    shards: Shards | None
+
+    def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
+        trunk, headed = trunk_of(merge(self.graph, arrays)), with_head_in(self.graph, arrays, self.head_dtype)
+        options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
+
+        def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
+            return trunk.angles(_positions(state), longest + number)
+
+        def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
+            tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
+            beside = options | {"cache": state.cache, "angles": turned}
+            hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **beside)
+            logits = headed.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
+            return logits.astype(jnp.float32), new
+
+        def step(carry):
+            number, state, turned, _ = carry
+            logits, new = forward(state, number, turned)
+            ids, logps = _drawn(logits, state, noise, first + number, drawing)
+            state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
+            # The angles come from the step before: in one step XLA would compute them again in each layer, for each
+            # head.
+            return number + 1, state, angles(state, number + 1), self._lives(state)
+
+        def goes_on(carry):
+            number, _, _, lives = carry
+            return (number < steps) & lives
+
+        begin = jnp.int32(0), state, angles(state, jnp.int32(0)), self._lives(state)
+        state = jax.lax.while_loop(goes_on, step, begin)[1]
+        return state, Status.of(state, self.shards)
+
+    def _lives(self, state: Decoding) -> jax.Array:
+        """Whether any completion goes on; all shards take as many steps, as they send to each other in each."""
+        return anywhere(self.shards, jnp.any(state.alive))
+
+
+def _positions(state: Decoding) -> jax.Array:
+    """Those of the tokens that come next, int32 `[B, 1]`."""
+    positions_P = state.cache.places.prompt_lengths + state.cache.places.own
+    return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
-from trl_jax.generation.shards import Shards
+from trl_jax.generation.decode import Shards
 
 _LOW_21 = np.uint32(2**21 - 1)
 _CHUNK_BYTES = 2**27  # of words for the steps of a chunk

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from trl_jax.core.torch_param_layout import TorchParamLayout
-from trl_jax.core.virtual_tokens import NONE, VirtualTokens
-from trl_jax.hub.checkpoint.sharded_reading import Placement
+from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.torch_random import TorchParamLayout
+from trl_jax.hub.checkpoint import Placement
 from trl_jax.hub.freezing import Locations
 from trl_jax.hub.heads import HeadName
 

@@ -1,7 +1,7 @@
 """Heads: the tensors of a head and how a new one is drawn.
 
 There are two: the score head, one number a text, and a causal language model's. What checkpoints say of them stands in
-`hub/checkpoint/head_tensors.py`, PEFT's names for them in `hub/peft/heads.py`; the rest of `hub` is about trunks.
+`hub/checkpoint.py`, PEFT's names for them in `hub/peft_targets.py`; the rest of `hub` is about trunks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.models.heads import SequenceScorer
-from trl_jax.models.lm_head import CausalLm
+from trl_jax.models.model import CausalLm, SequenceScorer
 
 HeadName = Literal["score", "lm"]
 

@@ -1,9 +1,10 @@
-"""The backend of our own decoder and encoder."""
+"""The backend of model types that have a family."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,43 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.core.torch_param_layout import TorchParamLayout
+from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend
-from trl_jax.hub.checkpoint.loading import Source, load, outline
-from trl_jax.hub.checkpoint.resizing import resized_source
-from trl_jax.hub.checkpoint.saving import entries_of, read_tensor, save
-from trl_jax.hub.checkpoint.sharded_reading import Placement
-from trl_jax.hub.checkpoint.tensor_map import TensorEntry
-from trl_jax.hub.config.native import NativeConfig, changes, read_native_config
+from trl_jax.hub.checkpoint import Placement, Source, entries_of, load, outline, read_tensor, resized_source, save
+from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.freezing import Locations
-from trl_jax.models.adapted import module_at
-from trl_jax.models.functional import abstract, logical_axes
-from trl_jax.models.stack import narrowest_window
-from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
+from trl_jax.hub.tensor_map import TensorEntry
+from trl_jax.models.adapters import module_at
+from trl_jax.models.decoder import narrowest_window
+from trl_jax.models.model import abstract, logical_axes
+from trl_jax.nn.linear import HALVES, TABLES, Format, Quantized, dequantized
+
+# ----------------------------------------------------------------------------------------------------
+# A language model's head that is tied to the table of tokens gets a weight of its own.
+
+
+_HEAD = "lm_head.weight"
+
+
+def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBackend, dict[str, Any]]:
+    """The backend and the arrays of a tied model whose head has the table's numbers for its own."""
+    source = backend.source
+    [table] = [entry.path for entry in source.tensor_map if entry.path.split(".")[1:] == ["embed", "weight"]]
+    entry = TensorEntry(_HEAD, source.config.family.language_heads[0])
+    of_table = next(tensor.tensor for tensor in source.tensor_map if tensor.path == table)
+    dtypes = source.dtypes | {entry.tensor: source.dtypes[of_table]} if of_table in source.dtypes else source.dtypes
+    config, tensor_map = source.config.untied(), [*source.tensor_map, entry]
+    head = {
+        _HEAD + path.removeprefix(table): array for path, array in arrays.items() if path in (table, f"{table}.codes")
+    }
+    formats = backend.formats | ({_HEAD: backend.formats[table]} if table in backend.formats else {})
+    made = NativeBackend(replace(source, config=config, tensor_map=tensor_map, dtypes=dtypes), formats)
+    return made, arrays | head
+
+
+# ----------------------------------------------------------------------------------------------------
+# The backend of our own decoder and encoder.
+
 
 _BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_scalar")
 

@@ -1,30 +1,432 @@
-"""A loaded model as scripts know it: call it, read its config, save it."""
+"""PreTrainedModel: a loaded model with transformers' methods."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from trl_jax.core.files import write_whole
+from trl_jax.core.outputs import reads_of_rows
 from trl_jax.core.secrets import shown
-from trl_jax.data.layout.batch import padded_length
+from trl_jax.data.batch import last_real_token, padded_length
 from trl_jax.hub.backend import Backend
-from trl_jax.hub.checkpoint.loading import Source
-from trl_jax.hub.checkpoint.resizing import resized_table, tables_of_tokens
+from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.freezing import frozen_size, trainable_masks
-from trl_jax.hub.generating.generate import GenerationApi
-from trl_jax.hub.generation_config import read_generation_config, write_generation_config
-from trl_jax.hub.network.push import Publisher, Upload
-from trl_jax.hub.peft.backend import AdaptedBackend
-from trl_jax.hub.peft.configs import AdapterConfig
-from trl_jax.hub.peft.merging import merged
-from trl_jax.hub.scoring import ScoreOutput, score_rows
-from trl_jax.hub.transformers_api import TransformersModelApi
+from trl_jax.hub.generate import GenerationApi
+from trl_jax.hub.peft import merged
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.peft_config import AdapterConfig
+from trl_jax.hub.push import Publisher, Upload
+from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.models.model import merge
+
+# ----------------------------------------------------------------------------------------------------
+# Log-probabilities and entropies of texts' tokens: what losses of policies are made of.
+
+
+def token_logps_and_entropies(
+    model: PreTrainedModel,
+    input_ids: Any,
+    attention_mask: Any = None,
+    temperature: float = 1.0,
+    *,
+    params: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """log p(token | tokens before) and the entropy, in nats, of the distribution that it is drawn from.
+
+    No array of `[rows, T, vocabulary]` exists. Both have gradients by `params`, so a loss of one's own may be written
+    with `trl_jax.losses.policy_gradient` and `jax.grad`.
+
+    Args:
+        model: a causal language model.
+        input_ids: int `[rows, T]`, padded on the right.
+        attention_mask: `[rows, T]`, 0 of a pad; None: there are none.
+        temperature: divides the logits.
+        params: in the place of `model.params`, of the same names and shapes.
+
+    Returns:
+        Float32 `[rows, T - 1]` each, of the second token to the last; zeros of pads.
+
+    Raises:
+        ValueError: the model has another head, or rows have fewer than two tokens.
+    """
+    if model.backend.head != "lm":
+        raise ValueError(f"{model.name_or_path} has a {model.backend.head!r} head: wanted a language model's.")
+    ids = jnp.asarray(input_ids, jnp.int32)
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"input_ids is {list(ids.shape)}: wanted [rows, T] with two tokens at least.")
+    rows, length = ids.shape
+    mask = jnp.ones(ids.shape, bool) if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
+    virtual = model.backend.virtual
+    before = virtual.count
+    whole = jnp.hstack([jnp.broadcast_to(virtual.ids, (rows, before)), ids])
+    places = jnp.broadcast_to(jnp.arange(before + length, dtype=jnp.int32), whole.shape)
+    real = (mask[:, :-1] & mask[:, 1:]).reshape(-1)
+    order = jnp.argsort(~real, stable=True)  # reads without a target come last
+    at = jnp.arange(rows)[:, None] * (before + length) + before + jnp.arange(length - 1)
+    reads = at.reshape(-1)[order].astype(jnp.int32)
+    targets = jnp.where(real, ids[:, 1:].reshape(-1), -1)[order]
+    arrays = model.frozen | (model.params if params is None else params)
+    lengths = before + mask.sum(axis=1, dtype=jnp.int32)
+    options = {"targets": targets, "lengths": lengths, "temperature": temperature}
+    outputs = merge(model.graph, arrays)(whole, places, reads, **options)
+    back = jnp.argsort(order)
+    return tuple(values[back].reshape(rows, length - 1) for values in (outputs.logps, outputs.entropy))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The generation_config.json of a causal language model.
+
+
+NAME = "generation_config.json"
+logger = logging.getLogger(__name__)
+
+
+def read_generation_config(folder: Path, config: Any) -> Any:
+    """transformers' GenerationConfig of a folder; made of the model's `config` where there is none that can be read."""
+    from transformers import GenerationConfig
+
+    if (folder / NAME).is_file():
+        try:
+            return GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s cannot be read and is made anew of config.json: %s", folder / NAME, error)
+    return GenerationConfig.from_model_config(config)
+
+
+def write_generation_config(config: Any, folder: Path) -> None:
+    """Write it as it is: values that contradict each other are the checkpoint's own."""
+    write_whole(folder / NAME, config.to_json_string(use_diff=True))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Calling a model: rows of token ids to one number each, or to logits over the vocabulary at each token.
+
+
+class ScoreOutput(NamedTuple):
+    """The result of calling a model: `logits`, float32, by attribute, name or place; `[rows, 1]` of a score head, of a
+    language model's `[rows, T, V]`, T with virtual tokens before each row that have embeddings, as in PEFT."""
+
+    logits: jax.Array
+
+    def __getitem__(self, key: str | int) -> jax.Array:
+        return self.logits if key == "logits" else tuple.__getitem__(self, key)
+
+
+def score_rows(
+    backend: Backend, arrays: dict[str, Any], pad: int | None, input_ids: Any, attention_mask: Any, token_type_ids: Any
+) -> ScoreOutput:
+    """Scores or logits of rows; `pad` is the config's pad_token_id, the others as in `PreTrainedModel.__call__`."""
+    tokens = np.asarray(input_ids)
+    _check(backend, pad, tokens)
+    if not backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
+        raise ValueError("token_type_ids has other types than 0, but a single text is scored. Leave it out.")
+    mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
+    at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
+    as_is = pad is None and backend.infers_lengths
+    extra = 0 if as_is else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
+    tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
+    tokens = backend.virtual.before(tokens)
+    mask = np.pad(np.pad(mask, ((0, 0), (0, extra))), ((0, 0), (backend.virtual.count, 0)), constant_values=True)
+    with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
+        reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
+        # ropes that ask for the longest text take rows as they came, as transformers' do
+        by_row = reads is None and not backend.infers_lengths
+        lengths = np.asarray([tokens.shape[1] - extra], np.int32) if by_row else None
+        outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads, lengths)
+    if backend.head == "score":
+        return ScoreOutput(outputs[:, None])
+    first = 0 if backend.virtual.read else backend.virtual.count
+    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, first : tokens.shape[1] - extra])
+
+
+def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
+    if not tokens.shape[1]:
+        raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be read at.")
+    if len(tokens) > 1 and pad is None and backend.head == "score":
+        raise ValueError(
+            f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
+            "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
+        )
+    longest, size = backend.max_positions, backend.vocab_size
+    if longest is not None and tokens.shape[1] > longest:
+        raise ValueError(
+            f"input_ids has {tokens.shape[1]:,} tokens a row, but the model has positions for {longest:,}. Cut them."
+        )
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
+        raise ValueError(f"input_ids run from {tokens.min()} to {tokens.max()}, the vocabulary from 0 to {size - 1}.")
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def compiled_scores(
+    graph: nnx.GraphDef,
+    pad: int | None,
+    params: dict,
+    tokens: jax.Array,
+    mask: jax.Array,
+    reads: jax.Array | None,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Scores `[N]` or logits `[N, V]` at `reads` `[N]` of rows `[R, T]`, at all places without reads. An exported
+    program is made with `pad`: another one is another program. `lengths` as in `Decoder.__call__`."""
+    del pad
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    options = {} if lengths is None else {"lengths": lengths}
+    return merge(graph, params)(tokens, positions, reads, valid=mask, **options)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The methods of a transformers model that scripts use besides calling it: its parameters by name, and the like.
+
+
+class Parameter(np.ndarray):
+    """A parameter's values as they were when it was asked for, with torch's methods under torch's names.
+
+    `requires_grad` is the model's flag of it: whether `train()` changes it.
+    """
+
+    _model: Any = None  # the model it belongs to; copies and slices belong to none
+    _name: str = ""
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._model is not None and self._name not in self._model.frozen_names
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if self._model is None:
+            raise ValueError("requires_grad is for a parameter itself, not for a copy or a part of one.")
+        self._model.set_trainable(self._name, trainable=wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Parameter:
+        self.requires_grad = requires_grad
+        return self
+
+    def clone(self) -> Parameter:
+        return self.copy()
+
+    def detach(self) -> Parameter:
+        return self
+
+    cpu = float = detach
+
+    def numel(self) -> int:
+        return self.size
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Give torch's functions tensors of the values: torch calls this for `torch.equal(parameter, other)`."""
+        return function(*as_tensors(args), **as_tensors(kwargs or {}))
+
+
+class Submodule:
+    """The parameters of a model whose names begin alike, as scripts freeze them: `model.model`, `model.lm_head`."""
+
+    def __init__(self, model: TransformersModelApi, name: str):
+        self._model, self._name = model, name
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Each under the rest of its name, after this module's."""
+        start = f"{self._name}."
+        return (
+            (name.removeprefix(start), values)
+            for name, values in self._model.named_parameters()
+            if name.startswith(start)
+        )
+
+    def parameters(self) -> Iterator[Parameter]:
+        return (values for _, values in self.named_parameters())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Submodule:
+        self._model.set_trainable(*self._names(), trainable=requires_grad)
+        return self
+
+    def _names(self) -> list[str]:
+        return [name for name in self._model.names() if name.startswith(f"{self._name}.")]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._model.submodule(f"{self._name}.{name}")
+
+    def __getitem__(self, number: int | slice) -> Any:
+        selected = range(len(self))[number]
+        if isinstance(selected, range):
+            return [self[i] for i in selected]
+        return self._model.submodule(f"{self._name}.{selected}")
+
+    def __bool__(self) -> bool:
+        return True  # with no numbered modules inside, too
+
+    def __len__(self) -> int:
+        begin = len(self._name) + 1
+        numbers = {name[begin:].partition(".")[0] for name in self._names()}
+        return len([number for number in numbers if number.isdigit()])
+
+
+class TransformersModelApi:
+    """Needs `backend`, `params`, `arrays`, `config`, `name_or_path` and `save_pretrained`."""
+
+    backend: Any
+    params: dict
+    arrays: dict
+    config: Any
+    frozen_names: frozenset[str] | set[str] = frozenset()  # names on disk of parameters that `train()` leaves alone
+    model_tags: list[str] | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Each parameter under its name on disk, of virtual tokens under peft's. Values are copies: to change them,
+        change `params`."""
+        for name, values in self.backend.named(self.readable):
+            parameter = np.array(values).view(Parameter)
+            parameter._model, parameter._name = self, name
+            yield name, parameter
+
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return list(self.backend.locations(self.params))
+
+    def set_trainable(self, *names: str, trainable: bool) -> None:
+        """Let `train()` change these parameters, or freeze them.
+
+        Raises:
+            ValueError: an adapter trains beside the model; its config says what does.
+        """
+        wanted = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
+        if wanted != self.frozen_names and not self.backend.can_freeze:
+            raise ValueError(
+                "requires_grad cannot be set beside an adapter: LoraConfig's target_modules, layers_to_transform and "
+                "modules_to_save say what trains."
+            )
+        self.frozen_names = wanted
+
+    def submodule(self, name: str) -> Any:
+        """The parameter of this name, or those whose names begin with it. Raises AttributeError where there is none."""
+        if name in (names := self.names()):
+            return self.get_parameter(name)
+        if not any(other.startswith(f"{name}.") for other in names):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return Submodule(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "backend" not in vars(self) or "params" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self.submodule(name)
+
+    def parameters(self) -> Iterator[Parameter]:
+        return (values for _, values in self.named_parameters())
+
+    def get_parameter(self, name: str) -> Parameter:
+        """Raises KeyError where there is no parameter of this name."""
+        for other, parameter in self.named_parameters():  # one at a time: all may be more than the host has room for
+            if other == name:
+                return parameter
+        raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
+
+    def state_dict(self) -> dict[str, Parameter]:
+        return dict(self.named_parameters())
+
+    def get_input_embeddings(self) -> Any:
+        """An object with the embedding's `weight` and `num_embeddings`."""
+        path = min(self.backend.embeddings)
+        weight = np.array(self.backend.weight(self.arrays, path)).view(Parameter)
+        return _Embedding(weight)
+
+    def get_output_embeddings(self) -> Any:
+        """An object with the `weight` of a language model's head `[vocabulary, hidden]`, the embedding's where both are
+        one; None under a score head."""
+        if self.backend.head != "lm":
+            return None
+        names = [name for name in self.names() if name.endswith(("lm_head.weight", "embed_out.weight"))]
+        return _Embedding(self.get_parameter(names[0])) if names else self.get_input_embeddings()
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that weights are saved in, those beneath an adapter: torch's where torch is imported, otherwise its
+        name, as "bfloat16"."""
+        name = self.backend.main_dtype
+        return vars(sys.modules["torch"])[name] if "torch" in sys.modules else name
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of all arrays that the model is computed with; none of them is a buffer of torch's."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def can_generate(self) -> bool:
+        return self.backend.head == "lm" and self.backend.causal
+
+    def tie_weights(self) -> None:
+        """Without effect: where the config ties them, they are one array."""
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        """Without effect: `gradient_checkpointing` of the trainer's arguments, on by default, decides."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        """As `gradient_checkpointing_enable`."""
+
+    def enable_input_require_grads(self) -> None:
+        """Without effect: gradients reach adapters without it."""
+
+    def print_trainable_parameters(self) -> None:
+        train, count = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"trainable params: {train:,} || all params: {count:,} || trainable%: {100 * train / count:.4f}")
+
+    def add_model_tags(self, tags: str | list[str]) -> None:
+        """Remember tags, each once."""
+        new = [tags] if isinstance(tags, str) else list(tags)
+        self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
+
+    training: bool = False  # for scripts that ask: whether dropout is on is decided where the model is called
+
+    def eval(self) -> Any:
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> Any:
+        """Say whether the model is in training, for scripts that ask `model.training`; returns itself."""
+        self.training = mode
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.set_trainable(*self.names(), trainable=requires_grad)
+        return self
+
+    @property
+    def device(self) -> str:
+        """The device of a call's inputs, for `.to(model.device)` of a batch of torch's."""
+        return "cpu"
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself: arrays stay where JAX puts them, in the dtype they have."""
+        return self
+
+    cpu = cuda = to
+
+
+class _Embedding:
+    def __init__(self, weight: Parameter):
+        self.weight, (self.num_embeddings, self.embedding_dim) = weight, weight.shape
+
+
+# ----------------------------------------------------------------------------------------------------
+# A loaded model as scripts know it: call it, read its config, save it.
+
 
 # Arguments of transformers' save_pretrained -> values without effect here: shards are those the checkpoint came in.
 _WITHOUT_EFFECT = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from trl_jax.losses.sums import mean_over_shards
+from trl_jax.losses.supervised import mean_over_shards
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Where arrays lie on several devices, and how a device gets those of which it holds a part."""
+"""mesh"""

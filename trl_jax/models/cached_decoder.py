@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.models.arch import Run
-from trl_jax.models.arch.cache_parts import Turns, turns_of
-from trl_jax.models.decoder import Decoder
-from trl_jax.models.stack import last_layer, of_run, read, whole_layer
+from trl_jax.models.arch import Run, Turns, turns_of
+from trl_jax.models.decoder import Decoder, last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
-from trl_jax.nn.cache.cache import Cache, Kept
+from trl_jax.nn.cache import Cache, Kept
 
 Walked = tuple[jax.Array, list[Kept], tuple[Any, Any]]  # hidden states, what is kept, and the last layer's, and cache
 
@@ -36,7 +34,7 @@ def with_keys(
     max_tokens: int | None = None,
     angles: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
-    """Hidden states `[N, D]`, and what a cache keeps of the tokens: part by part (models/arch/cache_parts.py), with an
+    """Hidden states `[N, D]`, and what a cache keeps of the tokens: part by part (models/arch.py), with an
     axis L in front; or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep
     nothing.
 

@@ -1,41 +1,38 @@
-"""The one configurable decoder."""
+"""The decoder: blocks, the stack of layers, and the trunk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.packed import BLOCK, Packed
-from trl_jax.core.router_sums import RouterSums
-from trl_jax.models.arch import Arch
-from trl_jax.models.block import EMBEDDING, Block, scaled
-from trl_jax.models.stack import (
-    apply,
-    checkpointed,
-    last_layer,
-    of_run,
-    read,
-    rope_inputs,
-    rope_numbers,
-    stacked,
-    whole_layer,
-    window_inputs,
-)
-from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
-from trl_jax.nn.attention.striped import striped
-from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.layer_embedding import LayerEmbeddings
-from trl_jax.nn.linear import Embedding, Linear
-from trl_jax.nn.noise import Noise
-from trl_jax.nn.norm import Norm
-from trl_jax.nn.recurrent.text_order import previous_tokens, text_order
+from trl_jax.core.outputs import BLOCK, Packed, RouterSums
+from trl_jax.mesh.mesh import layer_gather
+from trl_jax.models.arch import BLOCKS, Arch, LayerKind
+from trl_jax.nn.attention import cudnn
+from trl_jax.nn.attention.attention import Attention
+from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs, Striped, striped
+from trl_jax.nn.attention.latent import LatentAttention
+from trl_jax.nn.attention.ranges import SAVED
+from trl_jax.nn.cache import Kept, NothingKept
+from trl_jax.nn.layers import MLP, LayerEmbeddings, LayerInput, Noise, Norm
+from trl_jax.nn.linear import Embedding, Linear, dropout_or_none
+from trl_jax.nn.moe import MoE
+from trl_jax.nn.recurrent import GatedDeltaNet, GatedShortConvolution, Mamba2, ParallelMixers
+from trl_jax.nn.rope import Rope, rope_angles
+from trl_jax.nn.text_order import previous_tokens, text_order
 from trl_jax.nn.virtual_tokens import VirtualRows
 
+# ----------------------------------------------------------------------------------------------------
+# The one configurable decoder.
 
-def _longest(
-    length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None
-) -> jax.Array | int:
+
+def _longest(length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None) -> jax.Array | int:
     """The length of the longest text, as ropes take it."""
     if packed is not None:
         return packed.longest[..., None, None]
@@ -208,3 +205,267 @@ class Decoder(nnx.Module):
         if recurrent is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))
         return shared, LayerInputs(rope_numbers(arch.ropes), scale, window, chunk)
+
+
+# ----------------------------------------------------------------------------------------------------
+# One layer of the decoder.
+
+
+EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
+
+
+class BlockOutputs(NamedTuple):
+    """h: the residual stream `[R, T, D]`. kept: what the tokens that follow need of these. sums: the router's, None if
+    none asked."""
+
+    h: jax.Array
+    kept: Kept
+    sums: RouterSums | None
+
+
+class Block(nnx.Module):
+    """One layer: attention, or what stands in its place, and MLP with the norms that `arch.block` names, one after the
+    other or side by side; of some kinds one of the two alone, with its own norms."""
+
+    def __init__(self, arch: Arch, kind: LayerKind):
+        def norm(name: str) -> Norm | None:
+            there = name in BLOCKS[arch.block] and (kind.mlp if name.startswith("mlp") else kind.mixer is not None)
+            return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
+
+        self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
+        self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
+        self.attention = None if kind.mixer is None else _mixer(arch, kind)
+        self.mlp = _mlp(arch, kind) if kind.mlp else None
+        self.beside = ExpertsBeside(arch) if kind.experts and arch.experts.beside_mlp else None
+        self.layer_input = None if arch.layer_embedding is None else LayerInput(arch)
+        self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32), axes=("",)) if arch.layer_scalar else None
+        self.arch, self.kind = arch, kind
+
+    def __call__(
+        self,
+        h: jax.Array,
+        inputs: AttentionInputs,
+        *,
+        dtype: jnp.dtype,
+        key: jax.Array | None = None,
+        router_key: jax.Array | None = None,
+        router_token_count: jax.Array | None = None,
+    ) -> BlockOutputs:
+        """From `h` `[R, T, D]`; routers are summed over tokens, `router_token_count` `[R, T]` times each, if that is
+        given; `key` turns dropout on, and `router_key` the draws of a sparse mixer.
+
+        Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
+        autocast.
+        """
+        sums_normed = self.arch.block == "normed_sums"
+        x = (h if sums_normed else apply(self.attention_norm, h)).astype(dtype)
+        attended, kept = (0.0, NothingKept()) if self.attention is None else self._attend(x, inputs, key)
+        if self.mlp is None:
+            return BlockOutputs(h + attended, kept, None)
+        if self.arch.block == "parallel":
+            h = h + attended
+        elif self.arch.block == "parallel_two_norms":
+            x, h = self.mlp_norm(h).astype(dtype), h + attended
+        elif sums_normed:
+            h = self.attention_norm(h + attended)
+            x = h.astype(dtype)
+        else:
+            h = h + attended
+            x = apply(self.mlp_norm, h).astype(dtype)
+        if router_key is not None and self.kind.experts:
+            x = self.arch.experts.sparse_mixer.jittered(x, router_key)
+        sums = None
+        if router_token_count is not None and self.kind.experts:
+            sums = self._router_sums(x, h, router_token_count)
+        h = h + self._feed(x, h, key, router_key)
+        return BlockOutputs(self.mlp_norm(h) if sums_normed else self._ended(h, inputs, dtype), kept, sums)
+
+    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
+        arch = self.arch
+        dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
+        out, kept = self.attention(x, inputs, dropout)
+        out = apply(self.attention_out_norm, out)
+        out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
+        return scaled(out, arch.residual_scale), kept
+
+    def _router_sums(self, x: jax.Array, h: jax.Array, router_token_count: jax.Array) -> RouterSums:
+        if self.beside is None:
+            return self.mlp.router_sums(x, router_token_count)
+        return self.beside.router_sums(h, router_token_count, x.dtype)
+
+    def _feed(self, x: jax.Array, h: jax.Array, key: jax.Array | None, router_key: jax.Array | None) -> jax.Array:
+        arch, drawn = self.arch, router_key is not None and self.kind.experts
+        out = self.mlp(x, key=router_key) if drawn else self.mlp(x)
+        out = apply(self.mlp_out_norm, out if self.beside is None else self.beside(out, h))
+        return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
+
+    def _ended(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
+        if self.layer_input is not None:
+            h = h + self.layer_input(h.astype(dtype), inputs.embedded)
+        return h if self.layer_scalar is None else h * jax.lax.stop_gradient(self.layer_scalar[...])
+
+
+def _mixer(
+    arch: Arch, kind: LayerKind
+) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet | Mamba2 | ParallelMixers:
+    if kind.mixer == "attention+mamba":
+        mamba = Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
+        return ParallelMixers(Attention(arch, kind), mamba, arch.mixer_scales)
+    if kind.mixer == "mamba":
+        return Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
+    if kind.mixer == "delta_net":
+        return GatedDeltaNet(arch.hidden_size, arch.gated_delta, eps=arch.norm_eps)
+    if kind.mixer == "convolution":
+        return GatedShortConvolution(arch.hidden_size, arch.short_convolution)
+    return Attention(arch, kind) if arch.latent is None else LatentAttention(arch)
+
+
+def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
+    if kind.experts and not arch.experts.beside_mlp:
+        return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
+    maps = {"activation": arch.activation, "gated": arch.gated, "bias": arch.mlp_bias}
+    return MLP(arch.hidden_size, kind.mlp_size or arch.mlp_size, scales=arch.mlp_scales, **maps)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1.0 else x * scale
+
+
+# ----------------------------------------------------------------------------------------------------
+# Experts beside an MLP.
+
+
+class ExpertsBeside(nnx.Module):
+    """Adds the result of experts to that of an MLP, each normed; the experts see the residual stream."""
+
+    def __init__(self, arch: Arch):
+        size, norm = arch.hidden_size, {"kind": arch.norm, "eps": arch.norm_eps}
+        self.mlp_norm, self.norm, self.out_norm = Norm(size, **norm), Norm(size, **norm), Norm(size, **norm)
+        self.moe = MoE(size, arch.experts, activation=arch.activation, eps=arch.norm_eps)
+
+    def __call__(self, of_mlp: jax.Array, h: jax.Array) -> jax.Array:
+        """From the MLP's result and the residual stream, `[R, T, D]` each; in the dtype of the first."""
+        seen, dtype = self.norm(h).astype(of_mlp.dtype), of_mlp.dtype
+        return self.mlp_norm(of_mlp) + self.out_norm(self.moe(seen, h.astype(dtype)))
+
+    def router_sums(self, h: jax.Array, router_token_count: jax.Array, dtype: jnp.dtype) -> RouterSums:
+        """As of `MoE`, from the residual stream."""
+        return self.moe.router_sums(h.astype(dtype), router_token_count)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Layers stacked into one, and the inputs that a scan along them hands to each.
+
+
+_NO_WINDOW = np.iinfo(np.int32).max
+_INPUT, _KEEPS = "layer_input", jax.checkpoint_policies
+_PRODUCTS = _KEEPS.save_from_both_policies(
+    _KEEPS.dots_with_no_batch_dims_saveable,
+    _KEEPS.save_from_both_policies(_KEEPS.save_only_these_names(SAVED), cudnn.keeps),
+)
+# The values of a layer that are kept for the backward pass, by how it is recomputed.
+_KEPT = {
+    False: _PRODUCTS,
+    True: _KEEPS.nothing_saveable,  # but its input
+    "offloaded": _KEEPS.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+
+
+def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
+    """`count` modules in one: each parameter gets a leading axis L, "layers", for `jax.lax.scan` to walk along."""
+    graph, state = nnx.split(make())
+
+    def stack(param: nnx.Param) -> nnx.Param:
+        values = jnp.broadcast_to(param[...], (count, *param.shape))
+        return param.replace(values, axes=("layers", *param.get_metadata()["axes"]))
+
+    return nnx.merge(graph, nnx.from_flat_state([(path, stack(param)) for path, param in nnx.to_flat_state(state)]))
+
+
+def in_a_stack(path: str) -> bool:
+    """Whether the parameter at this path has a leading axis of layers."""
+    return any(name == "layers" or name.startswith("layers_from_") for name in path.split("."))
+
+
+def checkpointed(layer: Callable, *, remat: bool | str, turns: int) -> Callable:
+    """The layer as the body of a scan of so many `turns`: the backward pass recomputes it all (`remat`) or all but its
+    matrix products and the results of attention along packed rows. "offloaded": all, from inputs that wait in the
+    host's memory. XLA dissolves a loop of one turn, and would find that what is to be recomputed is there (CPUs do)."""
+
+    def body(h: jax.Array, slices: Any) -> tuple[jax.Array, Any]:
+        return layer(checkpoint_name(h, _INPUT), slices)
+
+    return jax.checkpoint(body, prevent_cse=turns == 1, policy=_KEPT[remat])
+
+
+def of_run(inputs: Any, run: Any) -> Any:
+    """The part of per-layer inputs, arrays with a leading axis L, that is of a run of layers, a `models.arch.Run`."""
+    return jax.tree.map(lambda a: a[run.first : run.first + run.count], inputs)
+
+
+def last_layer(inputs: Any) -> Any:
+    """The last layer's part of arrays with a leading axis L."""
+    return jax.tree.map(lambda a: a[-1], inputs)
+
+
+def whole_layer(state: nnx.State, stack: str) -> nnx.State:
+    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them.
+
+    `stack` is the path of the stacked layers in the model.
+    """
+    gather = layer_gather()
+    if gather is None:
+        return state
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: gather(f"{stack}.{_dotted(path)}", leaf), state)
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
+    """`part` of x; x itself without a part."""
+    return x if part is None else part(x)
+
+
+def read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
+    """Hidden states `[N, D]` at the flat places `reads` of rows of `length` tokens; of every token without any."""
+    if striped is not None:
+        return striped.read(h, *jnp.divmod(reads, length))
+    h = h.reshape(-1, h.shape[-1])
+    return h if reads is None else h[reads]
+
+
+def narrowest_window(windows: Sequence[int | None]) -> int | None:
+    """Of all layers'; None where each sees everything."""
+    return min((window for window in windows if window is not None), default=None)
+
+
+def rope_inputs(
+    ropes: Sequence[Rope | None], positions: jax.Array, channels: int, longest: jax.Array | int
+) -> dict[str, jax.Array]:
+    """The `cos` and `sin` of `AttentionInputs` for all kinds of rope; none where no layer turns."""
+    kinds = list(dict.fromkeys(ropes))
+    if all(rope is None for rope in kinds):
+        return {}
+    return dict(zip(("cos", "sin"), rope_angles(positions, kinds, channels, longest), strict=True))
+
+
+def rope_numbers(ropes: Sequence[Rope | None]) -> jax.Array | None:
+    """The number of each layer's rope among their kinds, int32 `[L]`; None where there is one kind."""
+    kinds = list(dict.fromkeys(ropes))
+    return jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32) if len(kinds) > 1 else None
+
+
+def window_inputs(windows: Sequence[int | None], max_tokens: int | None) -> jax.Array | None:
+    """The window of each layer, int32 `[L]`; None where none matters.
+
+    No text has more than `max_tokens`, None where nobody knows: a window as long is none.
+    """
+    narrowest = narrowest_window(windows)
+    if narrowest is None or (max_tokens is not None and narrowest >= max_tokens):
+        return None
+    return jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)

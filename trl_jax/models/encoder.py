@@ -1,4 +1,4 @@
-"""The one configurable encoder."""
+"""The encoder: blocks, trunk and pooling."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.packed import Packed
+from trl_jax.core.outputs import Packed
 from trl_jax.models.arch import EncoderArch
-from trl_jax.models.encoder_block import CONVOLUTION, EMBEDDING, EncoderBlock, norm_of
-from trl_jax.models.pooling import pool, valid_tokens
-from trl_jax.models.stack import (
-    apply,
-    checkpointed,
-    rope_inputs,
-    rope_numbers,
-    stacked,
-    whole_layer,
-    window_inputs,
-)
+from trl_jax.models.decoder import apply, checkpointed, rope_inputs, rope_numbers, stacked, whole_layer, window_inputs
+from trl_jax.nn.attention.attention import BidirectionalAttention
+from trl_jax.nn.attention.disentangled import DisentangledAttention
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.packed import seen_both_ways
-from trl_jax.nn.convolution import Convolution
-from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.linear import Embedding, Linear
-from trl_jax.nn.mlp import ACTIVATIONS
-from trl_jax.nn.noise import Noise
+from trl_jax.nn.layers import ACTIVATIONS, MLP, Convolution, Noise, Norm
+from trl_jax.nn.linear import Embedding, Linear, dropout_or_none
+
+# ----------------------------------------------------------------------------------------------------
+# The one configurable encoder.
 
 
 class Encoder(nnx.Module):
@@ -159,3 +151,96 @@ class Encoder(nnx.Module):
         near = self.convolution(jnp.where(valid[..., None], embedded, 0))
         near = apply(dropout_or_none(facts.dropout, dropout_key, CONVOLUTION), near)
         return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))
+
+
+# ----------------------------------------------------------------------------------------------------
+# One layer of the encoder.
+
+
+EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, CONVOLUTION = range(7)  # places of dropout
+
+
+def norm_of(arch: EncoderArch, size: int | None = None) -> Norm:
+    return Norm(size or arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
+
+
+class EncoderBlock(nnx.Module):
+    """One layer: attention and MLP, each sum normed or, with `arch.prenorm`, what they read."""
+
+    def __init__(self, arch: EncoderArch):
+        if arch.distances is None:
+            self.attention = BidirectionalAttention(arch.hidden_size, arch.num_heads, bias=arch.attention_bias)
+        else:
+            self.attention = DisentangledAttention(arch.hidden_size, arch.num_heads, arch.distances)
+        self.attention_out_norm = None if arch.prenorm else norm_of(arch)
+        self.mlp_norm = norm_of(arch) if arch.prenorm else None
+        self.mlp = MLP(
+            arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias
+        )
+        self.mlp_out_norm = None if arch.prenorm else norm_of(arch)
+        self.arch = arch
+
+    def __call__(self, h: jax.Array, x: jax.Array, inputs: AttentionInputs, *, key: jax.Array | None) -> jax.Array:
+        """`[R, T, D]` to the same; `x` is `h` as attention reads it, `key` turns dropout on."""
+        arch = self.arch
+        if arch.distances is not None:
+            table = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), inputs.distances)
+            inputs = inputs._replace(distances=table)
+        attended = self.attention(x, inputs, dropout_or_none(arch.attention_dropout, key, _ATTENTION))
+        attended = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), attended)
+        h = apply(self.attention_out_norm, h + attended)
+        fed = self.mlp(apply(self.mlp_norm, h), dropout=dropout_or_none(arch.mlp_dropout, key, _MLP))
+        fed = apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), fed)
+        return apply(self.mlp_out_norm, h + fed)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Texts in rows: which tokens they have, and one vector of each.
+
+
+def valid_tokens(tokens: jax.Array, valid: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
+    """The tokens `[R, T]` that may be seen, bool: `valid`, else the first `lengths` `[R]` of each row, else all."""
+    if valid is not None:
+        return valid
+    if lengths is None:
+        return jnp.ones(tokens.shape, bool)
+    return jnp.arange(tokens.shape[1]) < lengths[:, None]
+
+
+def pool(
+    hidden: jax.Array, reads: jax.Array, pooling: str, *, valid: jax.Array | None, packed: Packed | None
+) -> jax.Array:
+    """One vector for the text of each read.
+
+    Args:
+        hidden: `[R, T, D]`.
+        reads: int32 `[N]`, a token of each text, row * T + place in the row; whichever it is.
+        pooling: "first" takes that of the text's first token, "mean" their mean.
+        valid: bool `[R, T]`, the tokens of the text that a row is; None in packed rows.
+        packed: of `seen_both_ways`, where a row has several texts.
+
+    Returns:
+        `[N, D]`.
+    """
+    rows, length = reads // hidden.shape[1], hidden.shape[1]
+    if packed is None:
+        return _of_rows(hidden, valid, pooling)[rows]
+    first, end = (y.reshape(-1)[reads] + rows * length for y in (packed.first, packed.end))
+    return _of_texts(hidden.reshape(-1, hidden.shape[-1]), first, end, pooling)
+
+
+def _of_rows(hidden: jax.Array, valid: jax.Array, pooling: str) -> jax.Array:
+    """Of rows `[R, T, D]` with one text each: `[R, D]`."""
+    if pooling == "first":
+        return hidden[:, 0]
+    visible = valid[..., None].astype(hidden.dtype)
+    return jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
+
+
+def _of_texts(hidden: jax.Array, first: jax.Array, end: jax.Array, pooling: str) -> jax.Array:
+    """Of packed rows end to end `[R x T, D]`, texts from `first` up to but without `end`: `[N, D]`."""
+    if pooling == "first":
+        return jnp.take(hidden, first, axis=0, mode="clip")  # a place without a text begins behind the end
+    place = jnp.arange(len(hidden))
+    inside = ((place >= first[:, None]) & (place < end[:, None])).astype(hidden.dtype)
+    return inside @ hidden / jnp.maximum(jnp.sum(inside, axis=1, keepdims=True), 1)

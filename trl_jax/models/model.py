@@ -1,15 +1,63 @@
-"""A model: a trunk and the head on it."""
+"""A trunk with a head, and its parameters as a flat dict."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.head.inputs import HeadInputs
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.models.adapters import AdaptedGraph, VirtualGraph
+from trl_jax.models.arch import Arch, EncoderArch
+from trl_jax.models.decoder import Decoder, apply
+from trl_jax.models.encoder import Encoder
+from trl_jax.nn.head import HeadInputs, head_logits, token_outputs
+from trl_jax.nn.layers import ACTIVATIONS, Norm
+from trl_jax.nn.linear import Linear, Lora, Quantized, dropout_or_none, stored
+
+# ----------------------------------------------------------------------------------------------------
+# A module as a static graph and a flat dict of arrays, keyed by dotted path; and back.
+
+
+def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+    """The graph of a module and the shape of each of its parameters; nothing is allocated."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return graph, {
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def logical_axes(make: Callable[[], nnx.Module]) -> dict[str, tuple[str, ...]]:
+    """The logical axes of each parameter of a module, by path; see `trl_jax.nn`. Those that have none are left out."""
+    state = nnx.to_flat_state(nnx.split(nnx.eval_shape(make))[1])
+    named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
+    return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
+
+
+Graph = nnx.GraphDef | AdaptedGraph | VirtualGraph
+
+
+def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> nnx.Module:
+    """The module with these parameters: the inverse of taking it apart. `dropout_key` is for dropout in adapters."""
+    if isinstance(graph, AdaptedGraph | VirtualGraph):
+        graph, params = graph.installed(params, dropout_key)
+    nested: dict = {}
+    for path, array in params.items():
+        *parents, name = path.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = array
+    return nnx.merge(graph, nested)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A model: a trunk and the head on it.
 
 
 class Model(nnx.Module):
@@ -77,3 +125,144 @@ class Model(nnx.Module):
     def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:
         """The inputs that the head makes logits of, in this dtype; TypeError of a head that makes none."""
         raise TypeError(f"A {type(self).__name__} has no logits over a vocabulary.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Heads that make scores of the hidden states that are read, and the models that have them.
+
+
+_BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
+
+
+class ScoreHead(Linear):
+    """Hidden states `[N, D]` to scores `[N]`, in float32: the last step of a bfloat16 run is not rounded."""
+
+    NAME = "score"
+
+    def __init__(self, features: int):
+        super().__init__(features, 1, axes=("", "embed"))
+
+    def __call__(self, hidden: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        del dropout_key  # it has no dropout
+        return super().__call__(hidden.astype(jnp.float32))[:, 0]
+
+
+class EncoderHead(nnx.Module):
+    """Pooled texts `[N, D]` to scores `[N]`, in the dtype of the input: a dense layer and an output, as `arch.head`
+    says."""
+
+    NAME = "head"
+
+    def __init__(self, arch: EncoderArch):
+        self.facts = arch.head
+        self.dense = Linear(arch.hidden_size, arch.hidden_size, bias=arch.head.dense_bias)
+        self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if arch.head.normed else None
+        self.out = Linear(arch.hidden_size, 1, bias=True, axes=("", "embed"))
+
+    def __call__(self, pooled: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        facts = self.facts
+        pooled = apply(dropout_or_none(facts.dropout_before, dropout_key, _BEFORE), pooled)
+        pooled = apply(self.norm, ACTIVATIONS[facts.activation](self.dense(pooled)))
+        return self.out(apply(dropout_or_none(facts.dropout_after, dropout_key, _AFTER), pooled))[:, 0]
+
+
+class Scorer(Model):
+    """A trunk with a head that gives a score."""
+
+    def outputs(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array | None,
+        dtype: jnp.dtype,
+        dropout_key: jax.Array | None,
+        temperature: float,
+    ) -> jax.Array:
+        del targets, dtype, temperature
+        return vars(self)[self.head_name](hidden, dropout_key)
+
+
+class SequenceScorer(Scorer):
+    """A decoder that gives each token that is read a score."""
+
+    needs_valid = False  # pads stand to the right of every token that is read
+
+    def __init__(self, arch: Arch):
+        super().__init__(Decoder(arch), ScoreHead(arch.head_inputs))
+
+
+class EncoderScorer(Scorer):
+    """An encoder that gives each text that is read a score."""
+
+    needs_valid = True  # a pad to the right would be seen
+
+    def __init__(self, arch: EncoderArch):
+        super().__init__(Encoder(arch), EncoderHead(arch))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The head of a causal language model, and the model that has it.
+
+
+class LmHead(nnx.Module):
+    """Hidden states to log-probabilities of targets, or to logits over the vocabulary.
+
+    A tied head has no weight of its own: it is given the table of tokens. `lora` is an adapter beside its weight.
+    """
+
+    NAME = "lm_head"
+    lora: Lora | None
+
+    def __init__(self, arch: Arch):
+        shape = (arch.vocab_size, arch.head_inputs)
+        tied = arch.tied_embeddings
+        self.weight = None if tied else nnx.Param(jnp.zeros(shape, jnp.float32), axes=("vocab", "embed"))
+        self.bias = nnx.Param(jnp.zeros(shape[:1], jnp.float32), axes=("vocab",)) if arch.head_bias else None
+        self.lora = nnx.data(None)
+        self.scale, self.softcap = arch.logit_scale, arch.logit_softcap
+
+    def __call__(
+        self, hidden: jax.Array, table: nnx.Param | Quantized, targets: jax.Array | None, temperature: float = 1.0
+    ) -> TokenOutputs | jax.Array:
+        """The outputs `[N]` for each of the `targets` `[N]`; without targets, logits `[N, V]`, float32.
+
+        Args:
+            hidden: `[N, D]`, in the dtype that the product is computed in.
+            table: the tokens' `[V, D]`, for a tied head.
+            temperature: divides the logits, after all else.
+        """
+        inputs = self.inputs(hidden, table)
+        facts = {"bias": inputs.bias, "scale": inputs.scale, "softcap": inputs.softcap, "temperature": temperature}
+        if targets is None:
+            return head_logits(inputs.hidden, inputs.weight, **facts)
+        return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
+
+    def inputs(self, hidden: jax.Array, table: nnx.Param | Quantized) -> HeadInputs:
+        """The arrays that logits are made of, an adapter's part in them; arguments as in the call."""
+        weight = stored(table if self.weight is None else self.weight)
+        bias = None if self.bias is None else self.bias[...]
+        if self.lora is not None:
+            hidden, weight, bias = self.lora.joined(hidden, weight, bias)
+        return HeadInputs(hidden, weight, bias, self.scale, self.softcap)
+
+
+class CausalLm(Model):
+    """A decoder that gives each token that is read the log-probability of the one after it."""
+
+    needs_valid = False  # pads stand to the right of every token that is read
+
+    def __init__(self, arch: Arch):
+        super().__init__(Decoder(arch), LmHead(arch))
+
+    def outputs(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array | None,
+        dtype: jnp.dtype,
+        dropout_key: jax.Array | None,
+        temperature: float,
+    ) -> TokenOutputs | jax.Array:
+        del dropout_key  # its head has none
+        return self.lm_head(hidden.astype(dtype), self.decoder.embed.weight, targets, temperature)
+
+    def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:
+        return self.lm_head.inputs(hidden.astype(dtype), self.decoder.embed.weight)

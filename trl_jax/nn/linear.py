@@ -1,14 +1,19 @@
-"""Linear maps and embeddings."""
+"""Linear layers: plain, grouped by expert, with LoRA, and with weights in 4 or 8 bits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from trl_jax.nn.lora import Lora
 from trl_jax.nn.platform import platform
-from trl_jax.nn.quantized import Quantized
+
+# ----------------------------------------------------------------------------------------------------
+# Linear maps and embeddings.
 
 
 class Linear(nnx.Module):
@@ -19,9 +24,7 @@ class Linear(nnx.Module):
 
     lora: Lora | None
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, axes: tuple[str, str] = ("", "")
-    ):
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, axes: tuple[str, str] = ("", "")):
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float32), axes=axes)
         self.bias = nnx.Param(jnp.zeros((out_features,), jnp.float32), axes=axes[:1]) if bias else None
         self.lora = nnx.data(None)
@@ -94,3 +97,294 @@ def _rows_backward(saved, gradient):
 
 _rows_late = jax.custom_vjp(_rows)
 _rows_late.defvjp(lambda table, ids: (_rows(table, ids), (table, ids)), _rows_backward)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) beside a frozen linear map or table.
+
+
+class Lora(nnx.Module):
+    """An addition to a map of weight W: `scale * B A x`, A `[r, in]`, B `[out, r]`; B A itself is never formed.
+
+    With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353) rows of W + scale B A are scaled to that
+    length; `there` is False in a layer that has no adapter, where it counts for nothing. `bias` `[out]` is B's own.
+    `key` turns dropout in front of A on.
+    """
+
+    def __init__(self, leaves: dict[str, jax.Array], rate: float = 0.0):
+        def param(name: str) -> nnx.Param | None:
+            return nnx.Param(leaves[name]) if name in leaves else None
+
+        self.a, self.b, self.scale = param("a"), param("b"), param("scale")
+        self.bias, self.magnitude, self.there, self.key = map(param, ("bias", "magnitude", "there", "key"))
+        self.rate = rate
+
+    def added(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        """`y` = W x `[n, out]` with what the adapter makes of `x` `[n, in]`; `weight` is W."""
+        dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
+        a, b = (part[...].astype(x.dtype) for part in (self.a, self.b))
+        delta = jnp.einsum("nr,or->no", jnp.einsum("ni,ri->nr", dropped, a), b)
+        if self.bias is not None:
+            delta += self.bias[...].astype(x.dtype)
+        delta *= self.scale[...].astype(x.dtype)
+        if self.magnitude is None:
+            return y + delta
+        length = (self.magnitude[...] / jax.lax.stop_gradient(self._row_norms(weight))).astype(x.dtype)
+        base = y if self.key is None else jnp.einsum("ni,oi->no", dropped, weight.astype(x.dtype))
+        return y + jnp.where(self.there[...], (length - 1) * base + length * delta, 0)
+
+    def joined(
+        self, x: jax.Array, weight: jax.Array, bias: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Wider x `[n, in + more]`, W `[out, in + more]`, and a bias, whose product is the map with its adapter."""
+        dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
+        scale, b = self.scale[...], self.b[...]
+        inner = jnp.einsum("ni,ri->nr", dropped, self.a[...].astype(x.dtype))
+        more = scale * self.bias[...] if self.bias is not None else None
+        bias = more if bias is None else bias if more is None else bias + more
+        if self.magnitude is None:
+            return jnp.hstack([x, inner]), jnp.hstack([weight.astype(x.dtype), (scale * b).astype(x.dtype)]), bias
+        length = self.magnitude[...] / jax.lax.stop_gradient(self._row_norms(weight))
+        parts = [weight, ((length - 1)[:, None] * weight), (length * scale)[:, None] * b]
+        return jnp.hstack([x, dropped, inner]), jnp.hstack([part.astype(x.dtype) for part in parts]), bias
+
+    def folded(self, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """W and its bias with what the adapter adds to them; without dropout."""
+        moved, more = weight + self.scale[...] * self.b[...] @ self.a[...], None
+        if self.bias is not None:
+            more = self.scale[...] * self.bias[...]
+        if self.magnitude is not None:
+            length = self.magnitude[...] / self._row_norms(weight)
+            moved = jnp.where(self.there[...], length[:, None] * moved, weight)
+            more = None if more is None else jnp.where(self.there[...], length * more, 0)
+        return moved, bias if more is None else more if bias is None else bias + more
+
+    def _row_norms(self, weight: jax.Array) -> jax.Array:
+        moved = weight.astype(jnp.float32) + self.scale[...] * self.b[...] @ self.a[...]
+        return jnp.linalg.norm(moved, axis=1)
+
+    def looked_up(self, ids: jax.Array, padding_idx: int | None) -> jax.Array:
+        """The same for a table: what is added to its rows `ids`; A `[r, rows]`. The row of pads gets no gradient."""
+        rows = jnp.take(self.a[...].T, ids, axis=0, mode="clip")
+        if padding_idx is not None:
+            rows = jnp.where((ids == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
+        return self.scale[...] * jnp.einsum("...r,or->...o", rows, self.b[...])
+
+
+class ExpertsLora(nnx.Module):
+    """Adapters of matrices that experts have: A `[E, r, in]`, B `[E, out, r]`, scaled already."""
+
+    def __init__(self, leaves: dict[str, jax.Array]):
+        self.a, self.b = nnx.Param(leaves["a"]), nnx.Param(leaves["b"])
+
+
+def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Array) -> jax.Array:
+    """Rows `[M, in]`, sorted by expert, `sizes` of each, times their expert's W plus B A, if any: `[M, out]`."""
+    y = grouped_dot(x, weight.astype(x.dtype), sizes)
+    if not lora:
+        return y
+    a, b = (part.astype(x.dtype) for part in lora)
+    return y + grouped_dot(grouped_dot(x, a, sizes), b, sizes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Dropout (Srivastava et al. 2014).
+
+
+class Dropout(NamedTuple):
+    """Zeroes a share `rate` of an array's entries with the random `key`, and scales up the others."""
+
+    rate: float
+    key: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(kept, x / (1 - self.rate), 0)
+
+    def fold(self, number: int) -> Dropout:
+        """The same rate with another key."""
+        return self._replace(key=jax.random.fold_in(self.key, number))
+
+
+def dropout_or_none(rate: float, key: jax.Array | None, number: int) -> Dropout | None:
+    """None where nothing is to be dropped; `number` tells the places that share a key apart."""
+    return None if key is None or rate == 0.0 else Dropout(rate, key).fold(number)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Matrix products of rows sorted into groups, each group with a matrix of its own.
+
+
+BLOCK = 64  # rows computed at a time; what a group lacks to a multiple of it is computed in vain
+
+
+def grouped_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`[M, in]` with group g's `sizes[g]` rows times `weight[g].T`: `[M, out]`; weight `[E, out, in]`.
+
+    Accelerators have a kernel for it. On a CPU, XLA would multiply every row with every matrix, so there blocks of
+    rows of one group each go one after another.
+    """
+    return jax.lax.platform_dependent(x, weight, sizes, cpu=_blockwise, default=_ragged)
+
+
+def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+
+
+@jax.custom_vjp
+def _blockwise(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _products(x, weight, sizes)
+
+
+def _products(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    group, rows, used, place = _blocks(len(x), sizes)
+
+    def product(block):
+        return jax.lax.cond(
+            block[2],
+            lambda: x.at[block[1]].get(mode="fill", fill_value=0) @ weight[block[0]].T,
+            lambda: jnp.zeros((BLOCK, weight.shape[1]), x.dtype),
+        )
+
+    return jax.lax.map(product, (group, rows, used)).reshape(-1, weight.shape[1])[place]
+
+
+def _blocks(count: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """For each block its group, its rows `[BLOCK]` (`count` where there is none) and whether it has any; and for each
+    row where it lies in the blocks, laid end to end."""
+    blocks_of = -(-sizes // BLOCK)
+    last_block, last_row = jnp.cumsum(blocks_of), jnp.cumsum(sizes)
+    block = jnp.arange(count // BLOCK + len(sizes))
+    group = jnp.minimum(jnp.searchsorted(last_block, block, side="right"), len(sizes) - 1)
+    first_block, first_row = last_block - blocks_of, last_row - sizes
+    rows = (first_row[group] + (block - first_block[group]) * BLOCK)[:, None] + jnp.arange(BLOCK)
+    used = block < last_block[-1]
+    rows = jnp.where((rows < last_row[group][:, None]) & used[:, None], rows, count)
+    of_row = jnp.searchsorted(last_row, jnp.arange(count), side="right")
+    return group, rows, used, first_block[of_row] * BLOCK + jnp.arange(count) - first_row[of_row]
+
+
+def _forward(x, weight, sizes):
+    return _products(x, weight, sizes), (x, weight, sizes)
+
+
+def _backward(saved, gradient):
+    x, weight, sizes = saved
+    group, rows, used, _ = _blocks(len(x), sizes)
+
+    def add(total, block):
+        here, at, any_row = block
+        x_block, g_block = (y.at[at].get(mode="fill", fill_value=0) for y in (x, gradient))
+        return jax.lax.cond(any_row, lambda t: t.at[here].add(g_block.T @ x_block), lambda t: t, total), None
+
+    to_weight, _ = jax.lax.scan(add, jnp.zeros_like(weight), (group, rows, used))
+    return _products(gradient, weight.swapaxes(1, 2), sizes), to_weight, None
+
+
+_blockwise.defvjp(_forward, _backward)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Weights of few bits that stand in for a matrix: unpacked where it is used, a layer at a time.
+
+
+HALVES = ("bfloat16", "float16")
+QUANTIZED_BLOCK, SCALES = 64, 256  # numbers that share a scale, and scales that do
+
+# The meanings of four bits: quantiles of a normal distribution, or floats of two exponent bits.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
+TABLES = {"nf4": np.asarray(_NF4, np.float32), "fp4": np.asarray([*_FP4, *(-x for x in _FP4)], np.float32)}
+
+
+def _dynamic() -> np.ndarray:
+    """The meanings of the eight bits of a scale: seven decades, each with twice as many steps as the one below
+    (arXiv:1511.04561)."""
+    steps = [np.linspace(0.1, 1, 2**decade + 1, dtype=np.float32) for decade in range(7)]
+    middles = [10.0 ** (decade - 6) * (s[:-1] + s[1:]) / 2 for decade, s in enumerate(steps)]
+    positive = np.concatenate(middles).astype(np.float32)
+    return np.sort(np.concatenate([positive, -positive, np.asarray([0.0, 1.0], np.float32)]))
+
+
+DYNAMIC = _dynamic()
+
+
+@dataclass(frozen=True)
+class Format:
+    """The encoding of a matrix (out, in): kind "nf4", "fp4", "int8" or one of HALVES; `nested`: the scales of four bits
+    are quantised."""
+
+    kind: str
+    shape: tuple[int, int]
+    nested: bool = False
+
+    def leaves(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """The arrays of one matrix: name -> shape and dtype."""
+        rows, columns = self.shape
+        if self.kind in HALVES:
+            return {"codes": (self.shape, np.dtype("uint16"))}
+        if self.kind == "int8":
+            return {"codes": ((rows, columns), np.dtype("int8")), "scales": ((rows,), np.dtype("float32"))}
+        count = rows * columns
+        blocks = -(-count // QUANTIZED_BLOCK)
+        leaves = {"codes": ((-(-count // 2),), np.dtype("uint8"))}
+        leaves["scales"] = ((blocks,), np.dtype("uint8" if self.nested else "float32"))
+        if self.nested:
+            leaves["scale_scales"] = ((-(-blocks // SCALES),), np.dtype("float32"))
+            leaves["offset"] = ((), np.dtype("float32"))
+        return leaves
+
+
+class Quantized(nnx.Module):
+    """Stands where a matrix's `nnx.Param` would: `weight[...]` is the float32 matrix."""
+
+    def __init__(self, form: Format, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ("", "")):
+        """`lead` are the sizes of axes before the matrix's, `axes` the logical ones of both."""
+
+        def param(name: str) -> nnx.Param | None:
+            if name not in form.leaves():
+                return None
+            shape, dtype = form.leaves()[name]
+            whole = name == "codes" and len(shape) == 2
+            inner = axes[len(lead) :] if whole else ("flat" if name in ("codes", "scales") else "",) * len(shape)
+            return nnx.Param(jnp.zeros((*lead, *shape), dtype), axes=(*axes[: len(lead)], *inner))
+
+        self.codes, self.scales = param("codes"), param("scales")
+        self.scale_scales, self.offset = param("scale_scales"), param("offset")
+        self.form = form
+
+    def __getitem__(self, key: object) -> jax.Array:
+        names = self.form.leaves()
+        return dequantized(self.form, {name: vars(self)[name][...] for name in names})[key]
+
+    def whole(self) -> jax.Array:
+        """The matrix; one of sixteen bits in its own dtype."""
+        if self.form.kind not in HALVES:
+            return self[...]
+        return jax.lax.bitcast_convert_type(self.codes[...], jnp.dtype(self.form.kind))
+
+    def rows(self, ids: jax.Array) -> jax.Array:
+        """Rows of a table of sixteen bits, float32."""
+        return dequantized(self.form, {"codes": jnp.take(self.codes[...], ids, axis=0, mode="clip")})
+
+
+def dequantized(form: Format, leaves: dict[str, jax.Array]) -> jax.Array:
+    """The matrix (out, in), float32."""
+    codes = leaves["codes"]
+    if form.kind in HALVES:
+        return jax.lax.bitcast_convert_type(codes, jnp.dtype(form.kind)).astype(jnp.float32)
+    scales = leaves["scales"]
+    if form.kind == "int8":
+        return codes.astype(jnp.float32) * (scales / 127)[:, None]
+    if form.nested:
+        per_group = jnp.repeat(leaves["scale_scales"], SCALES)[: scales.shape[0]]
+        scales = jnp.asarray(DYNAMIC)[scales] * per_group + leaves["offset"]
+    rows, columns = form.shape
+    halves = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(-1)[: rows * columns]
+    values = jnp.asarray(TABLES[form.kind])[halves]
+    padded = jnp.pad(values, (0, -values.size % QUANTIZED_BLOCK)).reshape(-1, QUANTIZED_BLOCK) * scales[:, None]
+    return padded.reshape(-1)[: rows * columns].reshape(form.shape)

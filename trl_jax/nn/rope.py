@@ -51,7 +51,6 @@ class Rope:
             return _longrope(self, powers, longest)
         return _STRETCHES[self.kind](self, powers)
 
-
     def scale(self, longest: jax.Array | int) -> jax.Array | float:
         """The factor of cosines and sines, where the longest text of the batch has so many tokens."""
         if self.long_attention_factor is None:

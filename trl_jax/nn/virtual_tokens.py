@@ -1,6 +1,7 @@
 """Vectors of virtual tokens, which train: each by itself (prompt tuning, Lester et al. 2021, arXiv:2104.08691), or made
 by a small network (P-tuning, Liu et al. 2021, arXiv:2103.10385); embeddings, or keys and values (prefix tuning, Li and
-Liang 2021, arXiv:2101.00190). Arrays have torch's names and shapes."""
+Liang 2021, arXiv:2101.00190). Arrays have torch's names and shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.dropout import dropout_or_none
+from trl_jax.nn.linear import dropout_or_none
 
 Arrays = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -164,7 +165,5 @@ class Prefix(nnx.Module):
         is below it elsewhere."""
         virtual = (number_RT >= 0)[..., None, None]
         own = (jnp.take(part[...], number_RT, axis=0, mode="clip") for part in (self.keys, self.values))
-        k, v = (
-            jnp.where(virtual, new.astype(old.dtype), old) for new, old in zip(own, (k_RTKC, v_RTKC), strict=True)
-        )
+        k, v = (jnp.where(virtual, new.astype(old.dtype), old) for new, old in zip(own, (k_RTKC, v_RTKC), strict=True))
         return k, v

@@ -1,1 +1,1 @@
-"""Rows that a run makes itself: prompts -> completions -> rewards -> advantages -> examples. Knows no optimizer."""
+"""rollout"""

@@ -1,21 +1,27 @@
-"""Completions in turns: the model calls functions, reads what they answer, and goes on. TRL's `tools` and
-`environment_factory` of GRPO."""
+"""Tools and environments that a model uses in its completions, and `rollout_func`."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
-from trl_jax.core.printable import brief
-from trl_jax.data.rows.chat import rendered
-from trl_jax.data.rows.checks import check_no_media, token_ids
-from trl_jax.data.rows.prompts import parsed_message
-from trl_jax.rollout.coroutines import EventLoop, is_async
-from trl_jax.rollout.environments import Environments, methods_of
-from trl_jax.rollout.written import Written
+from trl_jax.core.text import brief
+from trl_jax.data.chat import rendered
+from trl_jax.data.checks import check_no_media, token_ids
+from trl_jax.data.prompts import parsed_message
+from trl_jax.rollout.rewards import EventLoop, check_columns, is_async, raised_by
+from trl_jax.rollout.rollout import Written, all_written
+
+# ----------------------------------------------------------------------------------------------------
+# Completions in turns: the model calls functions, reads what they answer, and goes on. TRL's `tools` and
+# `environment_factory` of GRPO.
+
 
 Message = dict[str, Any]
 Functions = Mapping[str, Callable[..., Any]]
@@ -216,3 +222,193 @@ def _content(result: Any) -> Any:
 def _whole(text: str) -> str:
     """The text with halves of UTF-16 pairs as escapes: a model can write them in JSON, and no tokenizer takes them."""
     return text.encode(errors="backslashreplace").decode()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Environments that completions act in by calling their methods. TRL's `environment_factory` of GRPO.
+
+
+Row = dict[str, Any]
+_OWN = ("reset", "get_reward")  # which a model does not call
+
+
+class Environments:
+    """An environment for each completion of a generation; they are used again, reset, for the next one.
+
+    current: those of the rows that were begun last, in their order.
+    """
+
+    def __init__(self, given: Callable[[], Any] | Mapping[str, Callable[[], Any]]):
+        """`given` makes one; of several, by the names that the rows' column `environment` has.
+
+        Raises:
+            ValueError: an environment cannot be reset.
+        """
+        self._several = isinstance(given, Mapping)
+        self._factories = dict(given) if isinstance(given, Mapping) else {None: given}
+        self._made = {name: [factory()] for name, factory in self._factories.items()}
+        self.current: list[Any] = []
+        for [instance] in self._made.values():
+            if not inspect.isfunction(getattr(type(instance), "reset", None)):
+                raise ValueError(
+                    "Each environment instance returned by `environment_factory` must define a callable `reset`."
+                )
+
+    @property
+    def probes(self) -> list[Any]:
+        """One of each kind."""
+        return [made[0] for made in self._made.values()]
+
+    @property
+    def rewards(self) -> list[Callable]:
+        """A reward function for each class that judges itself."""
+        kinds = dict.fromkeys(type(probe) for probe in self.probes)
+        return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
+
+    def check(self, dataset: Any, where: str) -> None:
+        """Raise ValueError for the first row of a table that names no environment; rows of a stream are checked when
+        they come."""
+        if not self._several or not isinstance(dataset, Dataset):
+            return
+        has = "environment" in dataset.column_names
+        for name in dataset.unique("environment") if has else [None]:
+            if name not in self._factories:
+                row = list(dataset["environment"]).index(name) if has else 0
+                raise self._unknown(name, f" Found in row {row} of {where}.")
+
+    def _unknown(self, name: Any, place: str = "") -> ValueError:
+        return ValueError(
+            f"Example has `environment={name!r}`, which is not among the environments passed to "
+            f"`environment_factory`. Expected one of: {list(self._factories)}.{place}"
+        )
+
+    def begin(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with an environment each, in the column `environments`, which has been reset by the row; what it
+        then tells stands behind the prompt's last message.
+
+        Raises:
+            ValueError: there is no environment of a row's name, a row has the column `environments` itself, or an
+                environment tells of an image.
+        """
+        self.current, taken = [], dict.fromkeys(self._factories, 0)
+        for row in rows:
+            if "environments" in row:
+                raise ValueError(
+                    "A row has the column 'environments', and the trainer passes its environments under that name to "
+                    "reward functions. Rename the column."
+                )
+            name = row.get("environment") if self._several else None
+            if name not in self._factories:
+                raise self._unknown(name)
+            made = self._made[name]
+            if taken[name] == len(made):
+                made.append(self._factories[name]())
+            self.current.append(made[taken[name]])
+            taken[name] += 1
+        return [self._reset(*pair) for pair in zip(rows, self.current, strict=True)]
+
+    def _reset(self, row: Row, environment: Any) -> Row:
+        columns = {name: row[name] for name in row if name != "environment" or not self._several}
+        with raised_by(f"reset() of the environment {type(environment).__name__!r}", [row["prompt"]]):
+            told = environment.reset(**columns)
+        if told is not None:
+            where = f"reset() of the environment {type(environment).__name__}"
+            check_no_media([{"role": "user", "content": told}], where)
+            row = row | {"prompt": _with_observation(row["prompt"], told)}
+        return row | {"environments": environment}
+
+
+def methods_of(environment: Any) -> list[Callable]:
+    """Those that a model may call."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    return [getattr(environment, name) for name in names if name not in _OWN and not name.startswith("_")]
+
+
+def _with_observation(prompt: list[dict], told: Any) -> list[dict]:
+    """A text is added to a text, and blocks of content to blocks."""
+    content = prompt[-1]["content"]
+    if isinstance(told, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(told, str) and isinstance(content, list):
+        told = [{"type": "text", "text": told}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + told}]
+
+
+def _reward_of(kind: type) -> Callable:
+    """The reward of environments of this class, under its name; others are not judged by it."""
+
+    async def later(environments: Sequence[Any], **columns: Any) -> list:
+        return [await own.get_reward() if type(own) is kind else None for own in environments]
+
+    def at_once(environments: Sequence[Any], **columns: Any) -> list:
+        return [own.get_reward() if type(own) is kind else None for own in environments]
+
+    reward = later if inspect.iscoroutinefunction(kind.get_reward) else at_once
+    reward.__name__ = kind.__name__
+    return reward
+
+
+# ----------------------------------------------------------------------------------------------------
+# Completions by a function of the script's own, TRL's `rollout_func`.
+
+
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, vocab_size: int) -> Written:
+    """The completions that a function returns for these prompts, of which those that are alike stand side by side.
+
+    Args:
+        function: gives, for each prompt, `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, whose
+            values change nothing: the policy's own are computed where the loss wants them. `env_mask` has 0 for tokens
+            of a completion that are not the model's. All else goes to the reward functions.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        TypeError: it returns something other than a dict.
+        ValueError: a key is missing or has the name of something that reward functions get from the trainer, a list has
+            the wrong length, or a value is not a token id or not 0 or 1.
+    """
+    output = function(copy.deepcopy(prompts))
+    if not isinstance(output, Mapping):
+        raise TypeError(f"rollout_func returned {brief(output)}, wanted a dict with {', '.join(_REQUIRED)}.")
+    if missing := sorted(set(_REQUIRED) - output.keys()):
+        raise ValueError(f"rollout_func must return keys {missing} in its output dict.")
+    ids, completions = (_ids(name, output[name], prompts, vocab_size) for name in _REQUIRED[:2])
+    columns = {name: values for name, values in output.items() if name not in (*_REQUIRED, "env_mask")}
+    check_columns(columns, "rollout_func returned the key")
+    masks = output.get("env_mask")
+    if masks is None:
+        return Written(ids, completions, all_written(completions), columns)
+    return Written(ids, completions, _masks(masks, completions), columns)
+
+
+def _ids(name: str, texts: Any, prompts: list, vocab_size: int) -> list[np.ndarray]:
+    """The texts that were returned under this key, int32 `[tokens]` each."""
+    found = _listed(name, texts)
+    if len(found) != len(prompts):
+        raise ValueError(
+            f"rollout_func was given {len(prompts)} prompts and returned {len(found)} {name}: one for each prompt is "
+            "wanted. A prompt is given as often as it is to be completed."
+        )
+    return [token_ids(own, vocab_size, f"rollout_func's {name}[{number}]") for number, own in enumerate(found)]
+
+
+def _masks(masks: Any, completions: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`env_mask` as bool `[tokens]` of each completion."""
+    found = _listed("env_mask", masks)
+    if [len(_listed(f"env_mask[{number}]", own)) for number, own in enumerate(found)] != list(map(len, completions)):
+        raise ValueError("rollout_func returned an env_mask that has not one number for each token of completion_ids.")
+    for number, own in enumerate(found):
+        if bad := [value for value in own if isinstance(value, str | bytes) or value not in (0, 1)]:
+            raise ValueError(f"rollout_func's env_mask[{number}] has {brief(bad[0])}, wanted 0 or 1 for each token.")
+    return [np.asarray(own).astype(bool) for own in found]
+
+
+def _listed(name: str, values: Any) -> list:
+    if isinstance(values, str | bytes | Mapping):
+        raise ValueError(f"rollout_func returned {brief(values)} as {name}, wanted a list.")
+    try:
+        return list(values)
+    except TypeError as error:
+        raise ValueError(f"rollout_func returned {brief(values)} as {name}, wanted a list.") from error

@@ -6,11 +6,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.scripts.generation_fields import FieldsParser
-from trl_jax.scripts.loaded_model import LoadedModel, add_model_flags
+from trl_jax.scripts.loaded_model import FieldsParser, LoadedModel, add_model_flags
 
 if TYPE_CHECKING:
-    from trl_jax.hub.generating.settings import Settings
+    from trl_jax.hub.generation_inputs import Settings
+
 
 _HELP = "Ctrl-D or /exit ends it, /clear begins anew, /undo takes the last answer back."
 
@@ -51,7 +51,7 @@ def main(args: ChatArguments) -> None:
     Raises:
         ValueError: the tokenizer has no chat template, or a field is out of its range.
     """
-    from trl_jax.core.seed import set_seed
+    from trl_jax.core.torch_random import set_seed
 
     model = LoadedModel.find(
         args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
@@ -104,7 +104,7 @@ class Answerer:
     def __call__(self, messages: list[dict[str, str]]) -> str:
         from transformers import TextStreamer
 
-        from trl_jax.hub.generating.text import decoded, encoded_prompt
+        from trl_jax.hub.generation_inputs import decoded, encoded_prompt
 
         ids = encoded_prompt(messages, self._tokenizer, "The conversation")
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)

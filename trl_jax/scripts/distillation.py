@@ -6,10 +6,11 @@ import argparse
 import copy
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.scripts.training import parser_of, train
+from trl_jax.scripts.train import parser_of, train
 
 if TYPE_CHECKING:
-    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_jax.scripts.data import DatasetMixtureConfig
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
     from trl_jax.trainer.distillation_config import DistillationConfig
     from trl_jax.trainer.model_config import ModelConfig
 

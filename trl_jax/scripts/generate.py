@@ -1,4 +1,4 @@
-"""The command `trl-jax generate MODEL [FILE]`: completes the prompts of a file, or lines of stdin."""
+"""`trl-jax generate`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.scripts.generation_fields import FieldsParser
-from trl_jax.scripts.loaded_model import LoadedModel, add_model_flags
-from trl_jax.scripts.rows.output import Job, Output, to_stdout
-from trl_jax.scripts.rows.reading import Row, read_rows
+from trl_jax.scripts.loaded_model import FieldsParser, LoadedModel, add_model_flags
+from trl_jax.scripts.rows import Job, Output, Row, read_rows, to_stdout
 
 if TYPE_CHECKING:
-    from trl_jax.hub.generating.batches import Completion
+    from trl_jax.hub.generate import Completion
+
 
 PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
 _WINDOW = 4  # batches whose rows are sorted by length
@@ -137,8 +136,7 @@ class Completer:
 
     def __init__(self, model: LoadedModel, args: GenerateArguments, rows: list[Row]):
         from trl_jax.core.torch_random import TorchGenerator
-        from trl_jax.hub.generating.batches import Batches
-        from trl_jax.hub.generating.complete import computing_dtype
+        from trl_jax.hub.generate import Batches, computing_dtype
 
         self._rows, self._tokenizer = rows, model.tokenizer
         settings = model.settings(args.fields)
@@ -174,7 +172,7 @@ class Completer:
 
 
 def _ids(row: Row, tokenizer: Any) -> list[int]:
-    from trl_jax.hub.generating.text import encoded_prompt
+    from trl_jax.hub.generation_inputs import encoded_prompt
 
     [column, *_] = [name for name in PROMPTS if name in row.content] or [None]
     if column is None:

@@ -6,11 +6,11 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trl_jax.scripts.reward_sources import EXAMPLE, RewardSources, reward_sources
-from trl_jax.scripts.training import parser_of, train
+from trl_jax.scripts.train import EXAMPLE, RewardSources, parser_of, reward_sources, train
 
 if TYPE_CHECKING:
-    from trl_jax.scripts.utils import DatasetMixtureConfig, TrlParser
+    from trl_jax.scripts.data import DatasetMixtureConfig
+    from trl_jax.scripts.utils import TrlParser
     from trl_jax.trainer.grpo_config import GRPOConfig
     from trl_jax.trainer.model_config import ModelConfig
 

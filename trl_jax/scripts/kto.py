@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from trl_jax.scripts.training import parser_of, train
+from trl_jax.scripts.train import parser_of, train
 
 if TYPE_CHECKING:
-    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_jax.scripts.data import DatasetMixtureConfig
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
     from trl_jax.trainer.kto_config import KTOConfig
     from trl_jax.trainer.model_config import ModelConfig
 

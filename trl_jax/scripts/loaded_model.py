@@ -1,16 +1,99 @@
-"""The model of a command that uses one: found by name, its tokenizer, its weights, and the digests of its files."""
+"""What `trl-jax generate` and `trl-jax chat` share: flags of generation, and the loaded model."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.secrets import CleanParser
+
 if TYPE_CHECKING:
-    from trl_jax.hub.find import Checkpoint
-    from trl_jax.hub.generating.settings import Settings
+    from trl_jax.hub.auto import Checkpoint
+    from trl_jax.hub.generation_inputs import Settings
     from trl_jax.hub.pretrained import PreTrainedModel
-    from trl_jax.mesh.sharding import ShardingPlan
+    from trl_jax.mesh.mesh import ShardingPlan
+
+
+# ----------------------------------------------------------------------------------------------------
+# Fields of transformers' GenerationConfig as flags of a command.
+
+
+_SWITCHES = ("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache")  # alone, such a flag means true
+
+
+class FieldsParser(CleanParser):
+    """A parser whose commands take any field beside their own flags."""
+
+    def __init__(self, **options: Any):
+        example = "--do_sample --temperature 0.7 --max_new_tokens 256 --stop_strings '[\"END\"]'"
+        epilog = f"Any field of transformers' GenerationConfig is a flag, too, as in {example}."
+        super().__init__(epilog=epilog, allow_abbrev=False, **options)
+
+    def parse_both(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The command's own arguments, and the fields.
+
+        Raises:
+            ValueError: a flag that is neither.
+        """
+        fields, rest = _taken(argv, self._option_string_actions)
+        return vars(self.parse_args(rest)), fields
+
+
+def _taken(argv: Sequence[str], own: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """The fields among the arguments, and the others. A value is JSON, or text."""
+    from transformers import GenerationConfig
+
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    fields, rest, left = {}, [], list(argv)
+    while left:
+        argument = left.pop(0)
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or flag in own:
+            rest.append(argument)
+            continue
+        if name not in known:
+            raise ValueError(f"{flag} is neither a flag nor a field of GenerationConfig.{_near(name, known)}")
+        if name in _SWITCHES and not equals and (not left or left[0].lower() not in ("true", "false")):
+            value = "true"
+        elif not equals:
+            if not left:
+                raise ValueError(f"{flag} has no value.")
+            value = left.pop(0)
+        fields[name] = _value(name, value)
+    return fields, rest
+
+
+def _value(name: str, text: str) -> Any:
+    if text.lower() in ("true", "false", "none", "null"):
+        return {"true": True, "false": False}.get(text.lower())
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return float(value) if isinstance(value, int) and name in _floats() else value
+
+
+def _floats() -> set[str]:
+    """Fields that transformers wants to be no whole number, as in temperature=2.0."""
+    from trl_jax.generation.sampling import Options
+
+    return {field.name for field in dataclasses.fields(Options) if field.type == "float | None"}
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean --{near[0]}?" if near else ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# The model of a command that uses one: found by name, its tokenizer, its weights, and the digests of its files.
+
 
 _NEW_TOKENS = 256  # where neither the user nor the checkpoint says
 
@@ -43,14 +126,11 @@ class LoadedModel:
     model: PreTrainedModel | None = None
 
     @classmethod
-    def find(
-        cls, name: str, dtype: str, *, trust_remote_code: bool, mesh_shape: str | None = None
-    ) -> LoadedModel:
-        from trl_jax.data.rows.tokenizer import load_tokenizer
-        from trl_jax.engine.devices.compilation import keep_compilations
-        from trl_jax.hub.find import find_checkpoint
-        from trl_jax.hub.placing import sharding_plan
-        from trl_jax.run.model.loading import tokenizer_folder
+    def find(cls, name: str, dtype: str, *, trust_remote_code: bool, mesh_shape: str | None = None) -> LoadedModel:
+        from trl_jax.data.chat import load_tokenizer
+        from trl_jax.hub.auto import find_checkpoint, sharding_plan
+        from trl_jax.training.devices import keep_compilations
+        from trl_jax.training.model import tokenizer_folder
 
         keep_compilations()
         plan = sharding_plan(mesh_shape)
@@ -67,8 +147,7 @@ class LoadedModel:
 
     def settings(self, fields: dict[str, Any]) -> Settings:
         """The settings of a generation with these fields."""
-        from trl_jax.hub.generating.settings import resolve
-        from trl_jax.hub.generating.text import ids_of_tokenizer
+        from trl_jax.hub.generation_inputs import ids_of_tokenizer, resolve
 
         model = self.load()
         open_length = model.generation_config.max_length is None and model.generation_config.max_new_tokens is None
@@ -83,8 +162,8 @@ class LoadedModel:
 
 def digests(checkpoint: Checkpoint) -> dict[str, str]:
     """A digest of each file that the model and its tokenizer are read from."""
-    from trl_jax.engine.checkpoints.manifest import digest
-    from trl_jax.hub.network.fetch import SMALL
+    from trl_jax.hub.fetch import SMALL
+    from trl_jax.training.checkpoint import digest
 
     return {
         f"{name}/{path.name}": digest(path)

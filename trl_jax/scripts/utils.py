@@ -1,7 +1,11 @@
-"""The parts that training scripts share: the arguments that name the data, and the parser of flags and YAML."""
+"""Parsers of scripts and commands: TRL's flags, YAML files, help and logging."""
+
+from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -13,23 +17,13 @@ from typing import Any, NoReturn, get_args, get_origin
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from trl_jax.core.arguments.renamed import translated, way_out
-from trl_jax.core.arguments.renamed_flags import is_of_training, modern_flags
-from trl_jax.core.arguments.values import read_bools
+from trl_jax.config.renamed import OldNames, translated, way_out
+from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
-from trl_jax.run.arguments.old_names import OldNames
-from trl_jax.scripts.help_format import HelpFormatter
-from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
-from trl_jax.scripts.quiet import init_zero_verbose
+from trl_jax.legacy.arguments import is_of_training, modern_flags
 
-__all__ = [
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "ScriptArguments",
-    "TrlParser",
-    "get_dataset",
-    "init_zero_verbose",
-]
+# ----------------------------------------------------------------------------------------------------
+# The parts that training scripts share: the arguments that name the data, and the parser of flags and YAML.
 
 
 @dataclass
@@ -42,9 +36,7 @@ class ScriptArguments:
         default=None,
         metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the rows."},
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration of a dataset with several."}
-    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset with several."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
     dataset_streaming: bool = field(default=False, metadata={"help": "Read rows as they are needed."})
@@ -104,9 +96,7 @@ class TrlParser(HfArgumentParser):
         dataclass_types = without_doubles(dataclass_types)
         for kind in dataclass_types:
             if "config" in kind.__dataclass_fields__:
-                raise ValueError(
-                    f"{kind.__name__} has a field 'config', but --config names the YAML file. Rename it."
-                )
+                raise ValueError(f"{kind.__name__} has a field 'config', but --config names the YAML file. Rename it.")
         kwargs.setdefault("formatter_class", HelpFormatter)
         super().__init__(dataclass_types=dataclass_types, **kwargs)
 
@@ -142,9 +132,7 @@ class TrlParser(HfArgumentParser):
         from_config = self.set_defaults_with_config(**config)
         if from_config and fail_with_unknown_args and not return_remaining_strings:
             keys = [flag[2:] for flag in from_config[::2]]
-            raise ValueError(
-                "\n".join(f"{path}: unknown key {key}: {way_out(key, self._names())}" for key in keys)
-            )
+            raise ValueError("\n".join(f"{path}: unknown key {key}: {way_out(key, self._names())}" for key in keys))
         *parsed, from_flags = self.parse_args_into_dataclasses(args=flags, return_remaining_strings=True)
         if separate_remaining_strings and return_remaining_strings:
             return (*parsed, from_config, from_flags)
@@ -219,9 +207,7 @@ def read_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {_without_its_text(error)}") from None
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{path} holds a {type(config).__name__}: wanted flags as keys, such as `max_steps: 10`."
-        )
+        raise ValueError(f"{path} holds a {type(config).__name__}: wanted flags as keys, such as `max_steps: 10`.")
     _check_size(path, config)
     if strange := [key for key in config if not isinstance(key, str)]:
         raise ValueError(f"{path}: the keys {strange} are not text: wanted names of flags.")
@@ -272,3 +258,73 @@ def _set_defaults(parser: argparse.ArgumentParser, config: Mapping[str, Any]) ->
             action.default, action.required = value, False
             used.add(action.dest)
     return used
+
+
+# ----------------------------------------------------------------------------------------------------
+# Formats the help of parsers with a hundred flags: each flag once, with a short word for its value, at any width.
+
+
+WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap each paragraph, but for an indented one: an example keeps its lines."""
+        fill = super()._fill_text
+        parts = text.split("\n\n")
+        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in parts)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        spellings: dict[str, str] = {}  # --max_length and --max-length are one
+        for flag in action.option_strings:
+            spellings.setdefault(flag.replace("-", "_"), flag)
+        flags = ", ".join(spellings.values())
+        if not flags or action.nargs == 0:
+            return flags or super()._format_action_invocation(action)
+        return f"{flags} {_value_word(action)}"
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        if masked(action.default, action.dest) != action.default:  # a secret in a YAML file
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _value_word(action: argparse.Action) -> str:
+    word = action.metavar or _choices(action) or WORDS.get(_type_name(action.type), "TEXT")
+    if action.nargs == "?":
+        return f"[{word}]"
+    return f"{word} ..." if action.nargs == "+" else str(word)
+
+
+def _choices(action: argparse.Action) -> str | None:
+    joined = "{" + ",".join(map(str, action.choices or ())) + "}"
+    return joined if 2 < len(joined) <= 40 else None
+
+
+def _type_name(kind: Callable | None) -> str:
+    return "" if kind is None else kind.__name__
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sets up a script's log and warnings to one line each.
+
+
+def init_zero_verbose() -> None:
+    """Show errors only, each in a line, with rich where it is installed; warnings go to the log.
+
+    This holds for the whole process: a script calls it, and nothing in trl_jax does.
+    """
+    if importlib.util.find_spec("rich") is not None:
+        from rich.logging import RichHandler
+
+        handler: logging.Handler = RichHandler()
+    else:
+        handler = logging.StreamHandler()
+    logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[handler], level=logging.ERROR)
+    warnings.showwarning = _log_warning
+
+
+def _log_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    logging.warning("%s:%s: %s: %s", filename, lineno, category.__name__, message)

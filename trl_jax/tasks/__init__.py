@@ -5,13 +5,10 @@ Nothing else in the package knows which task runs. `trl_jax.BaseTrainer` trains 
 
 from __future__ import annotations
 
-from trl_jax.data.example import Columns, Context, Example, LossBatch, of_examples
-from trl_jax.data.extras import Extras
-from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows.texts import prepare_texts
-from trl_jax.losses.sums import real_examples, summed
-from trl_jax.tasks.metrics import joined
-from trl_jax.tasks.task import Task
+from trl_jax.data.batch import Batch, Columns, Context, Example, Extras, LossBatch, of_examples
+from trl_jax.data.tokenize import prepare_texts
+from trl_jax.losses.supervised import real_examples, summed
+from trl_jax.tasks.task import Task, joined
 
 __all__ = [
     "Batch", "Columns", "Context", "Example", "Extras", "LossBatch", "Task", "joined", "of_examples",

@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.data.example import LossBatch
-from trl_jax.data.layout.batch import Batch
-from trl_jax.losses.sums import of_texts, real_examples, summed
-from trl_jax.nn.head.divergence import divergences
-from trl_jax.nn.head.inputs import Distributions
-from trl_jax.tasks.metrics import joined
-from trl_jax.tasks.rollout import RolloutTask
+from trl_jax.data.batch import Batch, LossBatch
+from trl_jax.losses.supervised import of_texts, real_examples, summed
+from trl_jax.nn.head import Distributions, divergences
+from trl_jax.tasks.policy import RolloutTask
+from trl_jax.tasks.task import joined
 
 _SUMS = ("entropy", "targets")
 
@@ -43,9 +41,7 @@ class DistillationTask(RolloutTask):
         values = found._asdict() | {"targets": jnp.ones(len(batch.text))}
         return {name: of_texts(value, batch.text, len(batch.weight)) for name, value in values.items()}
 
-    def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The weighted sum of the divergences of tokens, and sums over the micro-batches."""
         real = real_examples(batch.weight, batch.micro_batch)
         sums = {name: summed(jax.lax.stop_gradient(outputs[name]), real) for name in _SUMS}

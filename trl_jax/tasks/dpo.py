@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import IGNORED, Columns, Example, LossBatch
-from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows.preference import dpo as rows
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data import preference
+from trl_jax.data.batch import IGNORED, Batch, Columns, Example, LossBatch
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
-from trl_jax.losses.sums import of_texts, real_examples, summed
-from trl_jax.tasks.metrics import aux_loss, joined
-from trl_jax.tasks.task import TokenTask
+from trl_jax.losses.supervised import of_texts, real_examples, summed
+from trl_jax.tasks.task import TokenTask, aux_loss, joined
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 _AT_START = ("chosen_at_start", "rejected_at_start")
@@ -72,7 +70,7 @@ class DpoTask(TokenTask):
         del max_length  # a set to predict is cut as the others are
         limits = {"max_length": self.max_length, "keep_end": self.truncation_mode == "keep_end"}
         limits |= {"max_prompt_length": self.max_prompt_length}
-        return rows.prepare(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
+        return preference.prepare_dpo(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def example(self, row: dict[str, Any]) -> Example:
         """Both texts of a row, their labels, the reference's log-probabilities, where they are precomputed, and whether
@@ -105,9 +103,7 @@ class DpoTask(TokenTask):
             logps = length_desensitised(logps - tail, tail, self.ld_alpha)
         return sums | {"logps": logps, "targets": targets}
 
-    def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The weighted sum of the losses of pairs, and sums over the micro-batches.
 
         Args:

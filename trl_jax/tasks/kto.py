@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, LossBatch
-from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows.preference import kto as rows
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data import kto
+from trl_jax.data.batch import Batch, Columns, LossBatch
 from trl_jax.losses.kto import UnpairedLoss, kl_estimate
-from trl_jax.losses.sums import of_texts, real_examples, summed
-from trl_jax.tasks.metrics import aux_loss, joined
-from trl_jax.tasks.task import TokenTask
+from trl_jax.losses.supervised import of_texts, real_examples, summed
+from trl_jax.tasks.task import TokenTask, aux_loss, joined
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class KtoTask(TokenTask):
     @property
     def columns(self) -> Columns:
         texts = 2 if self.objective.estimates_kl else 1
-        ids, labels = zip(*(rows.JOINED, rows.KL_JOINED)[:texts], strict=True)
+        ids, labels = zip(*(kto.JOINED, kto.KL_JOINED)[:texts], strict=True)
         reference = _REFERENCE_COLUMNS[:texts]
         return Columns(ids, numbers=("label", *reference), labels=labels, optional=reference, num_primary_texts=1)
 
@@ -79,11 +77,11 @@ class KtoTask(TokenTask):
         del max_length  # a set to predict is cut as the others are
         block = self.batch_size if self.objective.estimates_kl else None
         limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
-        prepared = rows.prepare(dataset, tokenizer, block=block, num_proc=num_proc, name=name, **limits)
+        prepared = kto.prepare(dataset, tokenizer, block=block, num_proc=num_proc, name=name, **limits)
         if name == "train":
             if self.in_order:
-                rows.warn_of_order(dataset, self.batch_size)
-            if isinstance(prepared, Dataset) and not rows.is_prepared(dataset.column_names, block):
+                kto.warn_of_order(dataset, self.batch_size)
+            if isinstance(prepared, Dataset) and not kto.is_prepared(dataset.column_names, block):
                 self._check_balance(prepared["label"])
         return prepared
 
@@ -114,9 +112,7 @@ class KtoTask(TokenTask):
         }
         return {name: of_texts(value, batch.text, texts) for name, value in values.items()}
 
-    def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of a micro-batch, and sums over it.
 
         Args:

@@ -1,18 +1,154 @@
-"""The common part of tasks that learn from the rewards of completions which the policy writes itself: GRPO and RLOO."""
+"""Tasks of online training: GRPO and RLOO."""
 
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from datasets import Dataset, IterableDataset
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.layout.batch import Batch
-from trl_jax.losses.policy_gradient import Advantages
-from trl_jax.tasks.rollout import RolloutTask
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data.batch import Batch, Columns, Example
+from trl_jax.data.prompts import as_prompts, check_prompts
+from trl_jax.losses.advantages import Advantages, group_advantages, rloo_advantages
+from trl_jax.losses.policy_gradient import CLIPPED, PER_GENERATION, PolicyLoss, grpo_loss, rloo_loss, token_weights
+from trl_jax.losses.supervised import real_examples
+from trl_jax.tasks.task import TokenTask, aux_loss, joined
+
+# ----------------------------------------------------------------------------------------------------
+# The common part of tasks whose rows are completions that the model writes itself.
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """How generations and steps go together.
+
+    group: completions of a prompt. prompts: of a generation. parts: micro-batches that a generation is cut into.
+    iterations: how often they are trained on. accumulation: micro-batches of a step.
+    """
+
+    group: int = 8
+    prompts: int = 1
+    parts: int = 1
+    iterations: int = 1
+    accumulation: int = 1
+
+    @property
+    def repeats(self) -> int:
+        """Micro-batches between two generations."""
+        return self.parts * self.iterations
+
+    @property
+    def keeps_policy(self) -> bool:
+        """Whether the policy that trains is always the one that wrote: each generation is used up within a step."""
+        return self.accumulation % self.repeats == 0
+
+    def micro_batches(self, rows: int) -> int:
+        """Those of an epoch over so many prompts; prompts that do not fill a generation are left out.
+
+        Raises:
+            ValueError: there are not enough for one.
+        """
+        if rows < self.prompts:
+            raise ValueError(
+                f"train_dataset has {rows} prompts, and a generation takes {self.prompts} (generation_batch_size / "
+                "num_generations): there would be no step. Pass more prompts, or lower generation_batch_size."
+            )
+        return rows // self.prompts * self.repeats
+
+
+@dataclass(frozen=True)
+class RolloutTask(TokenTask):
+    """Completions of a dataset's prompts.
+
+    num_generations, num_generations_eval: completions of a prompt, in training and in an evaluation.
+    temperature: what logits are divided by: completions are sampled so, and the loss is of these distributions.
+    cycle: how generations and steps go together.
+    """
+
+    num_generations: int = 1
+    num_generations_eval: int = 1
+    temperature: float = 1.0
+    cycle: Cycle = Cycle()
+
+    head: ClassVar[Literal["lm"]] = "lm"
+    num_tokens_after: ClassVar[str | None] = None  # num_tokens is among the metrics of a generation
+    columns: ClassVar[Columns] = Columns((), prompts="prompt")
+
+    def prepare(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
+    ) -> Dataset | IterableDataset:
+        """The rows as they are; prompts become tokens when they are completed."""
+        return check_prompts(dataset, name, tokenizer)
+
+    def example(self, row: dict[str, Any]) -> Example:
+        raise TypeError("Rows of prompts are no examples: these are made of completions.")
+
+    @property
+    def logps(self) -> frozenset[str]:
+        """The log-probabilities that completions come with, by the names of `Completed`'s fields."""
+        return frozenset()
+
+    @property
+    def diverges_in_loss(self) -> bool:
+        """Whether the divergence from a reference, which the policy begins as, is a part of the step's loss."""
+        return False
+
+    def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """The numbers that the loss needs of a completion and of its tokens that count, by name.
+
+        Args:
+            row: a `rollout.experience.Completed`.
+        """
+        del row
+        return {}, {}
+
+    def token_weights(
+        self,
+        lengths: np.ndarray,
+        completion_weight: np.ndarray,
+        micro_batch: np.ndarray,
+        *,
+        generated_tokens: int,
+        part: float,
+    ) -> np.ndarray:
+        """The weight of each completion's tokens in the step's loss; see `losses.policy_gradient.token_weights`."""
+        del lengths, micro_batch, generated_tokens, part
+        return completion_weight
+
+    @abc.abstractmethod
+    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]: ...
+
+
+def check_changes(then: RolloutTask, now: RolloutTask) -> None:
+    """Warn of arguments that were changed since the trainer was made: as in TRL, they had been read.
+
+    Raises:
+        ValueError: another number of completions or micro-batches, which goes through the whole run.
+    """
+    if then.cycle != now.cycle:
+        raise ValueError(
+            f"The sizes of a generation were changed after the trainer was made: {then.cycle} is {now.cycle} now. Make "
+            "a trainer with these arguments."
+        )
+    names = [field.name for field in fields(then) if vars(then)[field.name] != vars(now)[field.name]]
+    if names:
+        warnings.warn(
+            f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, it goes by "
+            "those that it was made with: make another one.",
+            stacklevel=3,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The common part of tasks that learn from the rewards of completions which the policy writes itself: GRPO and RLOO.
+
 
 Sums = dict[str, jax.Array]
 
@@ -63,3 +199,202 @@ class PolicyTask(RolloutTask):
                 by side.
             kl: `[B]`, the sum over a completion's tokens of its log-probability less the reference's; None without one.
         """
+
+
+# ----------------------------------------------------------------------------------------------------
+# Group relative policy optimisation, and the losses that grew out of it.
+
+
+@dataclass(frozen=True)
+class GrpoTask(PolicyTask):
+    """TRL's GRPO.
+
+    objective: the loss, with its options.
+    multi_objective_aggregation, scale_rewards: as of `group_advantages`.
+    entropy_bonus: whether the step has a coefficient of one, among the numbers of examples.
+    """
+
+    objective: PolicyLoss = PolicyLoss()
+    multi_objective_aggregation: str = "sum_then_normalize"
+    scale_rewards: str = "group"
+    entropy_bonus: bool = False
+
+    @property
+    def keeps_old_logps(self) -> bool:
+        """Only where the policy may have changed since: otherwise they are its own."""
+        return not self.cycle.keeps_policy
+
+    def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        logps = {"old_logps": row.old_logps, "ref_logps": row.ref_logps}
+        of_tokens = {name: values[row.completion_mask] for name, values in logps.items() if values is not None}
+        return {"advantage": row.advantage}, of_tokens
+
+    def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
+        """Relative to the group's mean; the divergence is a part of the loss."""
+        options = {"aggregation": self.multi_objective_aggregation, "scale_rewards": self.scale_rewards}
+        return group_advantages(rewards, group, weights=self.reward_weights, **options)
+
+    def token_weights(
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+    ) -> np.ndarray:
+        return token_weights(self.objective, lengths, completion_weight, micro_batch, **of_generation)
+
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The step's loss of the completions of a pass, and sums over micro-batches."""
+        numbers, of_reads = batch.extras.example, batch.extras.read
+        coefficient = jnp.max(numbers["entropy_coef"]) if self.entropy_bonus else None
+        ref_logps = of_reads.get("ref_logps")
+        if self.diverges_in_loss:
+            itself = jnp.max(numbers["at_reference"]) > 0
+            ref_logps = jnp.where(itself, jax.lax.stop_gradient(outputs["logps"]), ref_logps)
+        return grpo_loss(
+            outputs["logps"],
+            numbers["advantage"],
+            old_logps=of_reads.get("old_logps"),
+            ref_logps=ref_logps,
+            entropies=outputs["entropy"],
+            sampling_logps=of_reads.get("sampling_logps"),
+            text=batch.text,
+            token_weight=numbers["token_weight"],
+            completion_weight=batch.weight,
+            micro_batch=real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch)),
+            entropy_coef=coefficient,
+            settings=self.objective,
+        )
+
+    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+        """TRL's metrics of the policy: means over micro-batches."""
+        found = means(grpo_metrics(self.objective, sums))
+        first = {name: found.pop(name) for name in ("policy_loss",) if name in found}
+        return first | aux_loss(sums) | found
+
+
+# ----------------------------------------------------------------------------------------------------
+# REINFORCE leave-one-out.
+
+
+@dataclass(frozen=True)
+class RlooTask(PolicyTask):
+    """TRL's RLOO: a completion is one action, and the divergence from the reference a part of its reward.
+
+    epsilon, epsilon_high: how far the ratio of policies may go from 1; epsilon_high None: as epsilon.
+    reward_clip_range: bounds of the weighted sum of rewards; None: none.
+    normalize_advantages: divide them by their standard deviation.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    reward_clip_range: tuple[float, float] | None = None
+    normalize_advantages: bool = False
+
+    divergence_in_reward: ClassVar[bool] = True
+
+    def prepare(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
+    ) -> Dataset | IterableDataset:
+        """The rows as they are, or of those that are tokens, as up to TRL 0.21, the texts."""
+        return super().prepare(as_prompts(dataset, name, tokenizer), tokenizer, name=name, **limits)
+
+    @property
+    def keeps_old_logps(self) -> bool:
+        return True
+
+    def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        old = float(np.sum(row.old_logps[row.completion_mask], dtype=np.float32))
+        return {"advantage": row.advantage, "old_logps": old}, {}
+
+    def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
+        """Over the mean of the group's others."""
+        options = {"reward_clip_range": self.reward_clip_range, "normalize": self.normalize_advantages}
+        return rloo_advantages(rewards, group, weights=self.reward_weights, kl=kl, beta=self.beta, **options)
+
+    def token_weights(
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+    ) -> np.ndarray:
+        return completion_weight
+
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The step's loss of the completions of a pass, and sums over micro-batches."""
+        return rloo_loss(
+            outputs["logps"],
+            batch.extras.example["old_logps"],
+            batch.extras.example["advantage"],
+            entropies=outputs["entropy"],
+            text=batch.text,
+            completion_weight=batch.weight,
+            micro_batch=real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch)),
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+        )
+
+    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+        """TRL's metrics of the policy: means over micro-batches."""
+        return aux_loss(sums) | means(rloo_metrics(sums))
+
+
+# ----------------------------------------------------------------------------------------------------
+# TRL's metrics of a policy's loss, of the sums that `losses.policy_gradient` returns. On the host, float64.
+
+
+HostSums = dict[str, np.ndarray]
+_JOINS = {"low_min": np.min, "high_max": np.max}  # the others are added
+_OF_STEPS = {"loss", "grad_norm", "updated", "aux_loss", "aux_loss_examples"}  # beside the sums of a policy's loss
+
+
+def grpo_metrics(settings: PolicyLoss, sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
+    """The metrics of each micro-batch, `[M]` by TRL's names and in its order; NaN where nothing counts.
+
+    Args:
+        sums: of `grpo_loss`, of steps, `[passes, micro-batches]` each, or of the batches of an evaluation.
+    """
+    totals = _totals(sums)
+    return dict(_grpo(settings, totals)) if totals else {}
+
+
+def rloo_metrics(sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
+    """The same of `rloo_loss`."""
+    totals = _totals(sums)
+    if not totals:
+        return {}
+    entropy = {"entropy": totals["entropy"] / np.maximum(totals["tokens"], 1)}
+    clipped = dict(_clipped(totals, totals["completions"]))
+    names = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+    return entropy | {f"clip_ratio/{name}": clipped[f"clip_ratio/{name}"] for name in names}
+
+
+def means(metrics: dict[str, np.ndarray]) -> dict[str, float | None]:
+    """The mean of each over the micro-batches where it is not NaN; None without any."""
+    real = {name: values[~np.isnan(values)] for name, values in metrics.items()}
+    return {name: float(values.mean()) if len(values) else None for name, values in real.items()}
+
+
+def _totals(sums: Sequence[HostSums]) -> HostSums:
+    """The sums of all micro-batches that have a completion, `[M]`; nothing where there is none."""
+    names = [name for name in (sums[0] if sums else ()) if name not in _OF_STEPS]
+    totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in names}, count="completions") if names else {}
+    return totals if names and totals["completions"].size else {}
+
+
+def _grpo(settings: PolicyLoss, totals: HostSums) -> Iterator[tuple[str, np.ndarray]]:
+    tokens = np.maximum(totals["tokens"], 1)
+    ratios = totals["completions"] if settings.of_sequences else tokens
+    if "bonus_tokens" in totals:
+        of_generation = settings.loss_type in PER_GENERATION
+        yield "policy_loss", totals["policy_loss"] / (1 if of_generation else totals["completion_weight"])
+    for name in ("kl", "entropy"):
+        if name in totals:
+            yield name, totals[name] / tokens
+    if settings.loss_type in CLIPPED:
+        yield from _clipped(totals, ratios)
+    elif settings.loss_type == "cispo":
+        yield "cispo_clip_ratio", totals["cispo_clipped"] / ratios
+    elif settings.loss_type == "vespo":
+        yield "vespo/phi_seq_mean", totals["phi"] / totals["completions"]
+
+
+def _clipped(totals: HostSums, ratios: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    yield "clip_ratio/low_mean", totals["clipped_low"] / ratios
+    yield "clip_ratio/high_mean", totals["clipped_high"] / ratios
+    yield "clip_ratio/region_mean", totals["clipped"] / ratios
+    for name in ("low_min", "high_max"):
+        yield f"clip_ratio/{name}", np.where(np.isinf(totals[name]), np.nan, totals[name])

@@ -1,9 +1,9 @@
-"""Preference pairs without a reference: what ORPO and CPO share."""
+"""Preference tasks without a reference: ORPO and CPO."""
 
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, LossBatch
-from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows.preference import reference_free as rows
-from trl_jax.losses.sums import of_texts, real_examples, summed
-from trl_jax.tasks.metrics import joined
-from trl_jax.tasks.task import Sums, TokenTask
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data import preference
+from trl_jax.data.batch import IGNORED, Batch, Columns, Example, LossBatch
+from trl_jax.losses.reference_free import ContrastiveLoss, odds_ratio
+from trl_jax.losses.supervised import of_texts, real_examples, summed
+from trl_jax.tasks.task import Sums, TokenTask, joined
+
+# ----------------------------------------------------------------------------------------------------
+# Preference pairs without a reference: what ORPO and CPO share.
+
 
 _SIDES = ("chosen", "rejected")
 _SUMS = (
@@ -46,7 +49,7 @@ class ReferenceFreeTask(TokenTask):
     per_token: ClassVar[bool] = False
     by_micro_batch: ClassVar[bool] = True  # the negative log-likelihood is a mean over its tokens
     num_tokens_after: ClassVar[str] = "nll_loss"
-    columns: ClassVar[Columns] = Columns(rows.TEXTS, labels=rows.LABELS)
+    columns: ClassVar[Columns] = Columns(preference.TEXTS, labels=preference.LABELS)
 
     @property
     @abc.abstractmethod
@@ -77,7 +80,7 @@ class ReferenceFreeTask(TokenTask):
         """Add the texts and labels of `columns`, and TRL's `prompt_input_ids`."""
         del max_length  # a set to predict is cut as the others are
         limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
-        return rows.prepare(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
+        return preference.prepare_reference_free(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the reads of each text, `[X]`: of its answer, and under `nll` of all its targets."""
@@ -133,3 +136,65 @@ class ReferenceFreeTask(TokenTask):
             "nll_loss": mean("nll", "nll_tokens") if self.nll_weight else 0.0,
             **{name: mean(name) for name in self.further},
         }
+
+
+# ----------------------------------------------------------------------------------------------------
+# Contrastive preference optimisation: chosen answers are fine-tuned on, and must beat the rejected ones.
+
+
+@dataclass(frozen=True)
+class CpoTask(ReferenceFreeTask):
+    """TRL's CPO (arXiv:2401.08417), SimPO and AlphaPO. The negative log-likelihood is of the chosen answers alone.
+
+    objective: the loss of pairs, with its options.
+    nll_weight: the factor of the negative log-likelihood, `cpo_alpha`.
+    """
+
+    objective: ContrastiveLoss = field(default_factory=ContrastiveLoss)
+    nll_weight: float = 1.0
+
+    @property
+    def of_mean_token(self) -> bool:
+        return self.objective.of_mean_token
+
+    def compared_answers(
+        self, chosen: jax.Array, rejected: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Sums]:
+        """Of the answers' log-probabilities; the rewards are their scores, times beta."""
+        scores = self.objective.score(chosen), self.objective.score(rejected)
+        rewards = tuple(self.objective.beta * jax.lax.stop_gradient(score) for score in scores)
+        return self.objective(*scores), rewards, {}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Odds ratio preference optimisation: fine-tuning on the chosen texts, which answers must beat the rejected ones.
+
+
+@dataclass(frozen=True)
+class OrpoTask(ReferenceFreeTask):
+    """TRL's ORPO (arXiv:2403.07691). The negative log-likelihood is of prompts, too.
+
+    beta: the factor of the odds ratio, lambda in the paper.
+    """
+
+    beta: float = 0.1
+
+    of_mean_token: ClassVar[bool] = True
+    nll_weight: ClassVar[float] = 1.0
+    further: ClassVar[tuple[str, ...]] = ("log_odds_ratio", "log_odds_chosen")
+
+    def example(self, row: dict[str, Any]) -> Example:
+        """Both texts of a row. Of the chosen one every token is a target; `in_answer` tells those of the answers."""
+        example = super().example(row)
+        chosen, rejected = example.labels
+        every = example._replace(labels=(list(example.texts[0]), rejected))
+        in_answer = ([label != IGNORED for label in chosen[1:]], [1.0] * len(every.targets(1)[0]))
+        return every._replace(extras=every.extras._replace(read={"in_answer": in_answer}))
+
+    def compared_answers(
+        self, chosen: jax.Array, rejected: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Sums]:
+        """Of the answers' mean log-probabilities; the rewards are these, times beta."""
+        ratio, odds = odds_ratio(chosen, rejected)
+        rewards = tuple(self.beta * jax.lax.stop_gradient(logps) for logps in (chosen, rejected))
+        return -self.beta * ratio, rewards, {"log_odds_ratio": ratio, "log_odds_chosen": odds}

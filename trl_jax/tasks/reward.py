@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.example import Columns, LossBatch, of_examples
-from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows.preference import reward as preference
-from trl_jax.losses.pairwise import pairwise_loss
-from trl_jax.tasks.metrics import joined
-from trl_jax.tasks.task import ScoreTask
+from trl_jax.data import reward
+from trl_jax.data.batch import Batch, Columns, LossBatch, of_examples
+from trl_jax.losses.supervised import pairwise_loss
+from trl_jax.tasks.task import ScoreTask, joined
 
 _JOINS = {
     "pairs": np.sum, "correct": np.sum, "margin_sum": np.sum, "reward_sum": np.sum,
@@ -35,12 +33,10 @@ class RewardTask(ScoreTask):
     head: ClassVar[Literal["score"]] = "score"
     columns: ClassVar[Columns] = Columns(("chosen_ids", "rejected_ids"), ("margin",), optional=("margin",))
 
-    def prepare(
-        self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any
-    ) -> Dataset | IterableDataset:
+    def prepare(self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any) -> Dataset | IterableDataset:
         """Add `chosen_ids` and `rejected_ids` to preference rows of every form, and leave out pairs that are too
         long."""
-        return preference.prepare(dataset, tokenizer, **limits)
+        return reward.prepare(dataset, tokenizer, **limits)
 
     def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """`losses.pairwise_loss` of the scores `[2E]`: those of all chosen answers, then those of all rejected ones."""

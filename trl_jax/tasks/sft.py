@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, LossBatch
-from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows.sft import preparation as rows
-from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
-from trl_jax.losses.sums import of_texts, real_examples, summed
-from trl_jax.tasks.metrics import aux_loss, joined
-from trl_jax.tasks.task import TokenTask
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data import sft
+from trl_jax.data.batch import Batch, Columns, LossBatch
+from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood, of_texts, real_examples, summed
+from trl_jax.tasks.task import TokenTask, aux_loss, joined
 
 _SUMS = ("targets", "entropy", "correct")
 
@@ -62,7 +59,7 @@ class SftTask(TokenTask):
             options |= {"packing": False, "shuffle_dataset": False}
         elif name != "train" and self.eval_packing is not None:
             options["packing"] = self.eval_packing
-        return rows.prepare(dataset, tokenizer, name=name, **limits, **options)
+        return sft.prepare(dataset, tokenizer, name=name, **limits, **options)
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
@@ -76,9 +73,7 @@ class SftTask(TokenTask):
         sums = {name: of_texts(value, batch.text, texts) for name, value in values.items()}
         return sums | {"targets": of_texts(jnp.ones(len(batch.text)), batch.text, texts)}
 
-    def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The weighted sum of the losses of targets, and sums over the micro-batches."""
         real = real_examples(batch.weight, batch.micro_batch)
         sums = {name: summed(outputs[name], real) for name in _SUMS}

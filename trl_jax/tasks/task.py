@@ -1,18 +1,130 @@
-"""The protocol of a task: from rows to examples, and from outputs to a loss and its metrics."""
+"""The Task protocol, and metrics."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, LossBatch
-from trl_jax.data.layout.batch import Batch
-from trl_jax.nn.head.inputs import Distributions
+from trl_jax.core.files import write_whole
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.data.batch import Batch, Columns, Example, LossBatch
+from trl_jax.nn.head import Distributions
+
+# ----------------------------------------------------------------------------------------------------
+# The additions of `eval_report=True` to an evaluation: accuracy by subset, calibration, and a histogram of margins.
+
+
+_BINS = 10
+_WIDTH, _HEIGHT, _BARS = 480, 200, 24
+
+
+def report(margins: np.ndarray, subsets: list[Any] | None, *, prefix: str, folder: Path) -> dict[str, float]:
+    """Compute the metrics of an evaluation's pairs, and write `<prefix>_margins.svg` into the folder, if any margin is
+    finite.
+
+    Args:
+        margins: `[N]`, chosen score less rejected score.
+        subsets: the subset that each pair belongs to, `[N]`; None where there are no subsets.
+
+    Returns:
+        `ece`; with subsets `accuracy_<subset>` of each and `accuracy_of_subsets`, their mean, as RewardBench reports.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    finite = margins[np.isfinite(margins)]
+    if len(finite):
+        write_whole(folder / f"{prefix}_margins.svg", histogram(finite))
+    metrics = {"ece": calibration_error(margins)}
+    if subsets is not None:
+        names = np.asarray(list(map(str, subsets)))
+        parts = {name: float(np.mean(margins[names == name] > 0)) for name in sorted(set(names))}
+        metrics |= {f"accuracy_{name}": value for name, value in parts.items()}
+        metrics["accuracy_of_subsets"] = float(np.mean(list(parts.values())))
+    return metrics
+
+
+def calibration_error(margins: np.ndarray) -> float:
+    """Expected calibration error (Guo et al. 2017, arXiv:1706.04599, equation 3) in ten bins from 0.5 to 1.
+
+    The confidence of a Bradley-Terry model in the answer it prefers is sigmoid(|margin|).
+
+    Args:
+        margins: `[N]`; a NaN among them makes the result NaN.
+    """
+    if np.isnan(margins).any():
+        return float("nan")
+    confidence, right = 1 / (1 + np.exp(-np.abs(margins))), margins > 0
+    bins = np.minimum(((confidence - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
+    gaps = [
+        abs(np.mean(confidence[bins == b]) - np.mean(right[bins == b])) * np.mean(bins == b) for b in np.unique(bins)
+    ]
+    return float(sum(gaps))
+
+
+def histogram(margins: np.ndarray) -> str:
+    """A histogram of finite margins `[N]`, N > 0, as SVG; pairs that the model gets wrong are left of zero, in red."""
+    edge = float(np.max(np.abs(margins))) or 1.0
+    counts, edges = np.histogram(margins, bins=_BARS, range=(-edge, edge))
+    width, highest = _WIDTH / _BARS, max(counts.max(), 1)
+    bars = [
+        f'<rect x="{i * width:.1f}" y="{_HEIGHT - count * _HEIGHT / highest:.1f}" width="{width - 1:.1f}" '
+        f'height="{count * _HEIGHT / highest:.1f}" fill="{"#c44" if edges[i + 1] <= 1e-12 else "#48a"}"/>'
+        for i, count in enumerate(counts)
+    ]
+    labels = [
+        f'<text x="{x}" y="{_HEIGHT + 16}" text-anchor="{anchor}">{text}</text>'
+        for x, anchor, text in (
+            (0, "start", f"{-edge:.2f}"),
+            (_WIDTH / 2, "middle", f"margin of {len(margins)} pairs, {np.mean(margins > 0):.1%} above 0"),
+            (_WIDTH, "end", f"{edge:.2f}"),
+        )
+    ]
+    size = f'width="{_WIDTH}" height="{_HEIGHT + 24}" font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(bars)}{"".join(labels)}</svg>\n'
+
+
+# ----------------------------------------------------------------------------------------------------
+# Join the sums that losses return into one array for each metric.
+
+
+def joined(
+    batches: Sequence[Mapping[str, np.ndarray]], joins: Mapping[str, Callable], count: str
+) -> dict[str, np.ndarray]:
+    """Join the sums of steps or batches: `[micro-batches]` each, float64, without micro-batches that have no example.
+
+    A step has sums `[passes, micro-batches]`: where micro-batches are packed together, a pass has a part of each. A
+    batch of an evaluation has scalars.
+
+    Args:
+        batches: sums by name, of each step or batch.
+        joins: the function that joins the parts of a micro-batch, as np.sum or np.min, by the name of the sum.
+        count: the name of the sum that counts examples.
+    """
+    sums = {
+        name: np.concatenate([join(np.atleast_2d(batch[name]).astype(np.float64), axis=0) for batch in batches])
+        for name, join in joins.items()
+    }
+    real = sums[count] > 0
+    return {name: values[real] for name, values in sums.items()}
+
+
+def aux_loss(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """TRL's metric of the load-balancing loss: its mean over micro-batches, or over batches of an evaluation. Nothing
+    where the run adds none."""
+    if not batches or "aux_loss" not in batches[0]:
+        return {}
+    totals = joined(batches, {"aux_loss": np.sum, "aux_loss_examples": np.sum}, count="aux_loss_examples")
+    return {"aux_loss": float(np.mean(totals["aux_loss"] / totals["aux_loss_examples"]))}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The protocol of a task: from rows to examples, and from outputs to a loss and its metrics.
+
 
 Sums = dict[str, jax.Array]
 

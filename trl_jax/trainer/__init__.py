@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from trl_jax.core.lazy import fetching
-from trl_jax.core.trainers import WHERE
-from trl_jax.hub.torch.models_aside import leave_models_aside
+from trl_jax.core.trainers import WHERE, fetching
+from trl_jax.hub.models_aside import leave_models_aside
 
 leave_models_aside()  # before a trainer imports transformers' callbacks
 
 _WHERE = WHERE | {
     "BEMACallback": "trl_jax.trainer.callbacks",
-    "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",
-    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.collators.older",
-    "DataCollatorForLanguageModeling": "trl_jax.trainer.collators.padded",
-    "DataCollatorForPreference": "trl_jax.trainer.collators.padded",
+    "ConstantLengthDataset": "trl_jax.legacy.collators",
+    "DataCollatorForCompletionOnlyLM": "trl_jax.legacy.collators",
+    "DataCollatorForLanguageModeling": "trl_jax.trainer.collators",
+    "DataCollatorForPreference": "trl_jax.trainer.collators",
     "LogCompletionsCallback": "trl_jax.trainer.callbacks",
     "ModelConfig": "trl_jax.trainer.model_config",
-    "RewardDataCollatorWithPadding": "trl_jax.trainer.collators.older",
+    "RewardDataCollatorWithPadding": "trl_jax.legacy.collators",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "compute_accuracy": "trl_jax.trainer.utils",
     "get_kbit_device_map": "trl_jax.trainer.utils",

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.tables.reference_free import CPO, LOSSES
-from trl_jax.trainer.shared.reference_free_config import ReferenceFreeConfig
+from trl_jax.config.tables import CPO, CPO_LOSSES
+from trl_jax.trainer.orpo_config import ReferenceFreeConfig
 
 
 @dataclass(repr=False)
@@ -28,14 +28,10 @@ class CPOConfig(ReferenceFreeConfig):
         default=0.0,
         metadata={"help": "Probability that a preference is the wrong way round, of 'sigmoid' and 'simpo'."},
     )
-    loss_type: str = field(default="sigmoid", metadata={"help": "Loss of a pair.", "choices": list(LOSSES)})
-    cpo_alpha: float = field(
-        default=1.0, metadata={"help": "Factor of the chosen answers' negative log-likelihood."}
-    )
+    loss_type: str = field(default="sigmoid", metadata={"help": "Loss of a pair.", "choices": list(CPO_LOSSES)})
+    cpo_alpha: float = field(default=1.0, metadata={"help": "Factor of the chosen answers' negative log-likelihood."})
     simpo_gamma: float = field(default=0.5, metadata={"help": "Margin that 'simpo' asks for."})
-    alpha: float = field(
-        default=0.0, metadata={"help": "Alpha of AlphaPO's scores; 0 takes log-probabilities."}
-    )
+    alpha: float = field(default=0.0, metadata={"help": "Alpha of AlphaPO's scores; 0 takes log-probabilities."})
 
     def __post_init__(self):
         if self.loss_type == "alphapo":

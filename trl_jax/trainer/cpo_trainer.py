@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trl_jax.losses.reference_free import ContrastiveLoss
-from trl_jax.tasks.cpo import CpoTask
+from trl_jax.tasks.reference_free import CpoTask
 from trl_jax.trainer.cpo_config import CPOConfig
-from trl_jax.trainer.shared.kept_arguments import Kept
-from trl_jax.trainer.shared.reference_free import ReferenceFreeTrainer
+from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
 class CPOTrainer(ReferenceFreeTrainer):
@@ -29,7 +29,5 @@ class CPOTrainer(ReferenceFreeTrainer):
     simpo_gamma = Kept("simpo_gamma")
 
     def make_task(self) -> CpoTask:
-        objective = ContrastiveLoss(
-            self.loss_type, self.beta, self.label_smoothing, self.simpo_gamma, self.alpha
-        )
+        objective = ContrastiveLoss(self.loss_type, self.beta, self.label_smoothing, self.simpo_gamma, self.alpha)
         return CpoTask(self.args.max_length, self.args.max_prompt_length, objective, self.cpo_alpha)

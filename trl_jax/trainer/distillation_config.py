@@ -1,12 +1,12 @@
-"""DistillationConfig: BaseConfig with the arguments of on-policy distillation."""
+"""DistillationConfig."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trl_jax.core.arguments.tables.distillation import DISTILLATION
-from trl_jax.run.arguments import text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
-from trl_jax.run.arguments.generation_fields import shared
+from trl_jax.config import base
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.generation import shared
+from trl_jax.config.tables import DISTILLATION
 
 
 @dataclass(repr=False)
@@ -59,19 +59,17 @@ class DistillationConfig(BaseConfig):
     teacher_model_name_or_path: str | None = field(
         default=None, metadata={"help": "The teacher: a checkpoint's folder or Hub id."}
     )
-    teacher_model_revision: str | None = field(
-        default=None, metadata={"help": "Branch, tag or commit of the teacher."}
-    )
+    teacher_model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further arguments of from_pretrained for the teacher, as a dict or JSON."}
     )
-    disable_dropout: bool = text_fields.disable_dropout(False)
+    disable_dropout: bool = base.disable_dropout(False)
 
     remove_unused_columns: bool | None = shared("remove_unused_columns", False)
     max_completion_length: int | None = shared("max_completion_length", 512)
     ds3_gather_for_generation: bool = shared("ds3_gather_for_generation", True)
     shuffle_dataset: bool | None = shared("shuffle_dataset", True)
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
 
     temperature: float = shared("temperature", 1.0)
     top_p: float = shared("top_p", 1.0)
@@ -111,7 +109,7 @@ class DistillationConfig(BaseConfig):
     max_prompt_length: int | None = field(
         default=None, kw_only=True, metadata={"help": "Tokens of a prompt, of which the last ones stay. Unset, all."}
     )
-    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
+    chat_template_path: str | None = base.chat_template_path(kw_only=True)
 
     @property
     def generation_batch_size(self) -> int:

@@ -11,18 +11,16 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft.backend import LoraBackend
+from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run import construction
-from trl_jax.run.model import loading as model_loading
-from trl_jax.run.model.reference import given
-from trl_jax.run.state import RunState
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.distillation import DistillationTask
 from trl_jax.trainer.distillation_config import DistillationConfig
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_TEACHER
-from trl_jax.trainer.shared.rollout_attributes import argument
-from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
+from trl_jax.trainer.online import TrainerWithRollout, argument
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER
+from trl_jax.training import model, setup
+from trl_jax.training.reference import given
+from trl_jax.training.state import RunState
 
 
 class DistillationTrainer(TrainerWithRollout):
@@ -77,9 +75,7 @@ class DistillationTrainer(TrainerWithRollout):
             )
         self.tools, self._teacher = list(tools or ()), teacher_model
         if any(inspect.iscoroutinefunction(tool) for tool in self.tools):
-            raise ValueError(
-                "Async tools are not yet supported by `DistillationTrainer`. Pass synchronous tools."
-            )
+            raise ValueError("Async tools are not yet supported by `DistillationTrainer`. Pass synchronous tools.")
         super().__init__(
             model, args=None if args is None else as_config(args, DistillationConfig), train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
@@ -101,9 +97,7 @@ class DistillationTrainer(TrainerWithRollout):
                 "Prompt-learning PEFT methods (PromptTuning, PrefixTuning, P-Tuning) are not supported. Use a "
                 "weight-based adapter such as LoRA instead."
             )
-        loaded = model_loading.load_teacher(
-            self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision
-        )
+        loaded = model.load_teacher(self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision)
         own, found = (model.config.get_text_config().vocab_size for model in (run.model, loaded))
         if own != found:
             raise ValueError(
@@ -116,4 +110,4 @@ class DistillationTrainer(TrainerWithRollout):
                 f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
                 "tokens at a time: wanted a family that trl_jax computes itself (docs/models lists them)."
             )
-        construction.attach_reference(run, given(loaded, run.vocab_size, as_bits=run.sharding_plan is None))
+        setup.attach_reference(run, given(loaded, run.vocab_size, as_bits=run.sharding_plan is None))

@@ -1,10 +1,10 @@
-"""DPOConfig: BaseConfig with the arguments of direct preference optimisation."""
+"""DPOConfig."""
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.tables.dpo import DPO, losses_of
-from trl_jax.run.arguments import text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.config import base
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.tables import DPO, losses_of
 
 
 @dataclass(repr=False)
@@ -58,18 +58,18 @@ class DPOConfig(BaseConfig):
 
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
 
-    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
-    disable_dropout: bool = text_fields.disable_dropout()
+    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
+    disable_dropout: bool = base.disable_dropout()
 
-    dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    max_length: int | None = text_fields.max_length_with_answer()
-    truncation_mode: str = text_fields.truncation_mode()
+    dataset_num_proc: int | None = base.dataset_num_proc()
+    max_length: int | None = base.max_length_with_answer()
+    truncation_mode: str = base.truncation_mode()
     padding_free: bool = field(
         default=False, metadata={"help": "Accepted without effect; batch_layout has layouts without padding."}
     )
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
-    precompute_ref_log_probs: bool = text_fields.precompute_ref_log_probs()
-    precompute_ref_batch_size: int | None = text_fields.precompute_ref_batch_size("Pairs")
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
+    precompute_ref_log_probs: bool = base.precompute_ref_log_probs()
+    precompute_ref_batch_size: int | None = base.precompute_ref_batch_size("Pairs")
 
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"],
@@ -111,18 +111,18 @@ class DPOConfig(BaseConfig):
         default=False, metadata={"help": "Weight pairs by how likely the policy is to write them (WPO)."}
     )
     discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of 'discopop'."})
-    activation_offloading: bool = text_fields.activation_offloading()
-    sync_ref_model: bool = text_fields.sync_ref_model()
-    ref_model_mixup_alpha: float = text_fields.ref_model_mixup_alpha()
-    ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
+    activation_offloading: bool = base.activation_offloading()
+    sync_ref_model: bool = base.sync_ref_model()
+    ref_model_mixup_alpha: float = base.ref_model_mixup_alpha()
+    ref_model_sync_steps: int = base.ref_model_sync_steps()
 
-    pad_token: str | None = text_fields.pad_token()
-    max_prompt_length: int | None = text_fields.max_prompt_length()
-    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
+    pad_token: str | None = base.pad_token()
+    max_prompt_length: int | None = base.max_prompt_length()
+    chat_template_path: str | None = base.chat_template_path(kw_only=True)
 
     def __post_init__(self):
         if isinstance(self.loss_type, str | tuple):
             self.loss_type = losses_of(self.loss_type)
-        text_fields.warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
-        text_fields.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        base.warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
+        base.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

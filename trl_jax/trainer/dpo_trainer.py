@@ -10,15 +10,15 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.core.arguments.tables.dpo import losses_of
+from trl_jax.config.tables import losses_of
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
-from trl_jax.trainer.collators.completions import DataCollatorForPreference
+from trl_jax.trainer.collators import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
-from trl_jax.trainer.shared.kept_arguments import Kept
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.shared.with_reference import TrainerWithReference
+from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.reference import TrainerWithReference
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
@@ -61,9 +61,7 @@ class DPOTrainer(TrainerWithReference):
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
-    beta, ld_alpha, label_smoothing, use_weighting = map(
-        Kept, ("beta", "ld_alpha", "label_smoothing", "use_weighting")
-    )
+    beta, ld_alpha, label_smoothing, use_weighting = map(Kept, ("beta", "ld_alpha", "label_smoothing", "use_weighting"))
     f_divergence_type, f_alpha_divergence_coef = map(Kept, ("f_divergence_type", "f_alpha_divergence_coef"))
     loss_types = Kept("loss_type", lambda args: losses_of(args.loss_type))
     loss_weights = Kept("loss_weights", lambda args: args.loss_weights or [1.0] * len(losses_of(args.loss_type)))

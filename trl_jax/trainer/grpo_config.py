@@ -1,13 +1,13 @@
-"""GRPOConfig: BaseConfig with the arguments of group relative policy optimisation."""
+"""GRPOConfig."""
 
 import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trl_jax.core.arguments.tables.grpo import GRPO
-from trl_jax.run.arguments import generation_fields, text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
-from trl_jax.run.arguments.generation_fields import shared
+from trl_jax.config import base, generation
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.generation import shared
+from trl_jax.config.tables import GRPO
 
 
 @dataclass(repr=False)
@@ -71,8 +71,8 @@ class GRPOConfig(BaseConfig):
 
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
 
-    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
-    disable_dropout: bool = text_fields.disable_dropout(False)
+    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
+    disable_dropout: bool = base.disable_dropout(False)
     cast_lm_head_to_fp32: bool = field(default=False, metadata={"help": "Compute logits in float32."})
 
     remove_unused_columns: bool | None = shared("remove_unused_columns", False)
@@ -81,7 +81,7 @@ class GRPOConfig(BaseConfig):
     max_completion_length: int | None = shared("max_completion_length", 512)
     ds3_gather_for_generation: bool = shared("ds3_gather_for_generation", True)
     shuffle_dataset: bool | None = shared("shuffle_dataset", True)
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
 
     generation_batch_size: int | None = shared("generation_batch_size", None)
     steps_per_generation: int | None = shared("steps_per_generation", None)
@@ -150,9 +150,9 @@ class GRPOConfig(BaseConfig):
         metadata={"help": "The loss: 'grpo', 'dr_grpo', 'dapo', 'bnpo', 'cispo', 'sapo', 'luspo' or 'vespo'."},
     )
     mask_truncated_completions: bool = shared("mask_truncated_completions", False)
-    sync_ref_model: bool = text_fields.sync_ref_model()
-    ref_model_mixup_alpha: float = text_fields.ref_model_mixup_alpha()
-    ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
+    sync_ref_model: bool = base.sync_ref_model()
+    ref_model_mixup_alpha: float = base.ref_model_mixup_alpha()
+    ref_model_sync_steps: int = base.ref_model_sync_steps()
     top_entropy_quantile: float = field(
         default=1.0, metadata={"help": "Share of the tokens, those of highest entropy, whose loss counts."}
     )
@@ -209,8 +209,8 @@ class GRPOConfig(BaseConfig):
         default=None, metadata={"help": "Deprecated: vllm_importance_sampling_clip_max."}
     )
 
-    max_prompt_length: int | None = generation_fields.max_prompt_length()
-    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
+    max_prompt_length: int | None = generation.max_prompt_length()
+    chat_template_path: str | None = base.chat_template_path(kw_only=True)
     reward_timeout: float | None = field(
         default=None,
         kw_only=True,
@@ -219,7 +219,7 @@ class GRPOConfig(BaseConfig):
 
     def __post_init__(self):
         caller = self._frames_to_caller()
-        generation_fields.warn_of_old(self, caller)
+        generation.warn_of_old(self, caller)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if self.vllm_importance_sampling_cap is not None:
@@ -235,4 +235,4 @@ class GRPOConfig(BaseConfig):
             self.settle_sizes()
 
     def settle_sizes(self) -> None:
-        generation_fields.settle_sizes("GRPO", self)
+        generation.settle_sizes("GRPO", self)

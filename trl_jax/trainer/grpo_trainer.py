@@ -12,15 +12,14 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import PolicyLoss
-from trl_jax.rollout.completions.repo import CompletionsRepo
-from trl_jax.rollout.entropy import EntropyBonus
-from trl_jax.rollout.environments import Environments
-from trl_jax.tasks.grpo import GrpoTask
+from trl_jax.rollout.completions_log import CompletionsRepo
+from trl_jax.rollout.rollout import EntropyBonus
+from trl_jax.rollout.tools import Environments
+from trl_jax.tasks.policy import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.shared.rollout_attributes import argument
-from trl_jax.trainer.shared.with_rewards import TrainerWithRewards
+from trl_jax.trainer.online import TrainerWithRewards, argument
 
 logger = logging.getLogger(__name__)
 

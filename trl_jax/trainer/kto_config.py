@@ -1,10 +1,10 @@
-"""KTOConfig: BaseConfig with the arguments of Kahneman-Tversky optimisation."""
+"""KTOConfig."""
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.tables.kto import KTO, LOSSES
-from trl_jax.run.arguments import text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.config import base
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.tables import KTO, KTO_LOSSES
 
 
 @dataclass(repr=False)
@@ -53,29 +53,27 @@ class KTOConfig(BaseConfig):
         },
     )
 
-    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
-    disable_dropout: bool = text_fields.disable_dropout()
+    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
+    disable_dropout: bool = base.disable_dropout()
 
-    dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    max_length: int | None = text_fields.max_length_with_answer()
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
-    precompute_ref_log_probs: bool = text_fields.precompute_ref_log_probs()
-    precompute_ref_batch_size: int | None = text_fields.precompute_ref_batch_size("Rows")
+    dataset_num_proc: int | None = base.dataset_num_proc()
+    max_length: int | None = base.max_length_with_answer()
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
+    precompute_ref_log_probs: bool = base.precompute_ref_log_probs()
+    precompute_ref_batch_size: int | None = base.precompute_ref_batch_size("Rows")
 
-    loss_type: str = field(default="kto", metadata={"help": "The loss.", "choices": list(LOSSES)})
-    beta: float = field(
-        default=0.1, metadata={"help": "How strongly the policy is held near the reference."}
-    )
+    loss_type: str = field(default="kto", metadata={"help": "The loss.", "choices": list(KTO_LOSSES)})
+    beta: float = field(default=0.1, metadata={"help": "How strongly the policy is held near the reference."})
     desirable_weight: float = field(default=1.0, metadata={"help": "Factor of the losses of desirable answers."})
     undesirable_weight: float = field(default=1.0, metadata={"help": "Factor of the losses of undesirable answers."})
-    activation_offloading: bool = text_fields.activation_offloading()
-    sync_ref_model: bool = text_fields.sync_ref_model()
-    ref_model_mixup_alpha: float = text_fields.ref_model_mixup_alpha()
-    ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
+    activation_offloading: bool = base.activation_offloading()
+    sync_ref_model: bool = base.sync_ref_model()
+    ref_model_mixup_alpha: float = base.ref_model_mixup_alpha()
+    ref_model_sync_steps: int = base.ref_model_sync_steps()
 
-    max_prompt_length: int | None = text_fields.max_prompt_length()
-    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
+    max_prompt_length: int | None = base.max_prompt_length()
+    chat_template_path: str | None = base.chat_template_path(kw_only=True)
 
     def __post_init__(self):
-        text_fields.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        base.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

@@ -11,13 +11,13 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
-from trl_jax.trainer.collators.completions import DataCollatorForUnpairedPreference
+from trl_jax.trainer.collators import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.shared.kept_arguments import Kept
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.shared.with_reference import TrainerWithReference
+from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.reference import TrainerWithReference
 
 _MOVED = (
     "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length",

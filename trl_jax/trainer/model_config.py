@@ -5,8 +5,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_jax.core.arguments.renamed import translated
-from trl_jax.core.arguments.values import read_bools
+from trl_jax.config.renamed import translated
+from trl_jax.config.rules import read_bools
 
 
 def _taking_torch_dtype(kind: type) -> type:
@@ -46,16 +46,10 @@ class ModelConfig:
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention kernel to use, by name."}
-    )
-    use_peft: bool = field(
-        default=False, metadata={"help": "Train a LoRA adapter instead of the whole model."}
-    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "Attention kernel to use, by name."})
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter instead of the whole model."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA adapter."})
-    lora_alpha: int = field(
-        default=32, metadata={"help": "Scale of the LoRA adapter, before division by its rank."}
-    )
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA adapter, before division by its rank."})
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of the LoRA adapter."})
     lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Modules to adapt."})
     lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "Parameters to adapt."})
@@ -76,19 +70,13 @@ class ModelConfig:
     bnb_4bit_quant_type: str = field(
         default="nf4", metadata={"help": "Number format of 4-bit weights.", "choices": ["fp4", "nf4"]}
     )
-    use_bnb_nested_quant: bool = field(
-        default=False, metadata={"help": "Quantise the scales of 4-bit weights too."}
-    )
-    bnb_4bit_quant_storage: str | None = field(
-        default=None, metadata={"help": "Type that holds 4-bit weights."}
-    )
+    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the scales of 4-bit weights too."})
+    bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Type that holds 4-bit weights."})
 
     def __post_init__(self):
         read_bools(self)
         if self.load_in_8bit and self.load_in_4bit:
-            raise ValueError(
-                "load_in_8bit=True and load_in_4bit=True: a model has one of them. Leave one out."
-            )
+            raise ValueError("load_in_8bit=True and load_in_4bit=True: a model has one of them. Leave one out.")
         if isinstance(self.lora_target_modules, (list, tuple)) and len(self.lora_target_modules) == 1:
             self.lora_target_modules = self.lora_target_modules[0]
 

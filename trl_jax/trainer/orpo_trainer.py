@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trl_jax.tasks.orpo import OrpoTask
+from trl_jax.tasks.reference_free import OrpoTask
 from trl_jax.trainer.orpo_config import ORPOConfig
-from trl_jax.trainer.shared.kept_arguments import Kept
-from trl_jax.trainer.shared.reference_free import ReferenceFreeTrainer
+from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
 class ORPOTrainer(ReferenceFreeTrainer):

@@ -1,10 +1,10 @@
-"""RewardConfig: BaseConfig with the arguments of reward training."""
+"""RewardConfig."""
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.tables.reward import REWARD
-from trl_jax.run.arguments import text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.config import base
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.tables import REWARD
 
 
 @dataclass(repr=False)
@@ -38,24 +38,24 @@ class RewardConfig(BaseConfig):
 
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate of AdamW."})
 
-    chat_template_path: str | None = text_fields.chat_template_path()
-    disable_dropout: bool = text_fields.disable_dropout()
+    chat_template_path: str | None = base.chat_template_path()
+    disable_dropout: bool = base.disable_dropout()
 
-    dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    eos_token: str | None = text_fields.eos_token()
+    dataset_num_proc: int | None = base.dataset_num_proc()
+    eos_token: str | None = base.eos_token()
     max_length: int | None = field(
         default=1024,
         metadata={"help": "Longest text in tokens; a pair with a longer one is left out. None keeps all."},
     )
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of("Losses and scores")
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of("Losses and scores")
 
     center_rewards_coefficient: float | None = field(
         default=None,
         metadata={"help": "Weight of the term that draws scores to a mean of zero; 0.01 is usual."},
     )
-    activation_offloading: bool = text_fields.activation_offloading()
+    activation_offloading: bool = base.activation_offloading()
 
-    pad_token: str | None = text_fields.pad_token()
+    pad_token: str | None = base.pad_token()
     # Not in TRL, and never by position.
     eval_report: bool = field(
         default=False,

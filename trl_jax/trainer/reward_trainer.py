@@ -12,16 +12,15 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run.evaluation.evaluation import MetricHooks
-from trl_jax.tasks.eval_report import report
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
+from trl_jax.legacy.collators import RewardDataCollatorWithPadding
 from trl_jax.tasks.reward import RewardTask
+from trl_jax.tasks.task import report
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collators.older import RewardDataCollatorWithPadding
-from trl_jax.trainer.collators.padded import DataCollatorForPreference
+from trl_jax.trainer.collators import RewardDataCollator
 from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.training.evaluate import Evaluated, MetricHooks
 
 
 class RewardTrainer(BaseTrainer):
@@ -55,7 +54,7 @@ class RewardTrainer(BaseTrainer):
     """
 
     _name, _tag_names = "Reward", ["trl", "reward-trainer"]
-    config_class, _collator_class = RewardConfig, DataCollatorForPreference
+    config_class, _collator_class = RewardConfig, RewardDataCollator
     _older_collators = (RewardDataCollatorWithPadding,)
 
     @accepting_old_keywords("max_length")
@@ -63,7 +62,7 @@ class RewardTrainer(BaseTrainer):
         self,
         model: str | os.PathLike | PreTrainedModel,
         args: RewardConfig | None = None,
-        data_collator: DataCollatorForPreference | RewardDataCollatorWithPadding | None = None,
+        data_collator: RewardDataCollator | RewardDataCollatorWithPadding | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,

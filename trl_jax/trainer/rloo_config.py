@@ -1,13 +1,13 @@
-"""RLOOConfig: BaseConfig with the arguments of RLOO."""
+"""RLOOConfig."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trl_jax.core.arguments.tables.rloo import RLOO
-from trl_jax.run.arguments import generation_fields, text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
-from trl_jax.run.arguments.generation_fields import shared
-from trl_jax.trainer.shared import old_fields
+from trl_jax.config import base, generation
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.generation import shared
+from trl_jax.config.tables import RLOO
+from trl_jax.legacy import arguments
 
 
 @dataclass(repr=False)
@@ -64,8 +64,8 @@ class RLOOConfig(BaseConfig):
 
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
 
-    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
-    disable_dropout: bool = text_fields.disable_dropout(False)
+    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
+    disable_dropout: bool = base.disable_dropout(False)
 
     remove_unused_columns: bool | None = shared("remove_unused_columns", False)
     num_generations: int | None = shared("num_generations", 2)
@@ -73,7 +73,7 @@ class RLOOConfig(BaseConfig):
     max_completion_length: int | None = shared("max_completion_length", 512)
     ds3_gather_for_generation: bool = shared("ds3_gather_for_generation", True)
     shuffle_dataset: bool | None = shared("shuffle_dataset", True)
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
 
     generation_batch_size: int | None = shared("generation_batch_size", None)
     steps_per_generation: int | None = shared("steps_per_generation", None)
@@ -116,9 +116,9 @@ class RLOOConfig(BaseConfig):
         default=None, metadata={"help": "Bounds of a completion's weighted reward, as in -10.0 10.0. Unset, none."}
     )
     mask_truncated_completions: bool = shared("mask_truncated_completions", False)
-    sync_ref_model: bool = text_fields.sync_ref_model()
-    ref_model_mixup_alpha: float = text_fields.ref_model_mixup_alpha()
-    ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
+    sync_ref_model: bool = base.sync_ref_model()
+    ref_model_mixup_alpha: float = base.ref_model_mixup_alpha()
+    ref_model_sync_steps: int = base.ref_model_sync_steps()
 
     log_completions: bool = shared("log_completions", False)
     log_multimodal: bool = shared("log_multimodal", True)
@@ -130,27 +130,27 @@ class RLOOConfig(BaseConfig):
 
     use_transformers_paged: bool = shared("use_transformers_paged", False)
 
-    max_prompt_length: int | None = generation_fields.max_prompt_length()
-    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
+    max_prompt_length: int | None = generation.max_prompt_length()
+    chat_template_path: str | None = base.chat_template_path(kw_only=True)
     reward_timeout: float | None = field(
         default=None,
         kw_only=True,
         metadata={"help": "Seconds that an asynchronous reward function may take. Unset, any."},
     )
 
-    missing_eos_penalty: float | None = old_fields.missing_eos_penalty()
-    total_episodes: int | None = old_fields.total_episodes()
-    reward_model_path: str | None = old_fields.path("the reward model")
-    sft_model_path: str | None = old_fields.path("the policy")
-    sanity_check: bool = old_fields.sanity_check()
+    missing_eos_penalty: float | None = arguments.missing_eos_penalty()
+    total_episodes: int | None = arguments.total_episodes()
+    reward_model_path: str | None = arguments.path("the reward model")
+    sft_model_path: str | None = arguments.path("the policy")
+    sanity_check: bool = arguments.sanity_check()
 
     def __post_init__(self):
-        old_fields.warn(self, self._frames_to_caller())
-        generation_fields.warn_of_old(self, self._frames_to_caller())
+        arguments.warn(self, self._frames_to_caller())
+        generation.warn_of_old(self, self._frames_to_caller())
         super().__post_init__()
         if self.counts_devices:
             self.settle_sizes()
 
     def settle_sizes(self) -> None:
-        generation_fields.settle_sizes("RLOO", self)
-        old_fields.settle_steps(self)
+        generation.settle_sizes("RLOO", self)
+        arguments.settle_steps(self)

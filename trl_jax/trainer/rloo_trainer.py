@@ -9,13 +9,11 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.rollout.rewards.old import MissingEos
-from trl_jax.tasks.rloo import RlooTask
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config, tell
+from trl_jax.legacy.policy import OLD_ARGUMENTS, MissingEos, modern_policy
+from trl_jax.tasks.policy import RlooTask
+from trl_jax.trainer.online import TrainerWithRewards, argument
 from trl_jax.trainer.rloo_config import RLOOConfig
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config, tell
-from trl_jax.trainer.shared.old_policy import OLD_ARGUMENTS, modern_policy
-from trl_jax.trainer.shared.rollout_attributes import argument
-from trl_jax.trainer.shared.with_rewards import TrainerWithRewards
 
 
 class RLOOTrainer(TrainerWithRewards):

@@ -1,13 +1,13 @@
-"""SFTConfig: BaseConfig with the arguments of supervised fine-tuning."""
+"""SFTConfig."""
 
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_jax.core.arguments.tables.sft import SFT
-from trl_jax.core.arguments.values import as_dict
-from trl_jax.run.arguments import text_fields
-from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.config import base
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.rules import as_dict
+from trl_jax.config.tables import SFT
 
 
 @dataclass(repr=False)
@@ -51,21 +51,21 @@ class SFTConfig(BaseConfig):
 
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate of AdamW."})
 
-    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
-    chat_template_path: str | None = text_fields.chat_template_path()
+    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
+    chat_template_path: str | None = base.chat_template_path()
 
     dataset_text_field: str = field(default="text", metadata={"help": "Column of plain texts."})
     dataset_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "'{\"skip_prepare_dataset\": true}' for rows that are tokenised and truncated already."},
     )
-    dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    eos_token: str | None = text_fields.eos_token()
+    dataset_num_proc: int | None = base.dataset_num_proc()
+    eos_token: str | None = base.eos_token()
     max_length: int | None = field(
         default=1024,
         metadata={"help": "Longest text in tokens, the rest is cut off; length of packed rows. None cuts nothing."},
     )
-    truncation_mode: str = text_fields.truncation_mode()
+    truncation_mode: str = base.truncation_mode()
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle the prepared rows once, by seed."})
     packing: bool = field(default=False, metadata={"help": "Join texts to rows of max_length tokens."})
     packing_strategy: str = field(
@@ -79,10 +79,8 @@ class SFTConfig(BaseConfig):
     padding_free: bool = field(
         default=False, metadata={"help": "Texts of a batch end to end, not as padded rows; batch_layout='packed'."}
     )
-    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
-    eval_packing: bool | None = field(
-        default=None, metadata={"help": "Packing of evaluation sets. Unset, as packing."}
-    )
+    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
+    eval_packing: bool | None = field(default=None, metadata={"help": "Packing of evaluation sets. Unset, as packing."})
 
     completion_only_loss: bool | None = field(
         default=None,
@@ -99,9 +97,9 @@ class SFTConfig(BaseConfig):
             "choices": ["nll", "dft", "chunked_nll"],
         },
     )
-    activation_offloading: bool = text_fields.activation_offloading()
+    activation_offloading: bool = base.activation_offloading()
 
-    pad_token: str | None = text_fields.pad_token()
+    pad_token: str | None = base.pad_token()
 
     def __post_init__(self):
         caller = self._frames_to_caller()
@@ -110,7 +108,7 @@ class SFTConfig(BaseConfig):
                 text = f"{name}={old!r} is deprecated: use {name}={new!r}, which is the same."
                 warnings.warn(text, FutureWarning, stacklevel=caller)
                 setattr(self, name, new)
-        text_fields.warn_of_keep_end(self.truncation_mode, caller)
+        base.warn_of_keep_end(self.truncation_mode, caller)
         super().__post_init__()
         if self.padding_free and self.batch_layout == "auto":
             self.batch_layout = "packed"

@@ -12,18 +12,17 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.core.arguments.values import as_dict
-from trl_jax.data.rows.checks import as_read
+from trl_jax.config.rules import as_dict
+from trl_jax.data.checks import as_read
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run.model.routers import balance_experts
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
+from trl_jax.legacy.collators import DataCollatorForCompletionOnlyLM
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM
-from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling
+from trl_jax.trainer.collators import DataCollatorForLanguageModeling
+from trl_jax.trainer.overrides import NEVER_READ, Kept
 from trl_jax.trainer.sft_config import SFTConfig
-from trl_jax.trainer.shared.kept_arguments import Kept
-from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.shared.refusals import NEVER_READ
+from trl_jax.training.forward import balance_experts
 
 logger = logging.getLogger(__name__)
 

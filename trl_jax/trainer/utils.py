@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.core.lazy import fetching
-from trl_jax.hub.peft.lora_config import LoraConfig
-from trl_jax.hub.peft.quantization import BitsAndBytesConfig
-from trl_jax.trainer import old_templates
+from trl_jax.core.trainers import fetching
+from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.legacy import chat_templates
 from trl_jax.trainer.model_config import ModelConfig
 
 # Other names that TRL had in this module once.
 _COLLATORS = ("ConstantLengthDataset", "DataCollatorForCompletionOnlyLM", "RewardDataCollatorWithPadding")
-_TEMPLATES = dict.fromkeys(old_templates.__all__, old_templates.__name__)
+_TEMPLATES = dict.fromkeys(chat_templates.__all__, chat_templates.__name__)
 __getattr__ = fetching(__name__, _TEMPLATES | dict.fromkeys(_COLLATORS, "trl_jax.trainer"))
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from trl_jax.cli.front import install
+from trl_jax.cli.trl_alias import install
 
 install()
 

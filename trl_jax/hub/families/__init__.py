@@ -1,5 +1,6 @@
 """One small file a model_type: the meaning of its config (`arch`) and the names of its modules on disk (`names`).
-Those that see or hear, too, share one: `beside_towers`."""
+Those that see or hear, too, share one: `beside_towers`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.objects import config_class
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.unread import is_unread
-from trl_jax.hub.exported.model_types import objection
+from trl_jax.hub.config_reader import ConfigReader, config_class, is_unread
 from trl_jax.hub.heads import Head, ScoreHead, lm_head
+from trl_jax.hub.model_types import objection
+from trl_jax.hub.tensor_map import Names
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
     return family, arch
 
 
-def read_section(
-    raw: dict[str, Any], source: str, model_type: str, arch: Callable[[ConfigReader], Any]
-) -> Any:
+def read_section(raw: dict[str, Any], source: str, model_type: str, arch: Callable[[ConfigReader], Any]) -> Any:
     """The facts of a section of a config.json, whose sizes may be left to the class of this model_type."""
     kind = config_class(model_type)
     reader = ConfigReader(raw, source, _defaults(kind, ()))

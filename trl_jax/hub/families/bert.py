@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family
 from trl_jax.hub.families.llama import read_padding_idx
 from trl_jax.hub.heads import Draw, ScoreHead
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import EncoderArch, HeadFacts
-from trl_jax.models.heads import EncoderScorer
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.models.model import EncoderScorer
+from trl_jax.nn.layers import ACTIVATIONS
 
 # Of a pooler with layers of its own, which no released model has, and of training.
 UNUSED = """

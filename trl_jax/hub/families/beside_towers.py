@@ -1,5 +1,6 @@
 """Models that see or hear, too: a row each. Their text part is a model of another family; the towers for images and
-sounds are carried along unused."""
+sounds are carried along unused.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.objects import config_object
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader, config_object
 from trl_jax.hub.families import (
     Family,
     cohere2,
@@ -29,8 +28,9 @@ from trl_jax.hub.families import (
     qwen3_moe,
     qwen3_next,
     read_section,
-)  # fmt: skip
+)
 from trl_jax.hub.heads import lm_head
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
 
 Texts = Mapping[str, Callable[[ConfigReader], Arch]]  # by their model_type
@@ -58,9 +58,7 @@ _LLAVA = _Layout(
 _PROJECTED = _Layout(carried=r"^model\.(vision_tower|multi_modal_projector)\.")
 _OVIS = _Layout(carried=r"^model\.(vision_tower|visual_embeddings_table)\.")
 _IDEFICS = _Layout("model.text_model.", r"^model\.(vision_model|connector)\.")
-_LLAMA4 = _Layout(
-    "language_model.model.", r"^(vision_model|multi_modal_projector)\.", head="language_model.lm_head"
-)
+_LLAMA4 = _Layout("language_model.model.", r"^(vision_model|multi_modal_projector)\.", head="language_model.lm_head")
 _GEMMA4 = _Layout(carried=r"^model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.")
 
 

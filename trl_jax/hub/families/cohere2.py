@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_window, windows_of
 from trl_jax.hub.families import Family, cohere, llama
 from trl_jax.models.arch import Arch
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, ordered
-from trl_jax.hub.checkpoint.tensor_slices import PerHead
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, bert, deberta_v2
 from trl_jax.hub.heads import ScoreHead
+from trl_jax.hub.tensor_map import Names, PerHead, ordered
 from trl_jax.models.arch import EncoderArch
-from trl_jax.models.heads import EncoderScorer
+from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.attention.disentangled import Distances
 
 

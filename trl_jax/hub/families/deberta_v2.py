@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.heads import ScoreHead
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import ConvolutionFacts, EncoderArch, HeadFacts
-from trl_jax.models.heads import EncoderScorer
+from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.attention.disentangled import Distances
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 # Of the language model's head, and a key that transformers does not read.
 UNUSED = ("legacy", "padding_idx")

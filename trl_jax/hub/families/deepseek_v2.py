@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, deepseek_v3
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch, Experts
 
 _SAID = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}

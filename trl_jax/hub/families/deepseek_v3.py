@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs, ordered
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_score_scale
+from trl_jax.hub.config_reader import ConfigReader, read_score_scale
 from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.hub.tensor_map import Names, in_runs, ordered
 from trl_jax.models.arch import Arch, Experts, Latent, LayerKind
 
 # Keys of its first checkpoints, which transformers does not read: what they say is what it computes.

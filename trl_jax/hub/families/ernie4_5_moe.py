@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import OneRow
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, deepseek_v3, ernie4_5, llama
+from trl_jax.hub.tensor_map import Names, OneRow, in_runs
 from trl_jax.models.arch import Arch, Experts, LayerKind
 
 _OF_TRAINING = ("moe_capacity", "moe_gate", "moe_use_aux_free", "output_router_logits", "router_aux_loss_coef")

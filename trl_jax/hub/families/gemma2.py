@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_window, windows_of
 from trl_jax.hub.families import Family, gemma, llama
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 
 def arch(config: ConfigReader) -> Arch:

@@ -1,18 +1,16 @@
 """gemma4_text: gemma3_text with heads of another width in full attention, keys and values that layers share, and
-embeddings of each layer's own."""
+embeddings of each layer's own.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import ExpertRows
-from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_ropes
+from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_ropes, read_window, windows_of
 from trl_jax.hub.families import Family, gemma2, llama
+from trl_jax.hub.tensor_map import ExpertRows, Names, in_runs
 from trl_jax.models.arch import Arch, Experts, Heads, LayerEmbedding, LayerKind
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import rotated
+from trl_jax.hub.config_reader import ConfigReader, rotated
 from trl_jax.hub.families import Family, deepseek_v3, llama
+from trl_jax.hub.tensor_map import Names, in_runs
 from trl_jax.models.arch import Arch
 
 

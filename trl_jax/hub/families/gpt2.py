@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.checkpoint.tensor_slices import concatenated
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family
+from trl_jax.hub.tensor_map import Names, concatenated
 from trl_jax.models.arch import Arch
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 # Settings of other heads, or of older code.
 OF_OTHER_HEADS = """

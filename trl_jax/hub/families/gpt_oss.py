@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, ordered
-from trl_jax.hub.checkpoint.tensor_slices import ExpertColumns
-from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_window, windows_of
 from trl_jax.hub.families import Family, llama
+from trl_jax.hub.tensor_map import ExpertColumns, Names, ordered
 from trl_jax.models.arch import Arch, Experts
-from trl_jax.nn.mlp import ClampedSwiGLU
+from trl_jax.nn.layers import ClampedSwiGLU
 
 # What transformers' class takes where a config says nothing of positions.
 _YARN = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, ordered
-from trl_jax.hub.checkpoint.tensor_slices import ExpertRows
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, granite, llama
+from trl_jax.hub.tensor_map import ExpertRows, Names, ordered
 from trl_jax.models.arch import Arch, Experts
 
 MOVED = (

@@ -1,15 +1,14 @@
 """granitemoehybrid: Granite 4: Mamba-2, attention in some of the layers, and an MLP that sees every token, alone or
-beside experts."""
+beside experts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import concatenated
-from trl_jax.hub.config.layer_types import FULL, LINEAR
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import FULL, LINEAR, ConfigReader
 from trl_jax.hub.families import Family, granite, granitemoe, llama, phi3
+from trl_jax.hub.tensor_map import Names, concatenated, in_runs
 from trl_jax.models.arch import Arch, Experts, LayerKind, StateSpace
 
 _OF_MAMBA = (

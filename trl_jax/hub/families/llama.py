@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rope
+from trl_jax.hub.config_reader import ConfigReader, read_rope
 from trl_jax.hub.families import Family
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 
 def arch(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Arch:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import ExpertRows
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, llama
+from trl_jax.hub.tensor_map import ExpertRows, Names, in_runs
 from trl_jax.models.arch import Arch, Experts, LayerKind, QueryGrowth
 
 _CHUNKED, _FULL = "chunked_attention", "full_attention"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, ordered
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.config_reader import ConfigReader, read_rotary_dim
 from trl_jax.hub.families import Family, llama, mixtral
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 
 # Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
@@ -46,6 +45,4 @@ def names(arch: Arch) -> Names:
     return ordered(mixtral.names(arch) | correction, *correction, before="decoder.layers.mlp.router")
 
 
-FAMILY = Family(
-    "minimax_m2", "MiniMaxM2", arch, names, moved=((".block_sparse_moe.", ".mlp."),), in_transformers=False
-)
+FAMILY = Family("minimax_m2", "MiniMaxM2", arch, names, moved=((".block_sparse_moe.", ".mlp."),), in_transformers=False)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.checkpoint.tensor_slices import concatenated
-from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, windows_of
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_ropes
+from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_ropes, windows_of
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.families.llama import read_padding_idx
 from trl_jax.hub.heads import Draw, ScoreHead
+from trl_jax.hub.tensor_map import Names, concatenated
 from trl_jax.models.arch import EncoderArch, HeadFacts
-from trl_jax.models.heads import EncoderScorer
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.models.model import EncoderScorer
+from trl_jax.nn.layers import ACTIVATIONS
 from trl_jax.nn.rope import Rope
 
 # Of kernels and of the language model's head; position_embedding_type and layer_norm_eps nobody reads.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.config_reader import ConfigReader, read_rotary_dim
 from trl_jax.hub.families import Family, llama
 from trl_jax.models.arch import Arch
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.config.layer_types import FULL, LINEAR
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import FULL, LINEAR, ConfigReader
 from trl_jax.hub.families import Family, deepseek_v3, granitemoehybrid, llama
+from trl_jax.hub.tensor_map import Names, in_runs
 from trl_jax.models.arch import Arch, Experts, LayerKind, StateSpace
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 _KINDS = {
     LINEAR: LayerKind("mamba", mlp=False),

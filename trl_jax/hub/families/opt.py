@@ -5,12 +5,12 @@ The checkpoint of 350M parameters norms the residual stream itself, after each s
 
 from __future__ import annotations
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family
 from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
-from trl_jax.nn.mlp import ACTIVATIONS
+from trl_jax.nn.layers import ACTIVATIONS
 
 
 def arch(config: ConfigReader) -> Arch:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config.layer_types import read_window
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import with_scales_by_length
+from trl_jax.hub.config_reader import ConfigReader, read_window, with_scales_by_length
 from trl_jax.hub.families import Family, llama, mixtral
 from trl_jax.models.arch import Arch, Experts
-from trl_jax.nn.experts.sparse_mixer import SparseMixer
+from trl_jax.nn.moe import SparseMixer
 
 _OF_ROPE = frozenset({"short_mscale", "long_mscale", "original_max_position_embeddings"})
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import concatenated
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, llama, qwen3_next
 from trl_jax.hub.families.qwen3_next import OURS
+from trl_jax.hub.tensor_map import Names, concatenated, in_runs
 from trl_jax.models.arch import Arch
 
 _OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})  # a text has the same position on all three axes

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, ordered
-from trl_jax.hub.config.layer_types import read_window
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader, read_window
 from trl_jax.hub.families import Family, llama, qwen2_moe
 from trl_jax.hub.families.qwen2_moe import read_experts
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 
 

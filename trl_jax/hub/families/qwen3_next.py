@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import concatenated, interleaved
-from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.config_reader import ConfigReader, read_rotary_dim
 from trl_jax.hub.families import Family, llama, qwen2_moe
 from trl_jax.hub.heads import Draw, Head, ScoreHead, lm_head
+from trl_jax.hub.tensor_map import Names, concatenated, in_runs, interleaved
 from trl_jax.models.arch import Arch, GatedDelta, LayerKind
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"

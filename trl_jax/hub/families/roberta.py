@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, ordered
-from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.heads import ScoreHead
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import EncoderArch, HeadFacts
-from trl_jax.models.heads import EncoderScorer
+from trl_jax.models.model import EncoderScorer
 
 
 def arch(config: ConfigReader) -> EncoderArch:

@@ -1,1 +1,1 @@
-"""Attention: `attend` picks the computation for the layout and the platform, the modules here call it."""
+"""nn/attention"""

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.layer_gather import TENSOR
-from trl_jax.core.packed import Packed
-from trl_jax.nn.attention.key_ranges import SAVED
+from trl_jax.core.outputs import Packed
+from trl_jax.mesh.mesh import TENSOR
+from trl_jax.nn.attention.ranges import SAVED
 from trl_jax.nn.platform import platform, undivided
 
 _AMPERE, _HOPPER = 8.0, 9.0  # the least compute capabilities that it runs on, on padded rows and on packed ones

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.nn.attention.attention import attend_padded
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.attention.padded import attend_padded
-from trl_jax.nn.dropout import Dropout
-from trl_jax.nn.linear import Linear
+from trl_jax.nn.linear import Dropout, Linear
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.attention.attend import attend
+from trl_jax.nn.attention.attention import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.cache.latents import Latents
-from trl_jax.nn.dropout import Dropout
-from trl_jax.nn.linear import Linear
-from trl_jax.nn.norm import Norm
+from trl_jax.nn.cache import Latents
+from trl_jax.nn.layers import Norm
+from trl_jax.nn.linear import Dropout, Linear
 from trl_jax.nn.rope import rotate
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.layer_gather import TENSOR
-from trl_jax.nn.attention.key_ranges import SAVED, KeyRanges
+from trl_jax.mesh.mesh import TENSOR
+from trl_jax.nn.attention.ranges import SAVED, KeyRanges
 from trl_jax.nn.platform import platform, undivided
 
 BLOCK = 512  # of queries and of keys; a longer one skips less, a shorter one is a turn more

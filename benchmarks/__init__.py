@@ -1,0 +1,1 @@
+"""Side-by-side measurements against TRL. Run as modules: `python -m benchmarks.real_curve --help`."""

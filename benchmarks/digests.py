@@ -1,0 +1,112 @@
+"""Whether two trees of trl_jax compute the same to the bit: small named runs, and a file of what each came to.
+
+    python -m benchmarks.digests --write base.json        # in the one tree
+    python -m benchmarks.digests --compare base.json      # in the other; exits 1 on a difference
+
+A run trains a tiny model 6 to 8 steps on the CPU, evaluates, predicts and saves. Kept are every logged figure but
+those of the clock, in full, and of each saved tensor and of the predictions a digest and a few numbers at even
+distances, which show roughly how far apart two tensors are. Runs named "mesh ..." have eight simulated devices.
+Files are comparable where processor, jaxlib and XLA_FLAGS are the same: another XLA may round elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.digest_runs import RUNS, measured
+
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+
+
+def differences(ours: dict, theirs: dict) -> str | None:
+    """In words how two results differ, None where they do not. NaN equals NaN."""
+    said = [*_log_differences(ours["logs"], theirs["logs"]), *_tensor_differences(ours["tensors"], theirs["tensors"])]
+    return "; ".join(said) or None
+
+
+def _log_differences(ours: list[dict], theirs: list[dict]) -> Iterator[str]:
+    if len(ours) != len(theirs):
+        yield f"{len(ours)} log entries, were {len(theirs)}"
+    pairs = list(zip(ours, theirs, strict=False))
+    found = [
+        f"first in log entry {number}, {key}: {mine.get(key)!r}, was {other.get(key)!r}"
+        for number, (mine, other) in enumerate(pairs)
+        for key in dict.fromkeys([*other, *mine])
+        if repr(mine.get(key)) != repr(other.get(key))
+    ]
+    if found:
+        both = [(mine, other, key) for mine, other in pairs for key in mine.keys() & other.keys() if "loss" in key]
+        gap = _distance([mine[key] for mine, _, key in both], [other[key] for _, other, key in both])
+        yield f"{found[0]}; {len(found)} figures in all, losses up to {gap:.3g} apart"
+
+
+def _tensor_differences(ours: dict, theirs: dict) -> Iterator[str]:
+    if ours.keys() != theirs.keys():
+        yield f"tensors on one side only: {sorted(ours.keys() ^ theirs.keys())}"
+    apart = {
+        name: _distance(ours[name]["samples"], theirs[name]["samples"])
+        for name in sorted(ours.keys() & theirs.keys())
+        if ours[name]["sha256"] != theirs[name]["sha256"]
+    }
+    if apart:
+        worst = max(apart, key=apart.get)
+        yield f"{len(apart)} of {len(ours)} tensors, samples up to {apart[worst]:.3g} apart, in {worst}"
+
+
+def _distance(ours: list[float], theirs: list[float]) -> float:
+    gaps = (abs(mine - other) for mine, other in zip(ours, theirs, strict=True) if repr(mine) != repr(other))
+    return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)
+
+
+def _results(names: list[str]) -> Iterator[tuple[str, dict | None]]:
+    """Yield (name, what it came to, or None where it failed), a process for those of one device and one for meshes."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TORCH_COMPILE_DISABLE": "1", "TQDM_DISABLE": "1"}
+    flags = os.environ.get("XLA_FLAGS", "")
+    for devices in ("", EIGHT_DEVICES):
+        os.environ["XLA_FLAGS"] = f"{flags} {devices}".strip()
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            for name in names:
+                if name.startswith("mesh ") == bool(devices):
+                    try:
+                        yield name, pool.submit(measured, name).result()
+                    except Exception:  # the other runs still say something
+                        traceback.print_exc()
+                        yield name, None
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = options.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", type=Path, help="file to write the results to")
+    mode.add_argument("--compare", type=Path, help="file of results to compare with")
+    options.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
+    args = options.parse_args()
+    known = {} if args.compare is None else json.loads(args.compare.read_text(encoding="utf-8"))
+    results, bad = {}, 0
+    for name, result in _results(args.only):
+        results[name] = result
+        said = "FAILED" if result is None else "done" if args.write else _verdict(result, known.get(name))
+        bad += said not in ("same", "done")
+        print(f"{name}: {said}", flush=True)
+    if args.write and not bad:
+        args.write.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    if bad:
+        raise SystemExit(f"{bad} of {len(results)} runs " + ("failed, nothing written" if args.write else "differ"))
+
+
+def _verdict(result: dict, known: dict | None) -> str:
+    found = "the file has no such run" if known is None else differences(result, known)
+    return "same" if found is None else f"DIFFERENT: {found}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Every model_type that the exporter takes, held against transformers: scores, gradients, seconds.
+
+A process of its own for each type, so that one which is slow or fails costs no other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from compat_tests.exported import configs
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--types", nargs="+", default=configs.TYPES, metavar="TYPE")
+    args = options.parse_args()
+    common.prepare(args.cpus)
+    table = []
+    for model_type in args.types:
+        table.append(common.in_child(measure, model_type))
+        print(*(f"{name} {value:.3g}" if isinstance(value, float) else value for name, value in table[-1].items()))
+    common.write_json(args.json, table)
+    bad = [row["type"] for row in table if not row["ok"]]
+    print(f"{len(table) - len(bad)} of {len(table)} within 1e-5 (scores) and 1e-4 (gradients)", *bad)
+
+
+def measure(model_type: str) -> dict[str, Any]:
+    """A row of the table; what went wrong stands in it."""
+    from compat_tests.exported.check import compare
+
+    start = time.perf_counter()
+    row: dict[str, Any] = {"type": model_type, "ok": False}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            apart = compare(configs.build(Path(folder), model_type))
+        except Exception as error:  # the sweep goes on with the next type
+            return row | {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    row |= {"ok": apart.scores < 1e-5 and apart.gradients < 1e-4, "scores": float(apart.scores)}
+    return row | {"gradients": apart.gradients, "at": apart.parameter, "seconds": time.perf_counter() - start}
+
+
+if __name__ == "__main__":
+    main()

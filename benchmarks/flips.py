@@ -1,0 +1,64 @@
+"""Single flipped bits in a trainer's checkpoint: python -m benchmarks.flips --flips 1000"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import compat_tests.conftest  # noqa: F401  (the CPU, one thread, no network)
+from trl_jax.training.checkpoint import BrokenCheckpoint, verify
+
+
+def unnoticed(folder: Path, flips: int, seed: int) -> tuple[list[str], int]:
+    """Flips that `verify` did not tell by file name, as "file: byte, bit"; and how many files were flipped.
+
+    Every file is as likely as any other, so that small ones are not passed over.
+    """
+    dice, missed = random.Random(seed), []
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for _ in range(flips):
+        path = dice.choice(files)
+        whole = path.read_bytes()
+        byte, bit = dice.randrange(len(whole)), dice.randrange(8)
+        flipped = bytearray(whole)
+        flipped[byte] ^= 1 << bit
+        path.write_bytes(flipped)
+        try:
+            verify(folder)
+        except BrokenCheckpoint as error:
+            told = str(error).startswith(f"{path} ")
+        else:
+            told = False
+        if not told:
+            missed.append(f"{path.relative_to(folder)}: {byte}, {bit}")
+        path.write_bytes(whole)
+    verify(folder)
+    return missed, len(files)
+
+
+def main() -> None:
+    from datasets import Dataset
+
+    from benchmarks.kills import CONFIG
+    from compat_tests.tiny import preference_rows, tiny_model
+    from compat_tests.trainer.trainers import FACTS
+    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.trainer.reward_trainer import RewardTrainer
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as base:
+        model = tiny_model(Path(base) / "model", "llama", **FACTS, tokenizer={"chat_template": True})
+        args = RewardConfig(f"{base}/run", **(CONFIG | {"max_steps": 2, "eval_strategy": "no"}))
+        RewardTrainer(str(model), args, train_dataset=Dataset.from_list(preference_rows(8))).train()
+        missed, files = unnoticed(Path(base, "run", "checkpoint-2"), given.flips, given.seed)
+    print(json.dumps({"flips": given.flips, "files": files, "unnoticed": missed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Training runs killed at random instants: python -m benchmarks.kills --kills 100 [--trainer grpo]
+
+Each run is killed by SIGKILL once or twice, begun again by the same command, and compared with the run that nobody
+killed: the saved weights byte for byte, the log number for number, nothing left over in the folder. What the process
+was doing is counted: of GRPO, whose completions, rewards and prompts must be the same, too, a part of the kills fall
+into generating, judging and saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compat_tests.conftest  # noqa: F401  (the CPU, one thread, no network)
+import trl_jax.trainer.grpo_trainer  # once, for all that are forked
+import trl_jax.trainer.reward_trainer  # noqa: F401
+from compat_tests import tiny
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.trainer.trainers import FACTS
+
+CONFIG = {
+    "save_steps": 2, "save_total_limit": 2, "logging_steps": 3, "num_train_epochs": 3, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 4, "report_to": "none", "use_cpu": True,
+    "bf16": False, "disable_tqdm": True, "pad_to_multiple_of": 64, "log_level": "error",
+}  # fmt: skip
+MODELS = {"reward": FACTS, "grpo": SMALL}
+DOING = {"g": "generating", "r": "judging", "s": "saving"}
+
+
+def reward_run(folder: Path, out: Path) -> Any:
+    from datasets import Dataset
+
+    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.trainer.reward_trainer import RewardTrainer
+
+    rows = [Dataset.from_list(tiny.preference_rows(n, seed=n)) for n in (25, 6)]
+    return RewardTrainer(str(folder), RewardConfig(str(out), **CONFIG), train_dataset=rows[0], eval_dataset=rows[1])
+
+
+def grpo_run(folder: Path, out: Path) -> Any:
+    from compat_tests.training.rollout_run import trainer_of
+
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "num_completions_to_print": 0}
+    return trainer_of(folder, out, judged=lambda number: time.sleep(0.3), save_total_limit=2, **quiet)[0]
+
+
+def told(method: Callable, what: str, tell: Callable[[str], None]) -> Callable:
+    """The method, which tells when it begins and when it ends."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        tell(what.upper())
+        try:
+            return method(*args, **options)
+        finally:
+            tell(what)
+
+    return call
+
+
+def train(trainer: str, folder: Path, out: Path, began: int) -> None:
+    """The command: goes on from what there is. Writes to `began` what it does, from the time that training runs."""
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import PrinterCallback
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from trl_jax.rollout.rewards import RewardFunctions
+    from trl_jax.training import checkpoint
+    from trl_jax.training.rollout import PolicyWriter
+
+    def tell(what: str) -> None:
+        os.write(began, what.encode())
+
+    class Tell(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            tell("x")
+
+    run = {"reward": reward_run, "grpo": grpo_run}[trainer](folder, out)
+    PolicyWriter.complete = told(PolicyWriter.complete, "g", tell)
+    RewardFunctions.__call__ = told(RewardFunctions.__call__, "r", tell)
+    checkpoint._write_whole = told(checkpoint._write_whole, "s", tell)
+    run.add_callback(Tell())
+    run.remove_callback(PrinterCallback)
+    run.train(resume_from_checkpoint=get_last_checkpoint(str(out)) is not None)
+    run.save_model(str(out / "final"))
+    clock = ("runtime", "per_second", "step_time")
+    logs = [{k: v for k, v in log.items() if not k.endswith(clock)} for log in run.state.log_history]
+    (out / "logs.json").write_text(json.dumps(logs))
+
+
+def forked(trainer: str, folder: Path, out: Path, kill_after: float | None) -> tuple[float, set[str]]:
+    """Train in a process of its own, killed so many seconds after its first step; how long it trained, and what it was
+    doing when it ended."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            train(trainer, folder, out, write)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    os.read(read, 1)
+    begun = time.time()
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    said = b""
+    while part := os.read(read, 4096):  # until it has ended
+        said += part
+    os.close(read)
+    _, status = os.waitpid(child, 0)
+    if kill_after is None and status:
+        raise SystemExit(f"a run failed with status {status}")
+    text = said.decode()
+    doing = {name for letter, name in DOING.items() if text.count(letter.upper()) > text.count(letter)}
+    return time.time() - begun, doing or {"training" if os.WIFSIGNALED(status) else "done"}
+
+
+def outcome(out: Path) -> dict[str, bytes]:
+    """What is compared: weights, optimizer and all else that a run goes on with, logs, tables of completions, and the
+    names of all that is there but the record of a run that began anew, as where the only checkpoint lacked its name."""
+    names = sorted(path.name for path in out.iterdir() if path.name != ".trl_jax.training.state")
+    files = [out / "final" / "model.safetensors", out / "logs.json", *out.glob("checkpoint-*/model.safetensors")]
+    files += [*out.glob("checkpoint-*/training_state/arrays.safetensors"), *out.glob("completions/*")]
+    return {"names": repr(names).encode()} | {str(path.relative_to(out)): path.read_bytes() for path in sorted(files)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trainer", choices=sorted(MODELS), default="reward")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    base, dice, killed, doing = Path(tempfile.mkdtemp()), random.Random(given.seed), 0, Counter()
+    model = base / "model"
+    if os.fork() == 0:  # torch builds the model, and its threads must not be in this process
+        tiny.tiny_model(model, "llama", **MODELS[given.trainer])
+        os._exit(0)
+    os.wait()
+    length, _ = forked(given.trainer, model, base / "whole", None)
+    if given.kills > 5:  # what is compiled is kept
+        length, _ = forked(given.trainer, model, base / "warm", None)
+    else:
+        length /= 3
+    wanted = outcome(base / "whole")
+    while killed < given.kills:
+        out = base / f"run-{killed}"
+        for _ in range(min(dice.choice((1, 1, 2)), given.kills - killed)):
+            while (found := forked(given.trainer, model, out, dice.uniform(0, length))[1]) == {"done"}:
+                shutil.rmtree(out)  # it was quicker
+            doing.update(found)
+            killed += 1
+        forked(given.trainer, model, out, None)
+        different = [name for name, content in outcome(out).items() if wanted.get(name) != content]
+        if different or len(outcome(out)) != len(wanted):
+            raise SystemExit(f"after kill {killed} (seed {given.seed}): {different} differ in {out}")
+        shutil.rmtree(out)
+    shutil.rmtree(base)
+    report = {"kills": killed, "seconds of the whole run": round(length, 2), "different": 0, "killed while": doing}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

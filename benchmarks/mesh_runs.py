@@ -1,0 +1,126 @@
+"""The runs that `meshes` compares: on meshes of simulated devices, on one, and of TRL with the same global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gaps import beyond, gaps
+
+PAIRS = 8  # of a step, whatever the mesh
+LACKING = 3  # pairs of the last step that a ragged epoch lacks, and begins again for
+FACTS = {"gemma2": {"sliding_window": 7}, "qwen2": {"head": "causal", "tie": True}}
+# transformers' gemma2 wants it for its soft caps.
+CONFIG = {"gemma2": {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}}
+
+
+def words(mesh: str) -> tuple[dict, int]:
+    """Arguments that say a mesh, and how many shards it has; "zero1:8" is DeepSpeed's stage 1 over all eight."""
+    if mesh.startswith("zero"):
+        return {"deepspeed": {"zero_optimization": {"stage": int(mesh[4])}}}, 8
+    sizes = dict(part.split(":") for part in mesh.split(","))
+    return {"mesh_shape": mesh}, int(sizes.get("data", 1)) * int(sizes.get("fsdp", 1))
+
+
+def run(folder, rows, mesh: str, layout: str, accumulation: int = 1, scores: bool = True, **config):
+    """A run; with `scores`, what it evaluates and predicts at its end, too."""
+    from compat_tests import tiny
+    from compat_tests.parity.reference import run_ours
+
+    asked = {"eval_rows": tiny.preference_rows(21, seed=9), "predict_rows": tiny.preference_rows(11, seed=8)}
+    said, shards = words(mesh)
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):  # transformers prints each log
+        return run_ours(
+            folder,
+            rows,
+            out,
+            **(asked if scores else {}),
+            per_device_train_batch_size=PAIRS // shards // accumulation,
+            per_device_eval_batch_size=PAIRS // shards,
+            gradient_accumulation_steps=accumulation,
+            batch_layout=layout,
+            logging_strategy="steps",
+            **said,
+            **config,
+        )
+
+
+@dataclass
+class Side:
+    """A model's runs that need no mesh, each made once: of one device, and of TRL."""
+
+    model: str
+    folder: Path
+    rows: list[dict]
+    made: dict = field(default_factory=dict)
+
+    def config(self, way: str) -> dict:
+        in_order = {"train_sampling_strategy": "sequential"} if way in ("ragged", "refilled") else {}
+        return CONFIG.get(self.model, {}) | in_order
+
+    def rows_of(self, way: str) -> list[dict]:
+        """A "refilled" epoch has those pairs twice for which ranks begin a ragged one again."""
+        last = {"refilled": self.rows[:LACKING], "ragged": []}.get(way, self.rows[-LACKING:])
+        return self.rows[:-LACKING] + last
+
+    def alone(self, layout: str, way: str):
+        if (layout, way) not in self.made:
+            how = self.config(way) | _adapter("trl_jax", way)
+            self.made[layout, way] = run(self.folder, self.rows_of(way), "data:1", layout, _passes(way), **how)
+        return self.made[layout, way]
+
+    def trls(self, way: str):
+        from compat_tests.parity.reference import run_trl
+
+        if way not in self.made:
+            sizes = {"per_device_train_batch_size": PAIRS // _passes(way), "gradient_accumulation_steps": _passes(way)}
+            how = self.config(way) | _adapter("peft", way) | sizes
+            with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
+                self.made[way] = run_trl(self.folder, self.rows_of(way), out, **how)
+        return self.made[way]
+
+    def row(self, mesh: str, layout: str, way: str) -> dict[str, dict[str, float]]:
+        """A mesh's gaps to either."""
+        how = self.config(way) | _adapter("trl_jax", way)
+        mine = run(self.folder, self.rows_of(way), mesh, layout, _passes(way), **how)
+        if way == "ragged" and words(mesh)[1] > 1:
+            way = "refilled"
+        others = {"one device": self.alone(layout, way), "TRL": self.trls(way)}
+        found = {name: gaps(mine, other) for name, other in others.items()}
+        return {
+            name: gap | beyond(gap, mine, others[name], partial(self.first_gradients, way))
+            for name, gap in found.items()
+        }
+
+    def first_gradients(self, way: str) -> dict[str, np.ndarray]:
+        """What the first step's optimizer gets under TRL in float64: what plain descent takes from the weights."""
+        from compat_tests.parity.reference import read_weights, run_trl
+
+        if way == "lora":  # whose base has none
+            return {}
+        if (way, "exact") not in self.made:
+            step = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}
+            how = self.config(way) | step | {"per_device_train_batch_size": PAIRS}
+            with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
+                left = run_trl(self.folder, self.rows_of(way), out, double=True, **how).weights
+            before = read_weights(self.folder)
+            self.made[way, "exact"] = {name: before[name] - left[name] for name in before if name in left}
+        return self.made[way, "exact"]
+
+
+def _passes(way: str) -> int:
+    return 2 if way == "accumulated" else 1
+
+
+def _adapter(package: str, way: str) -> dict:
+    if way != "lora":
+        return {}
+    kind = importlib.import_module(package).LoraConfig
+    return {"peft_config": kind(r=4, target_modules="all-linear", task_type="SEQ_CLS")}

@@ -1,0 +1,185 @@
+"""Plans of runs that write their rows themselves: the step, the two programs of a generation, and the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from trl_jax.cli.main import main
+from trl_jax.generation import generator
+from trl_jax.generation.decode import Decoding
+from trl_jax.hub.auto import find_checkpoint
+from trl_jax.nn.cache import Cache
+from trl_jax.plan import trace
+from trl_jax.plan.chips import CHIPS, topology
+from trl_jax.plan.compile import compiled
+from trl_jax.plan.generation import Size, begun
+from trl_jax.plan.plan import Run, batch_sizes, generations, max_lengths, plan, suggestions_for
+from trl_jax.scripts.plan import text
+from trl_jax.trainer.dpo_config import DPOConfig
+from trl_jax.trainer.grpo_config import GRPOConfig
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
+from trl_jax.trainer.rloo_config import RLOOConfig
+from trl_jax.training.forward import run_key
+
+SHAPE = {
+    "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 40, "bf16": False,
+    "report_to": "none", "use_cpu": True, "remat_policy": "nothing_saveable",
+}  # fmt: skip
+
+
+def config(out, kind=GRPOConfig, **changes):
+    with pytest.warns(FutureWarning, match="max_prompt_length"):
+        return kind(str(out), **SHAPE | {"max_prompt_length": 96} | changes)
+
+
+@pytest.fixture
+def bare(checkpoint, tmp_path):
+    """The run of a folder with nothing in it but config.json."""
+    shutil.copy(checkpoint(**SMALL) / "config.json", tmp_path / "config.json")
+    return Run(find_checkpoint(str(tmp_path), head="lm", dtype="float32"))
+
+
+class Calls:
+    """A compiled function that keeps the program of its last call, and the bytes of keys and values that it was given
+    or gave."""
+
+    def __init__(self, function):
+        self._function, self.traced, self.cache = function, None, 0
+
+    def __call__(self, *given, **options):
+        self.traced, found = self._function.trace(*given, **options), self._function(*given, **options)
+        [own] = [one for one in found if isinstance(one, Decoding | Cache)]
+        cache = own.cache if isinstance(own, Decoding) else own
+        self.cache = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.parts))
+        return found
+
+
+def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monkeypatch):
+    """Of a run whose completions are all as long as they may be."""
+    place, rows = topology("cpu:1"), Dataset.from_list(prompt_rows(5))
+    none = {"eos_token_id": [5000]}  # which is no id
+    args = GRPOConfig(str(tmp_path / "out"), beta=0.1, steps_per_generation=2, generation_kwargs=none, **SHAPE)
+    real = GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, rows)
+    calls = {name: Calls(vars(generator)[name]) for name in ("prefill", "next_tokens")}
+    for name, call in calls.items():
+        monkeypatch.setattr(generator, name, call)
+    source, parts = begun(real.parts.run.rollout), real.parts
+    batch = parts.train_step.placed(next(iter(source))).arrays
+    assert {len(row.completion) for row in source.buffer.rows} == {40}
+    tx = parts.training.made_optimizer()
+    state = parts.train_step.new_optimizer_state(tx)
+    with parts.run.on_device():
+        step = parts.train_step.compiled(tx, remat=True).trace(
+            real.model.params, state, batch, np.float32(1e-4), run_key(args, real.model.backend), parts.run.frozen
+        )
+    whole = [compiled(call.traced, place) for call in calls.values()]
+
+    found = plan(replace(bare, rows=trace.Rows(rows, None, real.processing_class)), args, place)
+    size, memory = found.generation.size, found.generation.memory
+    assert size.prompts == 2 and size.completions == 8 and size.new_places == 64
+    assert found.generation.compiled.peak == max(one.peak for one in whole)
+    assert found.compiled._replace(seconds=0) == compiled(step, place)._replace(seconds=0)
+    assert memory.cache == calls["next_tokens"].cache > calls["prefill"].cache
+    assert found.unread == 4 * found.parameters and found.memory.parameters == 2 * found.unread
+    assert found.generation.beside == found.unread + found.memory.moments
+    assert 0.6 < found.phases[1].estimated / found.phases[1].peak < 1.1
+    assert f"Generation: 8 completions of 2 prompt(s), with room for {size.prompt_places} and 64 tokens" in text(found)
+
+
+def test_evaluation_and_generation_are_phases(bare, tmp_path):
+    args = config(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=32)
+    found = plan(bare, args, topology("h100:1"))
+    assert [phase.name for phase in found.phases] == ["a step", "evaluation", "generation"]
+    assert found.generation.size == Size.of(8, 4, 96, 40) and found.generation.evaluates and found.fits
+    assert "Evaluation: a pass of" in text(found) and "It fits by arithmetic alone" in text(found)
+    assert generations(args, found) == [{"per_device_eval_batch_size": 32 >> power} for power in range(1, 6)]
+
+
+@pytest.mark.parametrize(("mesh", "rows", "share"), [("data:8", 32, 1), ("fsdp:4,tensor:2", 16, 0.3)])
+def test_sizes_are_of_the_planned_devices(bare, tmp_path, mesh, rows, share):
+    found = plan(bare, config(tmp_path, RLOOConfig, mesh_shape=None), topology("h100:1"))
+    args = config(tmp_path, RLOOConfig)
+    args.mesh_shape = mesh  # which this machine's one device could not be
+    many = plan(bare, args, topology("h100:8"))
+    assert found.generation.size.completions == 4 and many.generation.size.completions == rows
+    assert many.settings["generation_batch_size"] == rows
+    divided = 2 if "tensor" in mesh else 1  # each group of devices has a prompt's, and divides its heads
+    assert divided * many.generation.memory.cache == found.generation.memory.cache
+    assert many.memory.parameters <= share * found.memory.parameters
+
+
+def test_suggestions_keep_groups_and_generations_whole(bare, tmp_path):
+    args = config(tmp_path, gradient_accumulation_steps=8)
+    found = plan(bare, args, topology("h100:1"))
+    assert batch_sizes(args)[0] == {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 16, "steps_per_generation": 16
+    }  # fmt: skip
+    assert generations(args, found) == [{"steps_per_generation": parts} for parts in (4, 2, 1)]
+    args.max_completion_length = 1024
+    assert max_lengths(args) == [{"max_completion_length": 512}, {"max_completion_length": 256}]
+    smaller = plan(bare, args, topology("h100:1"))
+    assert smaller.generation.memory.cache > 10 * found.generation.memory.cache
+
+
+def test_a_generation_that_does_not_fit_is_made_smaller(bare, tmp_path):
+    sizes = {"per_device_train_batch_size": 1, "steps_per_generation": 1024}
+    args = config(tmp_path, max_completion_length=512, max_prompt_length=16, **sizes)
+    whole = plan(bare, args, topology("h100:1")).largest
+    assert whole.name == "generation"
+    place = topology("h100:1")._replace(chip=CHIPS["h100"]._replace(memory=0.7 * whole.peak))
+
+    def planned(changed, compiles=True):
+        return plan(bare, changed, place, compiles=compiles)
+
+    found = {suggestion.name: suggestion.plan.fits for suggestion in suggestions_for(args, planned(args), planned)}
+    assert found["--steps_per_generation 512"] and found["--max_completion_length 256"] and found["--bf16 True"]
+    assert "It does not fit in generation by arithmetic alone" in text(planned(args))
+
+
+def test_prompts_of_any_length_have_no_plan(bare, tmp_path):
+    args = GRPOConfig(str(tmp_path), **SHAPE)
+    with pytest.raises(ValueError, match="max_prompt_length=None bounds no prompt: pass --max_prompt_length, or"):
+        plan(bare, args, topology("h100:1"))
+
+
+def test_a_generation_beside_other_rows(bare, tmp_path):
+    args = DPOConfig(str(tmp_path), max_length=64, bf16=True, report_to="none", use_cpu=True)
+    found = plan(replace(bare, generation=Size.parsed("64x100+33")), args, topology("h100:1"))
+    own = found.generation
+    assert own.size == Size(64, 64, 128, 64) and found.unread == 0
+    assert own.beside == found.memory.moments + 4 * found.parameters and own.memory.copies > 0
+    assert own.memory.cache == 2 * 2 * 2 * 8 * 64 * (128 + 64)  # keys and values, bytes, heads, channels, tokens
+    assert generations(args, found) == []
+
+
+@pytest.mark.parametrize("given", ["", "64", "64x0+5", "64*100+5", "-1x2+3"])
+def test_a_generation_in_other_words_is_refused(given):
+    with pytest.raises(ValueError, match="wanted prompts x tokens of each"):
+        Size.parsed(given)
+
+
+def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
+    flags = f"--model_name_or_path {checkpoint(**SMALL)} --topology h100:8 --trainer rloo --max_prompt_length 50"
+    flags += f" --reward_model_name_or_path {checkpoint()} --mesh_shape fsdp:8 --generation_batch_size 128"
+    assert main(["plan", *flags.split(), "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["generation"]["size"]["completions"] == 128 and found["mesh"] == {"fsdp": 8}
+    assert found["scorer"] > 4 * 100_000 and "MiB of the model that scores: peak" in capsys.readouterr().out
+    score = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --generate 4x16+8"
+    assert main(["plan", *score.split()]) == 2
+    assert "cannot generate: it runs on the native backend and has a 'score' head" in capsys.readouterr().err
+
+
+def test_tpus_read_completions_by_text(bare, tmp_path):
+    found = plan(bare, config(tmp_path), topology("v5e:1x1"), compiles=False)
+    assert found.attention.startswith("splash attention") and found.layout == "shared"

@@ -1,0 +1,94 @@
+"""Counts the files and functions of the package that a two-step run enters: python -m compat_tests.trace_run dpo
+
+Prints a line of totals; --list adds the files, with the functions that each of them executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+
+def dpo(model: str, folder: str) -> Any:
+    from datasets import Dataset
+
+    import trl_jax
+
+    rows = [{"prompt": f"say {i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(4)]
+    args = trl_jax.DPOConfig(max_length=32, **_common(folder))
+    return trl_jax.DPOTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows))
+
+
+def grpo(model: str, folder: str) -> Any:
+    from datasets import Dataset
+
+    import trl_jax
+
+    rows = [{"prompt": f"say {i}"} for i in range(4)]
+    args = trl_jax.GRPOConfig(num_generations=2, max_completion_length=4, **_common(folder))
+    return trl_jax.GRPOTrainer(model, _lengths, args=args, train_dataset=Dataset.from_list(rows))
+
+
+def _lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def _common(folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": f"{folder}/out", "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True,
+    }  # fmt: skip
+
+
+RUNS = {"dpo": dpo, "grpo": grpo}
+
+
+def traced(name: str) -> dict[str, set[str]]:
+    """File below the package -> the functions of it that ran from the import of the package to the end of train()."""
+    import trl_jax
+    from compat_tests.tiny import tiny_model
+
+    package = f"{Path(trl_jax.__file__).parent}/"
+    seen: set[Any] = set()
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(tiny_model(Path(folder) / "model", "llama", head="causal"))
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        try:
+            RUNS[name](model, folder).train()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    found: dict[str, set[str]] = defaultdict(set)
+    for code in seen:
+        function = code.co_flags & inspect.CO_OPTIMIZED  # and not the body of a module or a class
+        if function and code.co_filename.startswith(package):
+            found[code.co_filename.removeprefix(package)].add(f"{code.co_name}:{code.co_firstlineno}")
+    return dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("--list", action="store_true", help="name the files and how many of their functions ran")
+    given = parser.parse_args()
+    found = traced(given.run)
+    if given.list:
+        for file, functions in sorted(found.items()):
+            print(f"{len(functions):4} {file}")
+    print(f"{given.run}: {len(found)} files, {sum(map(len, found.values()))} functions")
+
+
+if __name__ == "__main__":
+    main()

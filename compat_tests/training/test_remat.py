@@ -1,0 +1,94 @@
+"""A step keeps what fits, shape by shape."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trl_jax.training import devices
+from trl_jax.training.devices import Programs, RematFallback, room_of
+
+ROW = 1 << 10
+
+
+def fits(steps, room):
+    return Programs(RematFallback(steps, room), "The step")
+
+
+def large(params, state, batch, rate):
+    """Two products that have to exist at once: 2 n^2 numbers."""
+    rows = batch["tokens"]
+    return jnp.linalg.norm(jnp.sort(rows @ rows.T) + jnp.sort(rows @ rows.T, axis=0)) + rate
+
+
+def small(params, state, batch, rate):
+    return jnp.sum(batch["tokens"]) + rate
+
+
+def batch(rows):
+    return {"tokens": np.ones((rows, 4), np.float32)}
+
+
+def test_the_first_that_fits_is_taken_for_each_shape(caplog):
+    step = fits([jax.jit(large), jax.jit(small)], 200_000)
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        found = [float(step(None, None, batch(rows), 0.5)) for rows in (16, ROW, 16, ROW)]
+    wanted = float(large(None, None, batch(16), 0.5))
+    assert found == pytest.approx([wanted, 4 * ROW + 0.5] * 2)
+    (line,) = [record.getMessage() for record in caplog.records if "gradient_checkpointing" in record.getMessage()]
+    assert line.startswith("gradient_checkpointing: whole layers are computed twice; to keep their matrix products")
+    assert line.endswith("of the 0.00 GB there are.") and "would take 0.0" in line
+
+
+class Refused:
+    """A step that a compiler for an accelerator does not take."""
+
+    def __init__(self, error):
+        self.error, self.tried = error, []
+
+    def lower(self, params, state, batch, rate):
+        self.tried.append(len(batch["tokens"]))
+        return SimpleNamespace(compile=self.compile)
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.error)
+
+
+def test_what_the_compiler_refuses_does_not_fit():
+    step = fits([Refused("RESOURCE_EXHAUSTED: Ran out of memory"), jax.jit(small)], 1)
+    assert float(step(None, None, batch(2), 0.0)) == 8
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        fits([Refused("INTERNAL: Mosaic failed"), jax.jit(small)], 1)(None, None, batch(2), 0.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):  # the last has to
+        fits([Refused("RESOURCE_EXHAUSTED")], 1)(None, None, batch(2), 0.0)
+
+
+def test_what_did_not_fit_is_not_tried_with_more():
+    never = Refused("RESOURCE_EXHAUSTED")
+    step = fits([never, jax.jit(small)], 1)
+    assert [float(step(None, None, batch(rows), 0.0)) for rows in (8, 9, 4, 5)] == [32, 36, 16, 20]
+    assert never.tried == [8, 4]
+
+
+def test_the_room_is_the_devices_own_or_half_of_the_host():
+    told = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
+    assert room_of(told) == 950
+    first, again = (room_of(jax.devices("cpu")[0]) for _ in range(2))
+    assert first == again > 1e8
+
+
+def unnamed(name):
+    raise ValueError("unrecognized configuration name")
+
+
+@pytest.mark.parametrize("system", [SimpleNamespace(), SimpleNamespace(sysconf=unnamed)], ids=["Windows", "unnamed"])
+def test_where_the_system_does_not_tell_its_memory_nothing_is_kept(system, monkeypatch):
+    monkeypatch.setattr(devices, "os", system)
+    room = room_of(jax.devices("cpu")[0])
+    assert room == 0
+    assert float(fits([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8

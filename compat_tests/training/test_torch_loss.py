@@ -1,0 +1,177 @@
+"""Losses of scripts that are written in torch: the same run as in jax.numpy and under TRL."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import trl_jax
+from compat_tests.effort import THOROUGH
+from compat_tests.parity.reference import BASE
+from compat_tests.trainer.trainers import FACTS, make, table
+
+torch = pytest.importorskip("torch")
+logsigmoid = torch.nn.functional.logsigmoid
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoint):
+    return checkpoint(**FACTS)
+
+
+def config(**changed):
+    return BASE | {"per_device_train_batch_size": 4, "max_steps": 3} | changed
+
+
+def untimed(log):
+    return {name: value for name, value in log.items() if not name.endswith(("runtime", "per_second"))}
+
+
+def in_torch(base):
+    class Margin(base):
+        modes = set()
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self.modes.add("train" if model.training else "eval")
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
+            chosen, rejected = torch.chunk(outputs.logits.squeeze(-1), 2)
+            loss = -logsigmoid(chosen - rejected - 0.3).mean() + 0.1 * (chosen + rejected).square().mean()
+            self.last = loss.item()
+            if loss.item() > 1e9:
+                raise OverflowError
+            return (loss, outputs) if return_outputs else loss
+
+    return Margin
+
+
+class InJax(trl_jax.RewardTrainer):
+    modes = set()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.modes.add("train" if model.training else "eval")
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        chosen, rejected = jnp.split(outputs.logits[:, 0], 2)
+        loss = -jax.nn.log_sigmoid(chosen - rejected - 0.3).mean() + 0.1 * jnp.square(chosen + rejected).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+SHORT = 10, 6  # rows of both sets, whose last batches are short
+
+
+def run(package, kind, folder, out, sizes=SHORT):
+    how = config(gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2)
+    args = make(package, folder, out, config=how).args
+    rows, other = table(sizes[0]), table(sizes[1], seed=1)
+    trainer = kind(str(folder), args=args, train_dataset=rows, eval_dataset=other)
+    trainer.train()
+    return trainer, [*trainer.state.log_history, trainer.evaluate()]
+
+
+def test_a_loss_in_torch_is_the_run_of_the_same_in_jax_and_in_trl(folder, tmp_path, caplog):
+    trl = pytest.importorskip("trl")
+    trainer, found = run(trl_jax, in_torch(trl_jax.RewardTrainer), folder, tmp_path / "torch")
+    wanted = run(trl_jax, InJax, folder, tmp_path / "jax")[1]
+    assert trainer.modes == InJax.modes == {"train", "eval"}
+    for log, other in zip(found, wanted, strict=True):
+        assert list(log) == list(other) and untimed(log) == pytest.approx(untimed(other), rel=1e-5, abs=1e-6)
+    assert trainer.last > 0
+    [line] = [one.getMessage() for one in caplog.records if "written in torch" in one.getMessage()]
+    assert "`chosen, rejected = torch.chunk(outputs.logits.squeeze(-1), 2)`" in line and "jnp.split" in line
+    theirs = run(trl, in_torch(trl.RewardTrainer), folder, tmp_path / "trl")[1]
+    for name in ("loss", "grad_norm"):
+        of_both = [[log[name] for log in logs if name in log] for logs in (found, theirs)]
+        assert of_both[0] == pytest.approx(of_both[1], abs=2e-5) and len(of_both[0]) > 2
+    assert found[-1]["eval_loss"] == pytest.approx(theirs[-1]["eval_loss"], abs=2e-4)  # a mean of batches' means
+
+
+def in_two_calls(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    chosen, rejected = (model(inputs[f"input_ids_{side}"], inputs[f"attention_mask_{side}"])[0] for side in SIDES)
+    return -logsigmoid(chosen - rejected).mean()
+
+
+def around_the_default(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    loss, outputs = super(self.kind, self).compute_loss(model, inputs, return_outputs=True)
+    outputs.logits[0] = torch.tensor(0.0)  # of the script's own
+    loss = loss + torch.zeros(()) * outputs.logits.sum()
+    return (loss, outputs) if return_outputs else loss
+
+
+SIDES = ("chosen", "rejected")
+
+
+@pytest.mark.parametrize("own", [in_two_calls, around_the_default])
+def test_trls_own_loss_in_torch_is_the_plain_run(folder, tmp_path, own):
+    kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
+    kind.kind = kind
+    sizes = SHORT if THOROUGH else (12, 8)  # each short batch is a program more
+    found = run(trl_jax, kind, folder, tmp_path / "own", sizes)[1]
+    wanted = run(trl_jax, trl_jax.RewardTrainer, folder, tmp_path / "plain", sizes)[1]
+    for log, other in zip(found, wanted, strict=True):
+        assert untimed(log) == pytest.approx(untimed(other), rel=1e-4, abs=1e-5)
+
+
+def of_tokens(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].reshape(-1, outputs.logits.shape[-1])
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum")
+    return total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+
+
+def test_compute_loss_func_in_torch_trains_a_language_model(checkpoint, tmp_path):
+    from datasets import Dataset
+
+    folder = checkpoint(**FACTS, head="causal")
+    rows = Dataset.from_dict({"text": [f"a word and {'more ' * n}of it" for n in range(8)]})
+    found = []
+    for own in (None, of_tokens):
+        args = trl_jax.SFTConfig(str(tmp_path), **config(gradient_accumulation_steps=2))
+        trainer = trl_jax.SFTTrainer(str(folder), args, train_dataset=rows, compute_loss_func=own)
+        trainer.train()
+        found.append([untimed(log) for log in trainer.state.log_history])
+    for log, other in zip(*found, strict=True):
+        assert log == pytest.approx({name: other[name] for name in log}, rel=1e-4, abs=1e-5)
+
+
+REFUSED = {
+    "model(inputs['input_ids'], output_hidden_states=True).logits": r"model\(...\) with output_hidden_states",
+    "model(inputs['input_ids']).hidden_states[-1]": "the model's hidden_states",
+    "sum(torch.norm(p) for p in self.model.parameters())": "the model's parameters",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_reads_more_than_outputs_is_refused_by_the_line(folder, tmp_path, words):
+    scope = {"torch": torch}
+    source = "def own(self, model, inputs, **how):\n    torch.relu(model(inputs['input_ids']).logits)\n"
+    source += f"    return {words}"
+    (tmp_path / "script.py").write_text(source)
+    exec(compile(source, str(tmp_path / "script.py"), "exec"), scope)
+    kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": scope["own"]})
+    trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
+    with pytest.raises(TypeError, match=rf"in torch and asks for {REFUSED[words]}, which stays in JAX: `return"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        (lambda m, x: torch.relu(m(x["input_ids"]).logits), r"compute_loss returned a tensor \[8, 1\]"),
+        (lambda m, x: torch.relu(m(x["input_ids"]).logits.detach()).mean(), "returned a tensor without a gradient"),
+        (lambda m, x: float(torch.relu(m(x["input_ids"]).logits).mean()), "compute_loss returned a float"),
+    ],
+)
+def test_what_is_no_loss_is_refused(folder, tmp_path, own, text):
+    loss = {"compute_loss": lambda self, model, inputs, **how: own(model, inputs)}
+    trainer = type("Own", (trl_jax.RewardTrainer,), loss)(
+        str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8)
+    )
+    with pytest.raises(TypeError, match=text):
+        trainer.train()
+
+
+def test_without_torch_the_line_is_shown_in_jax(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_jax.hub.torch_bridge.available", lambda: False)
+    kind = in_torch(trl_jax.RewardTrainer)
+    trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
+    with pytest.raises(TypeError, match=r"which torch cannot take.*in JAX: `chosen, rejected = jnp\.split"):
+        trainer.train()

@@ -1,0 +1,133 @@
+"""AdamW and clipping beside torch's, step by step; which parameters decay beside transformers' list."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from trl_jax.training.optimizers import Hyperparameters, clip_by_global_norm, decays, global_norm, make_optimizer
+
+SHAPES = {"kernel": (5, 4), "norm": (4,), "bias": (3,), "still": (2, 2)}
+DECAYED = {"kernel": True, "norm": False, "bias": False, "still": True}
+SETTINGS = [
+    {"weight_decay": 0.0, "max_grad_norm": 1.0},
+    {"weight_decay": 0.3, "max_grad_norm": 0.5},
+    {"weight_decay": 0.1, "max_grad_norm": None, "b1": 0.8, "b2": 0.95, "eps": 1e-3},
+    {"weight_decay": 0.1, "max_grad_norm": 0.0, "b1": 0.0, "b2": 0.5, "eps": 1e-6},
+]
+DEFAULTS = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+STEPS = 20
+
+
+def gradients(step: int) -> dict[str, np.ndarray]:
+    """From far below eps to far above the norm they are clipped at; `still` has none."""
+    dice = np.random.default_rng(step)
+    size = 10.0 ** dice.uniform(-6, 1)
+    drawn = {name: (size * dice.standard_normal(shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    return drawn | {"still": np.zeros(SHAPES["still"], np.float32)}
+
+
+def start() -> dict[str, np.ndarray]:
+    dice = np.random.default_rng(99)
+    return {name: dice.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def rate(step: int) -> float:
+    return 1e-2 * (1 - step / STEPS)
+
+
+def torchs(b1, b2, eps, weight_decay, max_grad_norm):
+    torch = pytest.importorskip("torch")
+    params = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start().items()}
+    groups = [
+        {"params": [p for name, p in params.items() if DECAYED[name]], "weight_decay": weight_decay},
+        {"params": [p for name, p in params.items() if not DECAYED[name]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(b1, b2), eps=eps)
+    for step in range(STEPS):
+        for name, value in gradients(step).items():
+            params[name].grad = torch.tensor(value)
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(params.values(), max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        yield {name: p.detach().numpy().copy() for name, p in params.items()}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_step_is_torchs(setting):
+    setting = DEFAULTS | setting
+    hyper = Hyperparameters(**{name: value for name, value in setting.items() if name != "max_grad_norm"})
+    tx = make_optimizer("adamw_torch", hyper, decayed=DECAYED, max_grad_norm=setting["max_grad_norm"])
+    params = {name: jnp.asarray(value) for name, value in start().items()}
+    state = tx.init(params)
+    for step, wanted in enumerate(torchs(**setting)):
+        grads = {name: jnp.asarray(value) for name, value in gradients(step).items()}
+        updates, state = tx.update(grads, state, params, learning_rate=np.float32(rate(step)))
+        params = optax.apply_updates(params, updates)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(params[name], value, rtol=0, atol=1e-6, err_msg=f"step {step}, {name}")
+
+
+def test_only_what_decays_moves_without_a_gradient():
+    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    tx = make_optimizer("adamw_torch", Hyperparameters(weight_decay=0.5), decayed=DECAYED, max_grad_norm=1.0)
+    nothing = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    updates, _ = tx.update(nothing, tx.init(params), params, learning_rate=0.1)
+    moved = {name: bool(np.any(update != 0)) for name, update in updates.items()}
+    assert moved == DECAYED
+    np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-9, 0.1, 1.0, 1.0 + 1e-6, 3.0])
+def test_clipping_is_torchs_to_the_last_digits(size):
+    """At a norm of 1 + 1e-6 optax's own clipping is off by a millionth, ten times float32's grain."""
+    torch = pytest.importorskip("torch")
+    grad = np.full((4,), size / 2, np.float32)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.tensor(grad)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    clip = clip_by_global_norm(1.0)
+    ours, _ = clip.update({"g": jnp.asarray(grad)}, clip.init(None))
+    np.testing.assert_allclose(ours["g"], parameter.grad.numpy(), rtol=2e-7)
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 2e-7), ("bfloat16", 2**-8)])
+def test_a_norm_is_that_of_all_elements(dtype, apart):
+    """Also of rows that are left after whole turns, and of those too long for one."""
+    dice = np.random.default_rng(0)
+    shapes = [(), (7,), (5, 3), (3, 5000), (31, 133, 200)]
+    tree = {str(shape): jnp.asarray(dice.normal(size=shape), dtype) for shape in shapes}
+    exact = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in tree.values()))
+    found = jax.jit(global_norm)(tree)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(float(found), exact, rtol=apart)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_decay_skips_what_transformers_skips(checkpoint, model_type):
+    pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification, Trainer
+
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint(model_type))
+    wanted = set(Trainer.get_decay_parameter_names(None, model))
+    names = {name for name, _ in model.named_parameters()}
+    assert {name for name in names if decays(name)} == wanted
+    assert wanted and names - wanted
+
+
+def test_names_that_sound_like_a_norm_are_judged_as_transformers_judges_them():
+    torch = pytest.importorskip("torch")
+    from transformers import Trainer
+
+    words = ["rmsnorm", "RMSNorm_2", "layernorm", "norm", "normal", "q_norm", "norm_q", "biases"]
+    model = torch.nn.Module()
+    for word in words:
+        model.add_module(word, torch.nn.Linear(1, 1))
+    wanted = Trainer.get_decay_parameter_names(None, model)
+    assert [name for name, _ in model.named_parameters() if decays(name)] == wanted
+    assert "rmsnorm.weight" not in wanted and "normal.weight" in wanted

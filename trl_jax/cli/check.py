@@ -1,0 +1,394 @@
+"""`trl-jax check`: what a TRL script needs, read from its source without running it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from trl_jax.cli.trl_alias import MODULES
+from trl_jax.config.devices import no_launcher
+from trl_jax.config.renamed import RENAMED, way_out
+from trl_jax.config.rules import show
+from trl_jax.core.secrets import CleanParser, cleaned
+from trl_jax.core.trainers import TRAINERS, TrainerNames
+from trl_jax.trainer.overrides import NEAR
+
+# ----------------------------------------------------------------------------------------------------
+# The command `trl-jax check`: reads a TRL script without running it, and says what works, what is otherwise here, and
+# what is refused.
+
+
+class Parser(CleanParser):
+    def parse_args_and_config(self, argv: list[str]) -> tuple[argparse.Namespace]:
+        return (self.parse_args(argv),)
+
+
+def make_parser(prog: str | None = None) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description="Read a TRL script, run nothing of it, and say of every name it takes from trl, every argument and "
+        "every method it overrides whether it works, means something else here, or is refused.",
+        epilog="Values that only a run would know, rows and checkpoints among them, are not judged: "
+        "`trl-jax compare` runs the first steps.",
+    )
+    parser.add_argument("script", help="a script that imports trl, or trl_jax")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Print the findings, a line each, and what they come to.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+        ValueError: it is no Python.
+    """
+    if not Path(args.script).is_file():
+        raise FileNotFoundError(f"there is no script {args.script!r}.")
+    try:
+        uses = read(Path(args.script).read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:  # not UTF-8, or null bytes
+        raise ValueError(f"{args.script} is no Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{args.script}: its expressions are nested too deeply to be read.") from None
+    print("\n".join(map(cleaned, report(findings(uses)))))
+
+
+def report(found: list[Finding]) -> list[str]:
+    """A line for each finding, in the order of the script, and the verdict."""
+    if not found:
+        return ["It takes nothing from trl."]
+    lines = [f"{one.line:5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
+    changed, refused = (sum(one.kind == kind for one in found) for kind in ("changed", "refused"))
+    if refused:
+        are, them = ("is", "it") if refused == 1 else ("are", "them")
+        verdict = f"{refused} of {len(found)} {are} refused: change {them} as it says, then run it."
+    elif changed:
+        verdict = f"It runs as it is; {changed} of {len(found)} {'is' if changed == 1 else 'are'} otherwise here."
+    else:
+        verdict = "It runs as it is."
+    return [*lines, "", verdict]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Judges a script's names, arguments and methods, by doing on nothing what the script does with them.
+
+
+class Finding(NamedTuple):
+    """The verdict on one thing. `text`: how it is "changed", or why it is "refused" and what to write."""
+
+    line: int
+    what: str
+    kind: Literal["works", "changed", "refused"]
+    text: str = ""
+
+
+_OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
+_OF_CONFIG = {names.config: names for names in TRAINERS.values()}
+_IN_JAX = "Write it in jax.numpy: it is compiled with the model and its gradient."
+_IN_TORCH = "It is in torch, which gets the outputs of each batch and gives their gradient. "
+
+
+def findings(uses: Uses) -> list[Finding]:
+    """All findings, in the order of lines."""
+    touched = {call.name for call in uses.calls} | {subclass.base for subclass in uses.subclasses}
+    found = [_of_name(name, name.name in touched) for name in uses.names]
+    used = [names for call in uses.calls if (names := _OF_TRAINER.get(call.name))]
+    for call in uses.calls:
+        if call.name in _OF_TRAINER:
+            found += _of_trainer(call, _OF_TRAINER[call.name])
+        elif call.name in _OF_CONFIG:
+            found += _of_config(call, _OF_CONFIG[call.name].load_config())
+        elif call.name == "TrainingArguments" and used:
+            found += _of_config(call, used[0].load_config())
+    for subclass in uses.subclasses:
+        if subclass.base in _OF_TRAINER:
+            found += _of_subclass(subclass, _OF_TRAINER[subclass.base])
+    return sorted(dict.fromkeys(found), key=lambda one: one.line)
+
+
+def _of_name(name: Name, touched: bool) -> Finding:
+    what = f"{name.module}.{name.name}"
+    if name.name in NEAR and name.module.removesuffix(".trainer") in PACKAGES:
+        near = f" Near it: {NEAR[name.name]}." if NEAR[name.name] else ""
+        kind = "refused" if touched else "changed"
+        return Finding(name.line, what, kind, f"It can be imported, but not used: it is not built.{near}")
+    own = [name.module] if name.module.partition(".")[0] == "trl_jax" else []
+    modules = (*MODULES["trl"], *MODULES.get(name.module, ()), *own)
+    if any(hasattr(importlib.import_module(module), name.name) for module in modules if find_spec(module)):
+        return Finding(name.line, what, "works")
+    if name.module in ("trl", "trl_jax"):
+        return Finding(name.line, what, "refused", f"There is no such name: {way_out(name.name, _names())}")
+    text = "Not in trl_jax: under python -m trl_jax it is the installed trl's."
+    return Finding(name.line, what, "changed", text)
+
+
+def _names() -> list[str]:
+    """The public names."""
+    return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
+
+
+def _alone(config: type) -> type:
+    """The same config, which neither joins other processes nor asks JAX for devices.
+
+    How many devices the run has is not known here. Sizes that depend on it are refused only if they fit neither one
+    device nor as many as a prompt has completions.
+    """
+
+    def settle_sizes(self: Any) -> None:
+        given = dict(vars(self))
+        try:
+            config.settle_sizes(self)
+        except ValueError:
+            if "num_generations" not in given:
+                raise
+            vars(self).update(given, _devices=self.num_generations)
+            with contextlib.suppress(ValueError):
+                return config.settle_sizes(self)
+            raise
+
+    own = {
+        "join_processes": lambda self: None,
+        "settle_sizes": settle_sizes,
+        "_devices": 1,
+        "data_parallel_size": property(lambda self: self._devices),
+    }
+    return type(config.__name__, (config,), own)
+
+
+def _of_config(call: Call, config: type) -> Iterator[Finding]:
+    """Construct the config with each argument whose value is written in the script."""
+    known, config = config, _alone(config)
+    given = {name: value for name, value in call.arguments.items() if value is not UNKNOWN}
+    fitting: dict[str, Any] = {}
+    for name, value in given.items():
+        alone = {"output_dir": "out", name: value}
+        found = _tried(call.line, f"{call.name}({show(name, value)})", partial(config, **alone))
+        if found.kind == "refused":
+            together = _tried(call.line, found.what, partial(config, **{"output_dir": "out"} | given))
+            found = together if together.kind != "refused" else found
+            if found.kind == "changed" and name not in found.text:  # it is told of another argument
+                found = Finding(call.line, found.what, "works")
+        if found.kind != "refused":
+            fitting[name] = value
+        yield found
+    for name in call.arguments.keys() - given.keys():
+        yield _of_unknown_value(call, name, known)
+    whole = _tried(call.line, f"{call.name}(...)", partial(config, **{"output_dir": "out"} | fitting))
+    if whole.kind == "refused":
+        yield whole
+
+
+def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
+    """An argument whose value only a run would know: whether there is one of that name."""
+    what, known = f"{call.name}({name}=...)", {field.name for field in fields(config)}
+    if name in RENAMED and name not in known:
+        return Finding(call.line, what, "changed", f"An old name: {RENAMED[name]}")
+    if name not in known:
+        text = f"{config.__name__} has no argument {name!r}: {way_out(name, known)}"
+        return Finding(call.line, what, "refused", text)
+    line = config.argument_table.get(name)
+    if line is not None and line.kind == "refused":
+        return Finding(call.line, what, "changed", f"Refused, unless it is the default: {line.text}")
+    return Finding(call.line, what, "works")
+
+
+def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
+    trainer = names.load_trainer()
+    known, old = inspect.signature(trainer.__init__).parameters, trainer._old_arguments
+    of_config = {field.name for field in fields(names.load_config())}
+    for name in call.arguments:
+        what = f"{call.name}({name}=...)"
+        if name in old:
+            yield Finding(call.line, what, "changed", f"An old name: {old[name]}")
+        elif name in known:
+            yield Finding(call.line, what, "works")
+        elif name == "tokenizer":
+            yield Finding(call.line, what, "changed", "An old name: pass it as processing_class.")
+        elif name in of_config or name in RENAMED:
+            text = f"An argument of {names.config} now." if name in of_config else f"An old name: {RENAMED[name]}"
+            yield Finding(call.line, what, "changed", text)
+        else:
+            yield Finding(call.line, what, "refused", f"{call.name} has no argument {name!r}: {way_out(name, known)}")
+
+
+def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
+    """Make a class with each of the methods."""
+    trainer = names.load_trainer()
+    for method, line in subclass.methods.items():
+        what = f"{subclass.name}.{method}"
+        found = _tried(line, what, partial(type, subclass.name, (trainer,), {method: lambda self: None}))
+        if found.kind == "works" and method in subclass.in_torch and "loss" in method:
+            own = method == "compute_loss"
+            found = Finding(line, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX)
+        yield found
+
+
+def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
+    with warnings.catch_warnings(record=True) as told, no_launcher():
+        warnings.simplefilter("always")
+        try:
+            do()
+        except Exception as error:  # whatever it is, the script would get it, too
+            return Finding(line, what, "refused", _first(error))
+    texts = [" ".join(str(warning.message).split()) for warning in told]
+    return Finding(line, what, "changed", " ".join(dict.fromkeys(texts))) if texts else Finding(line, what, "works")
+
+
+def _first(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reads what a script takes from trl from its source.
+
+
+PACKAGES = ("trl", "trl_jax")
+_DEEPEST = 50  # levels of an expression that are read
+UNKNOWN = object()  # a value that only a run would know
+
+
+class Name(NamedTuple):
+    """A name that is taken from a module of trl."""
+
+    line: int
+    module: str
+    name: str
+
+
+class Call(NamedTuple):
+    """A call of one of trl's names, or of transformers' TrainingArguments, with its keyword arguments."""
+
+    line: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class Subclass(NamedTuple):
+    """A class of the script's on one of trl's names, with the lines of its methods and those that use torch."""
+
+    line: int
+    name: str
+    base: str
+    methods: dict[str, int]
+    in_torch: frozenset[str]
+
+
+class Uses(NamedTuple):
+    """All of a script's, each in the order of lines."""
+
+    names: list[Name]
+    calls: list[Call]
+    subclasses: list[Subclass]
+
+
+def read(source: str) -> Uses:
+    """Read a script.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = ast.parse(source)
+    reader = _Reader()
+    nodes = list(ast.walk(tree))  # not by recursion: expressions may be deep
+    for node in nodes:  # imports first: a class may come before one
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            reader.visit(node)
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            reader.visit(node)
+    uses = Uses(reader.names, [], [])
+    for node in nodes:
+        if isinstance(node, ast.Call) and (name := reader.name_of(node.func)):
+            arguments = {word.arg: _value(word.value) for word in node.keywords if word.arg}
+            uses.calls.append(Call(node.lineno, name, arguments))
+        elif isinstance(node, ast.ClassDef):
+            for base in filter(None, map(reader.name_of, node.bases)):
+                methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+                torch = frozenset(name for name, one in methods.items() if reader.uses_torch(one))
+                lines = {name: one.lineno for name, one in methods.items()}
+                uses.subclasses.append(Subclass(node.lineno, node.name, base, lines, torch))
+    for part in uses:
+        part.sort(key=lambda one: one.line)
+    return uses
+
+
+class _Reader(ast.NodeVisitor):
+    """Finds what names mean."""
+
+    def __init__(self):
+        self.names: list[Name] = []
+        self._meaning: dict[str, str] = {}  # of names in the script that are trl's, or TrainingArguments
+        self._modules: dict[str, str] = {}  # of modules of trl
+        self._torch: set[str] = set()
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = (node.module or "").partition(".")[0]
+        for alias in node.names:
+            own = alias.asname or alias.name
+            if module in PACKAGES and not node.level:
+                self.names.append(Name(node.lineno, node.module, alias.name))
+                self._meaning[own] = alias.name
+            elif module == "transformers" and alias.name == "TrainingArguments":
+                self._meaning[own] = alias.name
+            elif module == "torch":
+                self._torch.add(own)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            module, _, _ = alias.name.partition(".")
+            if module in PACKAGES:
+                self._modules[alias.asname or module] = alias.name if alias.asname else module
+            elif module == "torch":
+                self._torch.add(alias.asname or module)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        module = self._module_of(node.value)
+        if module is not None and node.attr[:1].isupper():
+            self.names.append(Name(node.lineno, module, node.attr))
+
+    def name_of(self, node: ast.expr) -> str | None:
+        """The name of trl's that an expression means; None for others."""
+        if isinstance(node, ast.Name):
+            return self._meaning.get(node.id)
+        if isinstance(node, ast.Attribute) and self._module_of(node.value) is not None:
+            return node.attr
+        return None
+
+    def uses_torch(self, node: ast.AST) -> bool:
+        return any(isinstance(one, ast.Name) and one.id in self._torch for one in ast.walk(node))
+
+    def _module_of(self, node: ast.expr) -> str | None:
+        below: list[str] = []
+        while isinstance(node, ast.Attribute) and node.attr.islower() and len(below) < _DEEPEST:
+            below.append(node.attr)
+            node = node.value
+        module = self._modules.get(node.id) if isinstance(node, ast.Name) else None
+        return None if module is None else ".".join([module, *reversed(below)])
+
+
+def _value(node: ast.expr) -> Any:
+    if _is_deep(node):  # literal_eval and repr are recursive
+        return UNKNOWN
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return UNKNOWN
+
+
+def _is_deep(node: ast.expr) -> bool:
+    level: list[ast.AST] = [node]
+    for _ in range(_DEEPEST):
+        level = [child for one in level for child in ast.iter_child_nodes(one)]
+        if not level:
+            return False
+    return True

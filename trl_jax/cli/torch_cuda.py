@@ -1,0 +1,222 @@
+"""Words of scripts for GPUs, where torch has none: `.to("cuda")` stays on the CPU, and torch.cuda's questions get an
+answer with which a script goes on. JAX chooses the device that it trains on.
+
+Libraries that ask torch.cuda go on hearing the truth: they would put tensors there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE, _STANDARD = Path(__file__).parents[1], Path(os.__file__).parent
+_CUDA = re.compile(r"cuda(:\d+)?")
+_NOTHING = ("empty_cache", "ipc_collect", "init", "manual_seed", "manual_seed_all", "reset_max_memory_allocated",
+            "reset_max_memory_cached", "reset_peak_memory_stats", "set_device", "set_per_process_memory_fraction",
+            "synchronize")  # fmt: skip
+_ZERO = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
+_CAPABILITY = (8, 0)  # the first with bfloat16, which JAX has on every device
+_PLACEMENT = ("device_map", "max_memory", "offload_folder")
+# The last three were phi-2's, while its code lay on the Hub.
+_KERNELS = {"use_flash_attention_2", "flash_attn", "flash_rotary", "fused_dense"}
+
+
+def answer(torch: ModuleType) -> None:
+    """Answer torch's words of GPUs from now on, unless torch has one."""
+    if torch.cuda.is_available():
+        return
+    answers = {
+        "get_device_capability": _CAPABILITY,
+        "get_device_name": "JAX's device",
+        "get_arch_list": [f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"],
+        "get_device_properties": _properties(),
+        "is_bf16_supported": True,
+        "is_initialized": True,
+        "mem_get_info": (_memory(), _memory()),
+        "memory_summary": "",
+    }
+    answers |= dict.fromkeys(_NOTHING) | dict.fromkeys(_ZERO, 0)
+    for name, value in (answers | {"is_available": True, "device_count": 1}).items():
+        setattr(torch.cuda, name, _answering(getattr(torch.cuda, name), value, quietly=name in _NOTHING))
+    torch.set_default_device = _passing_over_cuda(torch.set_default_device)
+    torch.Generator = _generator_on_cpu(torch.Generator)
+    torch.load = _loading_onto_cpu(torch.load)
+    torch.cuda.device = _Device  # which pipelines of transformers enter, too
+    _on_cpu(torch).__enter__()  # for as long as the process lives
+
+
+def answer_bf16(module: ModuleType) -> None:
+    """Let transformers take bf16=True where torch has no GPU: JAX has bfloat16 on every device."""
+    module.is_torch_bf16_gpu_available = lambda: True
+
+
+def answer_tf32(module: ModuleType) -> None:
+    """Let transformers take tf32=True where torch has no GPU: JAX computes, so torch's precision stays as it is."""
+    module.is_torch_tf32_available = lambda: True
+    module.enable_tf32 = lambda enable: None
+
+
+def load_anywhere(kind: type) -> None:
+    """Let `from_pretrained` and `from_config` of a class of transformers, and of those derived from it that have copies
+    of them, take words of GPUs where torch has none."""
+    for name in {"from_pretrained", "from_config"} & vars(kind).keys():
+        setattr(kind, name, classmethod(_loading(vars(kind)[name].__func__)))
+    for derived in kind.__subclasses__():
+        load_anywhere(derived)
+
+
+def _loading(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def load(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return plain(cls, *args, **_without_gpu(_quantized_as_today(kwargs)))
+
+    return load
+
+
+def _quantized_as_today(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a `quantization_config` in the place of `load_in_4bit` and `load_in_8bit`, as they were called
+    until 2025."""
+    bits = {name: kwargs[name] for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
+    if not bits:
+        return kwargs
+    from transformers import BitsAndBytesConfig
+
+    kept = {name: value for name, value in kwargs.items() if name not in bits}
+    if any(bits.values()) and kept.get("quantization_config") is None:
+        kept["quantization_config"] = BitsAndBytesConfig(**bits)
+    logger.warning("%s of from_pretrained: write quantization_config=BitsAndBytesConfig(...).", " and ".join(bits))
+    return kept
+
+
+def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without a placement and without FlashAttention and other kernels, which are GPUs'."""
+    import torch
+
+    if torch.cuda.is_available():  # asked by a library, so the truth
+        return kwargs
+    gone = {name for name in _PLACEMENT if kwargs.get(name) not in (None, "cpu")} | _KERNELS
+    if "flash" in str(kwargs.get("attn_implementation")):
+        gone.add("attn_implementation")
+    if gone & kwargs.keys():
+        _tell()
+    return {name: value for name, value in kwargs.items() if name not in gone}
+
+
+def _answering(truth: Callable, value: Any, *, quietly: bool) -> Callable:
+    """A function that gives a script this value, and everyone else the truth."""
+
+    @functools.wraps(truth)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        if not of_script(sys._getframe(1).f_code.co_filename):
+            return truth(*args, **kwargs)
+        if not quietly:
+            _tell()
+        return value
+
+    return answered
+
+
+def of_script(file: str) -> bool:
+    """Whether a file is no library's."""
+    path = Path(file)
+    return not ("site-packages" in file or path.is_relative_to(_PACKAGE) or path.is_relative_to(_STANDARD))
+
+
+def _passing_over_cuda(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def set_default_device(device: Any) -> None:
+        if _is_cuda(device):
+            _tell()
+        else:
+            plain(device)
+
+    return set_default_device
+
+
+def _generator_on_cpu(plain: type) -> type:
+    """torch's class of random generators; one that is asked for on a GPU is the CPU's."""
+
+    class Called(type(plain)):
+        def __call__(cls, device: Any = "cpu") -> Any:
+            return plain(_or_cpu(device))
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, plain)
+
+    return Called(plain.__name__, (plain,), {"__module__": plain.__module__})
+
+
+class _Device(contextlib.nullcontext):
+    """torch.cuda.device, which has a GPU compute for a while; there is none to do so."""
+
+
+def _loading_onto_cpu(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(map_location, dict):
+            map_location = {stored: _or_cpu(place) for stored, place in map_location.items()}
+        return plain(f, _or_cpu(map_location), *args, **kwargs)
+
+    return load
+
+
+def _or_cpu(device: Any) -> Any:
+    """The device; the CPU in the place of a GPU."""
+    if not _is_cuda(device):
+        return device
+    _tell()
+    return "cpu"
+
+
+def _on_cpu(torch: ModuleType) -> Any:
+    """torch's mode in which tensors that are asked onto a GPU stay on the CPU."""
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = {} if kwargs is None else kwargs
+            if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+                _tell()
+                return args[0]
+            if "device" in kwargs:
+                kwargs = kwargs | {"device": _or_cpu(kwargs["device"])}
+            if function is torch.Tensor.to and len(args) > 1:
+                args = (args[0], _or_cpu(args[1]), *args[2:])
+            return function(*args, **kwargs)
+
+    return OnCpu()
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether it names a GPU: "cuda:0", torch.device("cuda"), 0."""
+    return type(device) is int or (device is not None and _CUDA.fullmatch(str(device)) is not None)
+
+
+def _properties() -> SimpleNamespace:
+    major, minor = _CAPABILITY
+    return SimpleNamespace(
+        name="JAX's device", total_memory=_memory(), major=major, minor=minor, multi_processor_count=os.cpu_count()
+    )
+
+
+def _memory() -> int:
+    """Bytes of this computer's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def _tell() -> None:
+    logger.warning(
+        "torch has no GPU here: what the script says of cuda, device_map and FlashAttention is answered on the CPU, "
+        "and JAX chooses the device that it trains on."
+    )

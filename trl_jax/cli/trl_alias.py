@@ -1,0 +1,318 @@
+"""Make `import trl` find trl_jax, and adjust what scripts import from torch and transformers."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trl_jax.cli import torch_cuda
+from trl_jax.cli.main import watching_templates
+from trl_jax.config.renamed import translated
+from trl_jax.core.called_by_name import answer_by_name
+from trl_jax.core.trainers import EXPERIMENTAL, WHERE
+from trl_jax.legacy.arguments import modern_flags
+
+# ----------------------------------------------------------------------------------------------------
+# Puts a package `trl` before the installed one: our names replace TRL's, and the others stay the installed trl's.
+
+
+# TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
+MODULES: dict[str, tuple[str, ...]] = {
+    "trl": ("trl_jax",),
+    "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
+    "trl.commands": (),
+    "trl.commands.cli_utils": ("trl_jax.scripts.utils", "trl_jax.scripts.old_arguments"),
+    "trl.core": (),
+    "trl.data_utils": ("trl_jax.data_utils",),
+    "trl.env_utils": ("trl_jax.scripts.old_arguments",),
+    "trl.experimental": (),
+    **{f"trl.experimental.{name}": (f"trl_jax.experimental.{name}",) for name in EXPERIMENTAL},
+    **{
+        f"trl.experimental.{name}.{name}_{part}": (f"trl_jax.trainer.{name}_{part}",)
+        for name in EXPERIMENTAL
+        for part in ("config", "trainer")
+    },
+    "trl.extras": (),
+    "trl.extras.dataset_formatting": ("trl_jax.legacy.collators",),
+    "trl.rewards": ("trl_jax.rewards",),
+    "trl.scripts": ("trl_jax.scripts",),
+    "trl.scripts.utils": ("trl_jax.scripts.utils",),
+    "trl.trainer": ("trl_jax.trainer",),
+    "trl.trainer.callbacks": ("trl_jax.trainer.callbacks",),
+    "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
+    "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.legacy.chat_templates", "trl_jax.trainer"),
+    **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
+}
+_PACKAGES = (
+    "trl", "trl.commands", "trl.experimental", "trl.extras", "trl.scripts", "trl.trainer",
+    *(f"trl.experimental.{name}" for name in EXPERIMENTAL),
+)  # fmt: skip
+_RATHER_THEIRS = {"add_response_schema"}  # ours knows fewer templates than the installed trl's
+_FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
+_IN_CHILDREN = Path(__file__).parent / "children"
+
+
+def install() -> None:
+    """Let `import trl` find trl_jax from now on, in this process and in the Python processes it starts: for notebooks,
+    in the first cell. `python -m trl_jax` does it for scripts."""
+    if any(isinstance(finder, Front) for finder in sys.meta_path):
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Front())
+    for name in ADJUSTMENTS.keys() & sys.modules.keys():  # a notebook may have imported them before
+        ADJUSTMENTS[name](sys.modules[name])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(_IN_CHILDREN) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_IN_CHILDREN), *filter(None, paths)])
+
+
+class Front(MetaPathFinder, Loader):
+    """Finds the modules of `MODULES`; others of trl are found where trl is installed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname in ADJUSTMENTS:
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is not None:
+                spec.loader = Adjusting(spec.loader)
+            return spec
+        if fullname in MODULES:
+            spec = ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
+            real = _real_spec(fullname)
+            if real is not None and fullname in _PACKAGES:
+                spec.submodule_search_locations = list(real.submodule_search_locations)
+            return spec
+        if fullname.startswith("trl.") and _real_spec("trl") is None:
+            raise ModuleNotFoundError(
+                f"{fullname} is not part of trl_jax, and trl is not installed. trl_jax has {', '.join(MODULES)}.",
+                name=fullname,
+            )
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return FrontModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are imported when they are first used."""
+
+
+class FrontModule(ModuleType):
+    """A module of TRL's whose names come from ours, and the rest from the installed trl."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__" and self.__name__ == "trl" and _real_spec("trl") is None:
+            return _FOLLOWED
+        theirs = name.startswith("__") or (name in _RATHER_THEIRS and _real_spec("trl") is not None)
+        value = _NOWHERE if theirs else self._ours(name)
+        if value is _NOWHERE:
+            value = self._theirs(name)
+        setattr(self, name, value)
+        return value
+
+    def _ours(self, name: str) -> Any:
+        if (inner := f"{self.__name__}.{name}") in MODULES:
+            return importlib.import_module(inner)
+        for module in MODULES[self.__name__]:
+            ours = importlib.import_module(module)
+            # Names that our module imported for itself are no names of TRL's.
+            if name in _public(ours):
+                return getattr(ours, name)
+        return _NOWHERE
+
+    def _theirs(self, name: str) -> Any:
+        """The name of the installed trl's, or a placeholder of one that TRL had or has and nobody builds here."""
+        found = _NOWHERE if _real_spec(self.__name__) is None else _of_real(self.__name__, name)
+        if found is _NOWHERE:  # a module of trl's that trl itself imported, while this one was aside
+            found = sys.modules.get(f"{self.__name__}.{name}", _NOWHERE)
+        if found is not _NOWHERE:
+            return found
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        from trl_jax.trainer.overrides import NEAR, placeholder
+
+        if name in NEAR:
+            return placeholder(name)
+        names = sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))})
+        close = ", ".join(difflib.get_close_matches(name, names, n=3)) or "no name is like it"
+        without = "" if _real_spec("trl") else ", and trl is not installed"
+        raise ImportError(f"{self.__name__} has no {name} in trl_jax{without}. Near it: {close}.")
+
+
+def _of_real(fullname: str, name: str) -> Any:
+    try:
+        return getattr(_real(fullname), name)
+    except AttributeError:
+        return _NOWHERE
+
+
+_NOWHERE = object()
+_REAL: dict[str, ModuleType] = {}
+
+
+def _public(module: ModuleType) -> set[str]:
+    """The public names of our module: those it lists, or else all that this package defines."""
+    if "__all__" in vars(module):
+        return set(module.__all__)
+    if "_WHERE" in vars(module):
+        return set(module._WHERE)
+    return {name for name, value in vars(module).items() if not name.startswith("_") and _is_ours(value)}
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, type | _FUNCTION) and value.__module__.partition(".")[0] == "trl_jax"
+
+
+_FUNCTION = type(install)
+
+
+def _real_spec(fullname: str) -> ModuleSpec | None:
+    parent, _, _ = fullname.rpartition(".")
+    if not parent:
+        return PathFinder.find_spec(fullname)
+    above = _real_spec(parent)
+    return None if above is None else PathFinder.find_spec(fullname, above.submodule_search_locations)
+
+
+def _real(fullname: str) -> ModuleType:
+    """The installed trl's module, kept out of sys.modules, so that its own imports of trl find the front."""
+    if fullname not in _REAL:
+        spec = _real_spec(fullname)
+        module = importlib.util.module_from_spec(spec)
+        front = sys.modules.get(fullname)
+        sys.modules[fullname] = module
+        try:
+            spec.loader.exec_module(module)
+            _REAL[fullname] = sys.modules[fullname]  # trl's packages put another in their own place
+        finally:
+            if front is not None:
+                sys.modules[fullname] = front
+    return _REAL[fullname]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Modules of torch and transformers that scripts import, adjusted when they are: to know old names of arguments, and
+# words of GPUs on a computer without one.
+
+
+class Adjusting(Loader):
+    """Loads a module of ADJUSTMENTS, and adjusts it."""
+
+    def __init__(self, real: Loader):
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._real  # as others will look for it
+        self._real.exec_module(module)
+        ADJUSTMENTS[module.__name__](module)
+
+
+def _let_arguments_be_old(module: ModuleType) -> None:
+    kind = module.TrainingArguments
+    plain = kind.__init__
+    known = inspect.signature(plain).parameters
+
+    @functools.wraps(plain)
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        kwargs, environment, notes = translated(kwargs, known)
+        _tell(environment, notes)
+        plain(self, *args, **kwargs)
+
+    kind.__init__ = init
+
+
+def _let_flags_be_old(module: ModuleType) -> None:
+    kind = module.HfArgumentParser
+    plain, plain_init = kind.parse_args_into_dataclasses, kind.__init__
+
+    @functools.wraps(plain_init)
+    def init(self, dataclass_types: Any = None, **options: Any) -> None:
+        from trl_jax.scripts.utils import without_doubles  # which imports what is adjusted here
+
+        kinds = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
+        plain_init(self, without_doubles(kinds), **options)
+
+    @functools.wraps(plain)
+    def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
+        from trl_jax.scripts.utils import take_bare  # which imports what is adjusted here
+
+        take_bare(self._actions)
+        names = {action.dest for action in self._actions}
+        flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
+        _tell(environment, notes)
+        return plain(self, flags, *others, **options)
+
+    kind.__init__, kind.parse_args_into_dataclasses = init, parse
+
+
+def _tell(environment: dict[str, str], notes: list[str]) -> None:
+    os.environ.update(environment)
+    for note in notes:
+        warnings.warn(note, FutureWarning, stacklevel=3)
+
+
+def _arguments(module: ModuleType) -> None:
+    torch_cuda.answer_bf16(module)
+    torch_cuda.answer_tf32(module)
+    _let_arguments_be_old(module)
+
+
+def _tokenizers(module: ModuleType) -> None:
+    _let_tokenizers_encode(module)
+    kind = module.PreTrainedTokenizerBase
+    kind.apply_chat_template = watching_templates(kind.apply_chat_template)
+
+
+def _let_tokenizers_encode(module: ModuleType) -> None:
+    """Give tokenizers `encode_plus` and `batch_encode_plus` again, which transformers 5 no longer has: to call the
+    tokenizer was always the same."""
+
+    def encode(self, text: Any, *args: Any, **options: Any) -> Any:
+        return self(text, *args, **options)
+
+    for name in ("encode_plus", "batch_encode_plus"):
+        if name not in vars(module.PreTrainedTokenizerBase):
+            setattr(module.PreTrainedTokenizerBase, name, encode)
+
+
+def _take_our_adapters(module: ModuleType) -> None:
+    """Let `peft.get_peft_model` take a LoraConfig of ours, as `trl.get_peft_config` returns it."""
+    plain = module.get_peft_model
+
+    @functools.wraps(plain)
+    def get_peft_model(model: Any, peft_config: Any, *args: Any, **options: Any) -> Any:
+        from trl_jax.hub.torch_objects import as_pefts  # and much with it
+
+        return plain(model, as_pefts(peft_config), *args, **options)
+
+    module.get_peft_model = get_peft_model
+    if "get_peft_model" in vars(package := sys.modules.get("peft", module)):
+        package.get_peft_model = get_peft_model
+
+
+# A module's name -> what is done to it after it was imported.
+ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
+    "peft.mapping_func": _take_our_adapters,
+    "torch": torch_cuda.answer,
+    "transformers.hf_argparser": _let_flags_be_old,
+    "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
+    "transformers.models.auto.auto_factory": lambda module: torch_cuda.load_anywhere(module._BaseAutoModelClass),
+    "transformers.tokenization_utils_base": _tokenizers,
+    "transformers.trainer": lambda module: answer_by_name(module.Trainer),
+    "transformers.training_args": _arguments,
+    "transformers.utils": torch_cuda.answer_bf16,
+}

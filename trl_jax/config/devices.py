@@ -1,0 +1,482 @@
+"""Devices and processes from the arguments: mesh sizes, FSDP and DeepSpeed configs, launchers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+from transformers.utils import strtobool
+
+from trl_jax.config.rules import HERE, Rule, a_dict, as_dict, as_dict_or_file, as_words, show
+
+# ----------------------------------------------------------------------------------------------------
+# Reads the sizes of the mesh's axes (data, fsdp, tensor, sequence) from the arguments.
+
+
+AXES = ("data", "fsdp", "tensor", "sequence")
+LEFT = -1  # all devices that the other axes leave
+_HOSTS = "hosts"
+
+# FSDP's strategy -> sizes, and whether optimizer state and gradients are divided though parameters are not.
+_FSDP = {
+    "full_shard": ({"fsdp": LEFT}, False),
+    "shard_grad_op": ({"data": LEFT}, True),
+    "no_shard": ({"data": LEFT}, False),
+    "hybrid_shard": ({"data": _HOSTS, "fsdp": LEFT}, False),
+    "hybrid_shard_zero2": ({"data": LEFT}, True),
+}
+_FSDP_INERT = frozenset(
+    """
+    version state_dict_type auto_wrap_policy transformer_layer_cls_to_wrap backward_prefetch forward_prefetch
+    use_orig_params sync_module_states cpu_ram_efficient_loading limit_all_gathers xla xla_fsdp_v2 xla_fsdp_grad_ckpt
+    xla_fsdp_settings offload_params mixed_precision_policy
+    """.split()
+)
+_SIZES = {
+    "dp_replicate_size": "data", "dp_shard_size": "fsdp", "tp_size": "tensor", "cp_size": "sequence",
+    "sp_size": "sequence",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The mesh that the arguments ask for.
+
+    Attributes:
+        argument: the name of the one that asks for it, for errors.
+        sizes: by axis; LEFT for all that is left, "hosts" for the number of hosts.
+        moments: whether optimizer state and gradients are divided over `data` (ZeRO 1 and 2).
+        whole_below: arrays of fewer numbers are not divided; None leaves that to the mesh.
+        batch: examples of a whole step, where a DeepSpeed file has it.
+    """
+
+    argument: str
+    sizes: Mapping[str, int | str]
+    moments: bool = False
+    whole_below: int | None = None
+    batch: int | None = None
+
+
+def asked(values: Mapping[str, Any]) -> Parallel:
+    """Read the mesh from mesh_shape, else parallelism_config, else fsdp, else deepspeed, else divide the data over all.
+
+    Raises:
+        ValueError: a word, key or size at fault, by name.
+    """
+    base = of_fsdp(values["fsdp"], values["fsdp_config"]) or of_deepspeed(values["deepspeed"])
+    base = base or Parallel("", {"data": LEFT})
+    for found in (of_mesh_shape(values["mesh_shape"]), of_config(values["parallelism_config"])):
+        if found is not None:
+            return Parallel(found.argument, found.sizes, base.moments, base.whole_below, base.batch)
+    return base
+
+
+def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
+    """Read axes and sizes such as "data:2,fsdp:4"; one size may be -1."""
+    if not value:
+        return None
+    parts = value.items() if isinstance(value, Mapping) else [part.partition(":")[::2] for part in value.split(",")]
+    sizes: dict[str, int] = {}
+    for axis, size in parts:
+        axis = axis.strip()
+        if axis not in AXES or axis in sizes or not str(size).strip().removeprefix("-").isdecimal():
+            raise ValueError(
+                f"{show('mesh_shape', value)}: {axis!r} is none of {', '.join(AXES)}, is there twice or has no size. "
+                "Wanted axes and sizes, as in 'data:2,fsdp:4'."
+            )
+        sizes[axis] = int(size)
+    if any(size < 1 and size != LEFT for size in sizes.values()) or list(sizes.values()).count(LEFT) > 1:
+        raise ValueError(f"{show('mesh_shape', value)}: wanted sizes of at least 1, and -1 for one axis at most.")
+    return Parallel("mesh_shape", sizes)
+
+
+def of_config(value: Any) -> Parallel | None:
+    """Read accelerate's ParallelismConfig, or a dict of its sizes; `data` takes the rest."""
+    if not value:
+        return None
+    config = value if isinstance(value, Mapping) else vars(value)
+    unknown = [key for key in config if key.endswith("_size") and key not in _SIZES]
+    if unknown:
+        raise ValueError(f"parallelism_config holds {unknown[0]!r}: wanted {', '.join(_SIZES)}.")
+    sizes: dict[str, int | str] = {"data": LEFT}
+    for key, axis in _SIZES.items():
+        size = config.get(key) or 1
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"parallelism_config sets {key}={size!r}: wanted a whole number of at least 1.")
+        if size > 1:
+            sizes[axis] = size * (sizes[axis] if isinstance(sizes.get(axis), int) and sizes[axis] > 1 else 1)
+    return Parallel("parallelism_config", sizes) if len(sizes) > 1 or sizes["data"] != LEFT else None
+
+
+def of_fsdp(value: Any, config: Any) -> Parallel | None:
+    if not value:
+        return None
+    if problem := fsdp_words("fsdp", value, {}):
+        raise ValueError(problem)
+    known = as_dict_or_file("fsdp_config", config)
+    known = {key.removeprefix("fsdp_"): found for key, found in known.items()}
+    _check_fsdp_config(known)
+    named = [word for word in as_words(value) if word in _FSDP]
+    if "offload" in as_words(value) or known.get("cpu_offload"):
+        raise ValueError(f"fsdp asks for offload, which is not {HERE}: leave it out; fsdp divides the memory.")
+    if len(named) > 1:
+        raise ValueError(f"{show('fsdp', value)} holds {' and '.join(named)}: wanted one of them.")
+    word = named[0] if named else "full_shard"
+    if word == "full_shard" and str(known.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op"):
+        word = "shard_grad_op"
+    sizes, moments = _FSDP[word]
+    return Parallel("fsdp", sizes, moments, known.get("min_num_params") or None)
+
+
+def _check_fsdp_config(config: Mapping[str, Any]) -> None:
+    known = {"min_num_params", "reshard_after_forward", "activation_checkpointing", "cpu_offload", *_FSDP_INERT}
+    unknown = sorted(set(config) - known)
+    if unknown:
+        raise ValueError(f"fsdp_config holds {unknown[0]!r}, which is not {HERE}. Leave it out.")
+
+
+_SECTIONS = frozenset(
+    """
+    zero_optimization train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    bf16 fp16 optimizer scheduler
+    """.split()
+)
+
+
+def of_deepspeed(value: Any) -> Parallel | None:
+    """Read a DeepSpeed config: stage 0 divides nothing, 1 and 2 the optimizer's state, 3 the model too."""
+    if not value:
+        return None
+    config = as_dict_or_file("deepspeed", value)
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed sets zero_optimization.stage to {stage!r}: wanted 0, 1, 2 or 3.")
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device", "none") != "none":
+            raise ValueError(f"deepspeed sets zero_optimization.{key}, which is not {HERE}. Leave it out.")
+    batch = config.get("train_batch_size")
+    sizes = {"fsdp": LEFT} if stage == 3 else {"data": LEFT}
+    return Parallel("deepspeed", sizes, stage in (1, 2), batch=batch if isinstance(batch, int) else None)
+
+
+def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
+    """Make a rule of a reader that raises ValueError."""
+
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        try:
+            read(value, values)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return rule
+
+
+mesh_shape = _rule(lambda value, _: of_mesh_shape(value))
+parallelism_config = _rule(lambda value, _: of_config(value))
+
+
+def fsdp(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and values["deepspeed"]:
+        return "fsdp and deepspeed are both set: each says how to divide a model. Leave one of them out."
+    return _rule(lambda value, values: of_fsdp(value, values["fsdp_config"]))(name, value, values)
+
+
+def deepspeed(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    return deepspeed_config(name, value, values) or _rule(lambda value, _: of_deepspeed(value))(name, value, values)
+
+
+def deepspeed_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    others = sorted(set(as_dict_or_file("deepspeed", value)) - _SECTIONS)
+    return f"deepspeed: {', '.join(others)} have no effect in trl_jax: XLA does without them." if others else None
+
+
+def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
+    """The size of each axis on this many devices.
+
+    Raises:
+        ValueError: the sizes do not divide the devices.
+    """
+    sizes = {axis: hosts if size == _HOSTS else size for axis, size in parallel.sizes.items()}
+    named = prod(size for size in sizes.values() if size != LEFT)
+    left = LEFT in sizes.values()
+    if devices % named or (not left and named != devices and (named > devices or hosts > 1)):
+        asked_for = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != LEFT)
+        raise ValueError(
+            f"{parallel.argument} asks for {asked_for} = {named} devices, and there are {devices}. Make the product "
+            f"{devices}, or say 'data:-1' in mesh_shape for what is left."
+        )
+    return {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}
+
+
+def mesh_sizes(args: Any) -> dict[str, int]:
+    """The size of each mesh axis that a config names or implies.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file.
+    """
+    wanted = asked({f.name: getattr(args, f.name) for f in fields(args)})
+    devices = args.jax_devices()
+    sizes = settled(wanted, len(devices), len({device.process_index for device in devices}))
+    shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    examples = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if wanted.batch not in (None, examples):
+        raise ValueError(
+            f"deepspeed sets train_batch_size to {wanted.batch}, but {shards} devices x per_device_train_batch_size x "
+            f'gradient_accumulation_steps = {examples}. Write "auto" in the file.'
+        )
+    return sizes
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rules of devices, processes and memory; see `rules`.
+
+
+DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+# accelerate's AcceleratorConfig: key -> its default, and what to do instead where another value would change the run.
+ACCELERATOR = {
+    "split_batches": (False, ""),
+    "dispatch_batches": (None, ""),
+    "even_batches": (True, ""),
+    "use_seedable_sampler": (True, "the order of rows follows data_seed; leave it out."),
+    "non_blocking": (False, ""),
+    "gradient_accumulation_kwargs": (None, "set gradient_accumulation_steps."),
+    "use_configured_state": (False, "there is no accelerate here to configure; leave it out."),
+}
+FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+
+
+def checkpointing_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := a_dict(name, value, values):
+        return problem
+    unknown = [key for key in as_dict(name, value) if key != "use_reentrant"]
+    if not unknown:
+        return None
+    return f"{name} holds {unknown}, which are not {HERE}: it takes use_reentrant only. Leave {unknown} out."
+
+
+def offloading(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value:
+        return None
+    if values["remat_policy"] not in ("auto", "nothing_saveable"):
+        return f"{name}=True goes with remat_policy='auto' or 'nothing_saveable', not {values['remat_policy']!r}."
+    if values["gradient_checkpointing"] or values["activation_checkpointing"]:
+        return None
+    return (
+        f"{name}=True has the host keep what gradient_checkpointing=True keeps, and gradient_checkpointing is "
+        f"{values['gradient_checkpointing']!r}. Set it to True."
+    )
+
+
+def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    # A GPU is deterministic only if XLA was told so before it started; CPU and TPU always are.
+    if not value or values["use_cpu"] or DETERMINISTIC_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return (
+        f"{name}=True needs XLA_FLAGS={DETERMINISTIC_FLAG} in the environment before Python starts, and found"
+        f" XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}. Set it, or pass use_cpu=True."
+    )
+
+
+def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Refuses keys that would change the run; how batches reach several processes means nothing to one."""
+    try:
+        config = as_dict_or_file(name, value)
+    except ValueError as error:
+        return str(error)
+    for key, found in config.items():
+        if key not in ACCELERATOR:
+            return f"{name} holds {key!r}: wanted {', '.join(ACCELERATOR)}."
+        default, instead = ACCELERATOR[key]
+        if instead and found != default:
+            return f"{name} sets {key}={found!r}, which is not {HERE}: {instead}"
+    return None
+
+
+def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in as_words(value) if word not in FSDP_WORDS]
+    return f"{name} holds {unknown}: wanted some of {', '.join(FSDP_WORDS)}." if unknown else None
+
+
+def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value:
+        return None
+    try:
+        return " ".join(conflicts(as_dict_or_file(name, value), values)) or None
+    except ValueError as error:
+        return str(error)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds where a DeepSpeed config differs from the arguments; `core.arguments.parallel` reads its stages.
+
+
+# Key of the file -> the argument with the same meaning.
+_SAME = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon",
+}
+_ADAM = ("Adam", "AdamW")
+
+
+def conflicts(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """A line for each setting of the file that differs from the arguments; "auto" stands for the argument's value."""
+    differences = []
+    for place, argument in _SAME.items():
+        wanted = _at(config, place)
+        if wanted not in (None, "auto") and wanted != values[argument]:
+            differences.append(
+                f"deepspeed sets {place} to {wanted!r}, but {argument} is {values[argument]!r}. Make them equal, or "
+                f'write "auto" in the file.'
+            )
+    return differences + _others(config, values)
+
+
+def _others(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    differences = []
+    total = config.get("train_batch_size", "auto")
+    product = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    if total != "auto" and (not isinstance(total, int) or total % product):
+        differences.append(
+            f"deepspeed sets train_batch_size to {total!r}, but it is devices x per_device_train_batch_size x "
+            f'gradient_accumulation_steps, a multiple of {product}. Write "auto" in the file.'
+        )
+    if _at(config, "fp16.enabled") is True:
+        differences.append(
+            "deepspeed asks for fp16, whose loss scaling is not built here. Set bf16 in the file instead."
+        )
+    if _at(config, "optimizer.type") not in (None, "auto", *_ADAM):
+        differences.append(
+            f"deepspeed names the optimizer {_at(config, 'optimizer.type')!r}. Leave it out and set optim instead."
+        )
+    if "scheduler" in config and _at(config, "scheduler.type") not in ("auto", "WarmupDecayLR"):
+        differences.append(
+            f"deepspeed names the scheduler {_at(config, 'scheduler.type')!r}. Leave it out and set "
+            "lr_scheduler_type instead."
+        )
+    return differences
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    for name in place.split("."):
+        if not isinstance(config, Mapping) or name not in config:
+            return None
+        config = config[name]
+    return config
+
+
+# ----------------------------------------------------------------------------------------------------
+# Scripts that torchrun, accelerate launch or deepspeed start: their configuration, and their processes.
+
+
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SHARDING = ("deepspeed", "fsdp", "fsdp_config", "mesh_shape", "parallelism_config")
+_TOLD = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+
+
+def sharding_of_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that say what accelerate's launcher was told of DeepSpeed or FSDP; none where the script says how the
+    run is divided itself."""
+    if any(values.get(name) for name in _SHARDING):
+        return {}
+    if _is_on("ACCELERATE_USE_DEEPSPEED"):
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        return {"deepspeed": _stages() if file.lower() in ("none", "") else file}
+    if _is_on("ACCELERATE_USE_FSDP"):
+        strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "none").lower()
+        if strategy == "none":  # accelerate's second version
+            strategy = "full_shard" if _is_on("FSDP_RESHARD_AFTER_FORWARD", "true") else "shard_grad_op"
+        return {"fsdp": _STRATEGIES.get(strategy, strategy)}
+    return {}
+
+
+@contextlib.contextmanager
+def launcher_aside() -> Iterator[None]:
+    """A span in which nobody else sees what a launcher was told: transformers would ask DeepSpeed's package."""
+    told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
+
+
+@contextlib.contextmanager
+def no_launcher() -> Iterator[None]:
+    """A block for which no launcher has started several processes: building a configuration would end all but one."""
+    set_aside = {name: os.environ.pop(name) for name in (*_RANKS, *_TOLD) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(set_aside)
+
+
+def end_other_processes() -> int | None:
+    """End this process if it is not the launcher's first; the first is alone from here on.
+
+    Returns how many there were; None where no launcher has started several.
+
+    Raises:
+        ValueError: they are on several hosts, or talk to each other already.
+        SystemExit: with code 0, in all but the first.
+    """
+    rank, local, world, local_world = (os.environ.get(name) for name in _RANKS)
+    if int(world or 1) < 2:
+        return None
+    if local is None or local_world != world:
+        raise ValueError(
+            f"WORLD_SIZE={world} is set in the environment: several processes were started, but one takes all devices "
+            "of a host. Start the script once a host, with python."
+        )
+    if _they_talk():
+        raise ValueError(
+            f"WORLD_SIZE={world} is set in the environment and the script has begun torch.distributed: several "
+            "processes were started, but one takes all devices of a host. Start the script with python."
+        )
+    if int(rank or local) > 0:
+        raise SystemExit(0)
+    os.environ.update(dict(zip(_RANKS, ("0", "0", "1", "1"), strict=True)))
+    return int(world)
+
+
+def note_of(processes: int, devices: int, rows: int) -> str:
+    """The line about processes that have ended, where a step would have had `rows` rows for each of them."""
+    text = f"{processes} processes were started; one drives all devices of a host, so the others have ended."
+    if processes == devices:
+        return text
+    total = processes * rows
+    way = f"per_device_train_batch_size={total // devices}" if total % devices == 0 else "another batch size"
+    return (
+        f"{text} JAX has {devices} device{'s' if devices > 1 else ''} here: a step has {devices} x {rows} rows, where "
+        f"{processes} processes would have had {processes} x {rows}. Set {way} for the same batch."
+    )
+
+
+def _stages() -> dict[str, Any]:
+    """The answers to accelerate's own questions about DeepSpeed."""
+    zero: dict[str, Any] = {"stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
+    for key in ("optimizer", "param"):
+        device = os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{key.upper()}_DEVICE", "none")
+        if device != "none":
+            zero[f"offload_{key}"] = {"device": device}
+    return {"zero_optimization": zero}
+
+
+def _is_on(name: str, default: str = "false") -> bool:
+    return bool(strtobool(os.environ.get(name, default)))
+
+
+def _they_talk() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,0 +1,220 @@
+"""The values of `optim`, `optim_args` and the learning rate schedule: what is allowed, and checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_jax.config.rules import HERE, a_dict, as_dict, number, one_of, plain, show
+
+# ----------------------------------------------------------------------------------------------------
+# Rules of optimizers and learning rates; see `rules`.
+
+
+# Schedule -> the keys of lr_scheduler_kwargs that it takes.
+SCHEDULES = {
+    "linear": "",
+    "cosine": "num_cycles",
+    "cosine_with_restarts": "num_cycles",
+    "polynomial": "lr_end power",
+    "constant": "",
+    "constant_with_warmup": "",
+    "inverse_sqrt": "timescale",
+    "reduce_lr_on_plateau": "mode factor patience threshold threshold_mode cooldown min_lr eps",
+    "cosine_with_min_lr": "num_cycles min_lr min_lr_rate",
+    "cosine_warmup_with_min_lr": "num_cycles min_lr min_lr_rate warmup_lr_rate",
+    "warmup_stable_decay": "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles",
+    "greedy": "mode factor patience threshold threshold_mode cooldown warmup min_lr max_lr eps smooth window_size "
+              "reset_start",
+}  # fmt: skip
+ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
+
+
+def beta(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Adam divides by one less a power of it; torch refuses it, too."""
+    if problem := number(0)(name, value, values):
+        return problem
+    if value >= 1 and "adam" in str(plain(values["optim"])):
+        return f"{show(name, value)}: wanted a number of at least 0 and below 1."
+    return None
+
+
+def scheduler(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := one_of(*SCHEDULES)(name, value, values):
+        return problem
+    if plain(value) in ADAPTIVE and plain(values["eval_strategy"]) == "no":
+        return f"{show(name, value)} follows a metric of the evaluation, and eval_strategy is 'no'. Set eval_strategy."
+    return None
+
+
+def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    schedule = plain(values["lr_scheduler_type"])
+    if problem := a_dict(name, value, values):
+        return problem
+    if schedule not in SCHEDULES:
+        return None  # `scheduler` refuses it
+    kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
+    if unknown := [key for key in kwargs if key not in known]:
+        takes = ", ".join(known) or "no keys"
+        return f"{name} holds {unknown}: lr_scheduler_type={schedule!r} takes {takes}. Leave {unknown} out."
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
+        return f"lr_scheduler_type={schedule!r} needs {name}={{'num_decay_steps': STEPS}}."
+    if "min_lr_rate" in known and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
+        return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {kwargs}."
+    if none := [key for key, found in kwargs.items() if isinstance(found, float) and math.isnan(found)]:
+        return f"{name} holds {none[0]}=nan: wanted a number."
+    return _known_words(name, kwargs)
+
+
+_WORDS = {
+    "warmup_type": ("linear", "cosine", "1-sqrt"), "decay_type": ("linear", "cosine", "1-sqrt"),
+    "mode": ("min", "max"), "threshold_mode": ("rel", "abs"),
+}  # fmt: skip
+
+
+def _known_words(name: str, kwargs: Mapping[str, Any]) -> str | None:
+    for key, words in _WORDS.items():
+        if key in kwargs and kwargs[key] not in words:
+            return f"{name} holds {key}={kwargs[key]!r}: wanted one of {', '.join(words)}."
+    return None
+
+
+def optimizer(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    value = plain(value)
+    if value in NEAREST:
+        return f"{show(name, value)} is not {HERE}; the nearest that is: {NEAREST[value]}."
+    return one_of(*OPTIMIZERS)(name, value, values)
+
+
+def optimizer_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    note = OPTIMIZERS[plain(value)].note
+    return f"{show(name, value)}: {note}" if note else None
+
+
+def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    optim = plain(values["optim"])
+    if optim not in OPTIMIZERS:
+        return None  # `optimizer` refuses it
+    try:
+        parsed(optim, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------
+# The optimizers that `optim` names, and the keys that `optim_args` takes for each.
+
+
+_ADEMAMIX = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float) | {"t_alpha": int, "t_beta3": int}
+_FREE = {"r": float, "weight_lr_power": float}
+_TAKES = {
+    "adamw": {},
+    "adafactor": {},
+    "sgd": {"momentum": float, "dampening": float, "nesterov": bool},
+    "adagrad": {"lr_decay": float, "eps": float},
+    "rmsprop": {"momentum": float, "alpha": float, "eps": float, "centered": bool},
+    "lion": {},
+    "ademamix": _ADEMAMIX,
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _FREE),
+}
+# Keys that belong elsewhere than in `optim_args`.
+INSTEAD = {
+    "weight_decay": "weight_decay is an argument of its own",
+    "beta1": "adam_beta1 is an argument of its own",
+    "beta2": "adam_beta2 is an argument of its own",
+    "betas": "adam_beta1 and adam_beta2 are arguments of their own",
+    "eps": "adam_epsilon is an argument of its own",
+    "lr": "learning_rate is an argument of its own",
+}
+_UNPAGED = "kept on the device, unpaged; the numbers are the same."
+_FULL = "kept in full precision, {bytes} bytes a parameter; the numbers are those of the 32-bit twin."
+_HALF = "the first moment is bfloat16 and the second float32, 6 bytes a parameter, where 8 bits would take 2."
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Attributes:
+    kind: the update rule.
+    note: of how it differs from TRL's, for a warning.
+    fixed: hyperparameters that the name decides.
+    takes: key of `optim_args` -> its type.
+    """
+
+    kind: str
+    note: str = ""
+    fixed: dict[str, str] = field(default_factory=dict)
+    takes: dict[str, type] = field(default_factory=dict)
+
+
+def _named(kind: str, names: str, note: str = "", takes: dict[str, type] | None = None, **fixed: str):
+    takes = _TAKES[kind] if takes is None else takes
+    return {name: Optimizer(kind, note, fixed, takes) for name in names.split()}
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    **_named("adamw", "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused"),
+    **_named("adamw", "adamw_anyprecision", takes={
+        "momentum_dtype": str, "variance_dtype": str, "use_kahan_summation": bool, "compensation_buffer_dtype": str}),
+    **_named("adamw", "paged_adamw_32bit", _UNPAGED),
+    **_named("adamw", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", _HALF,
+             momentum_dtype="bfloat16"),
+    **_named("adafactor", "adafactor"),
+    **_named("sgd", "sgd"),
+    **_named("adagrad", "adagrad"),
+    **_named("rmsprop", "rmsprop rmsprop_bnb rmsprop_bnb_32bit"),
+    **_named("rmsprop", "rmsprop_bnb_8bit", _FULL.format(bytes=4)),
+    **_named("lion", "lion_32bit"),
+    **_named("lion", "paged_lion_32bit", _UNPAGED),
+    **_named("lion", "lion_8bit paged_lion_8bit", _FULL.format(bytes=4)),
+    **_named("ademamix", "ademamix"),
+    **_named("ademamix", "paged_ademamix_32bit", _UNPAGED),
+    **_named("ademamix", "ademamix_8bit paged_ademamix_8bit", _FULL.format(bytes=12)),
+    **_named("schedule_free_adamw", "schedule_free_adamw"),
+    **_named("schedule_free_radam", "schedule_free_radam"),
+    **_named("schedule_free_sgd", "schedule_free_sgd"),
+}  # fmt: skip
+
+# Optimizers for which transformers needs packages -> the nearest that is here.
+NEAREST: dict[str, str] = {
+    **dict.fromkeys("galore_adamw galore_adamw_layerwise apollo_adamw apollo_adamw_layerwise".split(), "adamw_torch"),
+    **dict.fromkeys("galore_adamw_8bit galore_adamw_8bit_layerwise".split(), "adamw_8bit"),
+    **dict.fromkeys("galore_adafactor galore_adafactor_layerwise lomo adalomo".split(), "adafactor"),
+    **dict.fromkeys("stable_adamw grokadamw".split(), "adamw_torch"),
+}
+
+
+def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
+    """Parse `optim_args`, as in "momentum=0.9,nesterov=true", for the optimizer `name`.
+
+    Raises:
+        ValueError: a key it does not take, or a value of the wrong kind.
+    """
+    takes, args = OPTIMIZERS[name].takes, {}
+    for part in (text or "").replace(" ", "").split(","):
+        if not part:
+            continue
+        key, equals, value = part.partition("=")
+        if key not in takes:
+            raise ValueError(_unknown(name, key, takes))
+        if not equals:
+            raise ValueError(f"optim_args={text!r}: {key} has no value, wanted {key}=VALUE.")
+        args[key] = _value(key, value, takes[key])
+    if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
+        raise ValueError(f"optim_args={text!r}: nesterov needs a momentum and no dampening.")
+    return args
+
+
+def _unknown(name: str, key: str, takes: dict[str, type]) -> str:
+    way_out = INSTEAD.get(key, "leave it out")
+    return f"optim_args holds {key!r}: optim={name!r} takes {', '.join(takes) or 'no keys'}; {way_out}."
+
+
+def _value(key: str, text: str, kind: type) -> float | int | bool | str:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    try:
+        return words[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"optim_args: {key}={text!r}, wanted a value of type {kind.__name__}.") from error

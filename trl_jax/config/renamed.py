@@ -1,0 +1,216 @@
+"""Old names of arguments, and their translation."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trl_jax.core.secrets import shown
+
+# ----------------------------------------------------------------------------------------------------
+# Accepts arguments of a config class by the names that earlier releases of transformers had for them.
+
+
+class OldNames(type):
+    """Metaclass of the config classes: translates old names, warns of each, and names the nearest for an unknown one.
+
+    Raises:
+        TypeError: at construction, for a name that is neither an argument nor an old name of one.
+    """
+
+    def __call__(cls, *args, **kwargs):
+        accepted = inspect.signature(cls.__init__).parameters
+        # A subclass's own __init__ may take **kwargs and pass them on.
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        kwargs, environment, notes = translated(kwargs, accepted)
+        for name in kwargs.keys() - accepted.keys() if not open_ended else ():
+            raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
+        os.environ.update(environment)
+        for note in notes:
+            warnings.warn(note, FutureWarning, stacklevel=2)
+        return super().__call__(*args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Old names of arguments that scripts still use, and their translation.
+
+
+GONE = (
+    "fp16_backend half_precision_backend include_tokens_per_second ipex jit_mode_eval overwrite_output_dir"
+    " past_index ray_scope save_safetensors torchdynamo tpu_num_cores use_ipex use_mps_device"
+)
+GONE_FROM_TRL = (
+    "chars_per_token dataset_batch_size infinite num_of_sequences"  # of SFTTrainer, SFTConfig
+    " label_pad_token_id padding_value"  # of DPOConfig, KTOConfig
+    " vllm_device vllm_dtype vllm_enable_prefix_caching"  # of GRPOConfig
+)
+# Arguments of old releases of TRL whose meaning is told otherwise today; False and None asked for nothing.
+OTHERWISE = {
+    "force_use_ref_model": "leave it out: a ref_model is used beside an adapter, too.",
+    "generate_during_eval": "leave it out, and generate with the saved model.",
+    "is_encoder_decoder": "leave it out: models that write have a decoder alone.",
+    "max_completion_length": "use max_length, which holds for prompt and answer together.",
+    "max_prompt_length": "use max_length, which holds for prompt and answer together.",
+    "model_adapter_name": "leave it out: the model's adapter trains.",
+    "ref_adapter_name": "leave it out: the reference of an adapter that trains on is a copy of it.",
+    "non_eos_penalty": "use missing_eos_penalty, which is taken off the score instead of replacing it.",
+    "normalize_reward": "normalise in the reward function; normalize_advantages does it behind the baseline.",
+    "reference_free": "leave it out: every loss compares with a reference.",
+    "ref_model_init_kwargs": "load the reference with AutoModelForCausalLM.from_pretrained, and pass it as ref_model.",
+    "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
+    "truncation_mode": "leave it out: this trainer has one way of shortening texts.",
+}
+# Old names of arguments of GRPOConfig and RLOOConfig.
+OF_GENERATION = {
+    "cliprange": "epsilon",
+    "exp_name": "run_name",
+    "kl_coef": "beta",
+    "normalize_advantage": "normalize_advantages",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "rloo_k": "num_generations",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+}
+# Arguments of TRL's RLOOConfig up to 0.21 that change nothing.
+IDLE_OF_GENERATION = {
+    "local_rollout_forward_batch_size": "leave it out: completions are written in batches that fit.",
+    "num_sample_generations": "leave it out: log_completions=True shows completions.",
+    "penalty_reward_value": "leave it out: it belongs to non_eos_penalty.",
+    "stop_token": "leave it out: the end of text ends a completion.",
+    "token_level_kl": "leave it out: an advantage has the sum over the tokens, either way.",
+    "whiten_rewards": "leave it out: RLOOTrainer never read it.",
+}
+RENAMED = {
+    "dispatch_batches": "leave it out: one process makes the batches.",
+    "evaluation_strategy": "use eval_strategy.",
+    "group_by_length": "use train_sampling_strategy.",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR.",
+    "max_seq_length": "use max_length.",
+    "no_cuda": "use use_cpu.",
+    "num_mini_batches": "use steps_per_generation, gradient_accumulation_steps times as many.",
+    "push_to_hub_model_id": "use hub_model_id.",
+    "push_to_hub_organization": "use hub_model_id, as organization/name.",
+    "push_to_hub_token": "use hub_token.",
+    "split_batches": "leave it out: one process makes the batches.",
+    "stop_token_id": "use generation_kwargs={'eos_token_id': ...}.",
+    "torch_dtype": "use dtype.",
+    "use_liger": "use use_liger_kernel.",
+    "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
+    **{old: f"use {new}." for old, new in OF_GENERATION.items()},
+    **IDLE_OF_GENERATION,
+    **OTHERWISE,
+    **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
+    **dict.fromkeys(GONE_FROM_TRL.split(), "leave it out: TRL no longer has it."),
+}
+# Old name -> the new one that takes the same value.
+_SAME = {
+    "evaluation_strategy": "eval_strategy",
+    "max_seq_length": "max_length",
+    "no_cuda": "use_cpu",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "torch_dtype": "dtype",
+    "use_liger": "use_liger_kernel",
+    "warmup_ratio": "warmup_steps",
+    **OF_GENERATION,
+}
+# Old value of an argument -> today's.
+OLD_VALUES = {"optim": {"adamw_apex_fused": "adamw_torch_fused", "adamw_hf": "adamw_torch"}}
+_IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), *IDLE_OF_GENERATION, "dispatch_batches", "split_batches"}
+TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
+
+
+def way_out(name: str, known: Iterable[str]) -> str:
+    """A sentence on what to write instead of the unknown name."""
+    if name in RENAMED:
+        return RENAMED[name]
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else "no argument has a name like it."
+
+
+def todays_name(name: str) -> str | None:
+    """Today's name of an argument that takes the same values; None of a name that is no old one of such an argument."""
+    return None if name == "warmup_ratio" else _SAME.get(name)  # the steps are no ratio
+
+
+def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Translate old names and values of keyword arguments.
+
+    Args:
+        given: name -> value, as the script passed them.
+        known: today's names.
+
+    Returns:
+        The arguments by today's names, environment variables to set, and a warning for each old name and value.
+
+    Raises:
+        TypeError: a name both old and new, save_safetensors=False, or what is told otherwise today.
+    """
+    known, now, environment, notes = set(known), dict(given), {}, []
+    for name in [name for name in given if name in RENAMED and name not in known]:
+        new = _modern(name, now.pop(name), given)
+        if new is None:
+            continue
+        if name in OTHERWISE:
+            notes.append(f"{name}={given[name]} asks for nothing: TRL no longer has it. Leave it out.")
+            continue
+        if name in _IGNORED:
+            notes.append(f"{name} has no effect any more; {RENAMED[name]}")
+            continue
+        notes.append(f"{name} is an old name: {RENAMED[name]}")
+        environment |= {key: value for key, value in new.items() if key == TENSORBOARD}
+        now |= {key: value for key, value in new.items() if key != TENSORBOARD}
+    for name, values in OLD_VALUES.items():
+        if isinstance(old := now.get(name), str) and old in values:
+            now[name] = values[old]
+            notes.append(f"{name}={old!r} is an old value: use {name}={now[name]!r}.")
+    return now, environment, notes
+
+
+def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The argument by today's name; None where it has no effect."""
+    if name == "save_safetensors" and value is False:
+        raise TypeError("save_safetensors=False: pickled weights are not written. Leave it out.")
+    if name == "warmup_ratio" and "warmup_steps" in given:  # steps won, unless there were none
+        return None if float(given["warmup_steps"] or 0) else {"warmup_steps": value}
+    if name in _SAME:
+        new = _SAME[name]
+        if new in given:
+            raise TypeError(f"{shown(name, value)} and {shown(new, given[new])} are one argument. Leave {name} out.")
+        return {new: value}
+    if name == "logging_dir":
+        return {} if value is None else {TENSORBOARD: str(value)}
+    if name in ("num_mini_batches", "stop_token", "stop_token_id"):
+        return _of_old_generation(name, value, given)
+    if name == "group_by_length":
+        return {"train_sampling_strategy": "group_by_length"} if value else {}
+    if name in OTHERWISE and value not in (None, False, {}):
+        raise TypeError(f"{name}={value!r}: {RENAMED[name]}")
+    if name == "push_to_hub_organization":
+        model = given.get("hub_model_id") or given.get("push_to_hub_model_id")
+        if value is None:
+            return {}
+        if model is None:
+            raise TypeError("push_to_hub_organization without a model's name: use hub_model_id='organization/name'.")
+        return {"hub_model_id": f"{value}/{model}"}
+    return {}
+
+
+def _of_old_generation(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """How TRL's RLOOConfig up to 0.21 cut generations into steps, and ended completions."""
+    if name == "stop_token" and value not in (None, "eos"):
+        raise TypeError(f"stop_token={value!r}: wanted 'eos'. Of other tokens, {RENAMED['stop_token_id']}")
+    if value is None or name == "stop_token":
+        return {}
+    if name == "num_mini_batches":
+        parts = int(value) * int(given.get("gradient_accumulation_steps", 1))
+        return {} if int(value) == 1 else {"steps_per_generation": parts}
+    if "generation_kwargs" in given:
+        raise TypeError(f"stop_token_id={value!r} beside generation_kwargs: {RENAMED[name]}")
+    return {"generation_kwargs": {"eos_token_id": int(value)}}

@@ -1,0 +1,356 @@
+"""Argument tables, and the rules that check a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
+
+import numpy as np
+
+from trl_jax.core.secrets import masked, scrubbed
+
+# ----------------------------------------------------------------------------------------------------
+# Tables of arguments: a config class has one, with a line for each of its fields.
+
+
+Kind = Literal["native", "mapped", "silent", "warned", "refused"]
+
+
+@dataclass(frozen=True)
+class Handling:
+    """An argument's line in a table.
+
+    Attributes:
+        text: of a warning or refusal, why and what to do instead.
+        rule: refuses single values.
+        note: makes the warning for an accepted value, where it depends on the value.
+        is_off: true of values that mean the default though they are not equal to it.
+    """
+
+    kind: Kind
+    text: str = ""
+    rule: Rule | None = None
+    note: Rule | None = None
+    is_off: Callable[[Any], bool] | None = None
+
+
+def fields(names: str, kind: Kind, text: str = "", **rules: Any) -> dict[str, Handling]:
+    """The same line for each of several arguments, whose names are divided by spaces."""
+    return {name: Handling(kind, text, **rules) for name in names.split()}
+
+
+def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
+    """name -> default, for every field that has one."""
+    made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return plain | made
+
+
+def validate(
+    table: Mapping[str, Handling], values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Check values against a table: (refusals, warnings), one line each.
+
+    Args:
+        values: holds every name of the table; other names (fields that a script's own class adds) are left alone.
+        defaults: this release's. A default that a script's own class changed counts like a value that was passed.
+    """
+    refusals, warnings = [], []
+    for name, line in table.items():
+        value = values[name]
+        if isinstance(value, np.ndarray):  # whose comparisons are arrays
+            refusals.append(f"{show(name, value)} is an array: no argument takes one. Pass a plain value.")
+        elif line.rule is not None and (problem := line.rule(name, value, values)):
+            refusals.append(problem)
+        elif differs_from_default(value, defaults[name], line):
+            if line.kind == "refused":
+                refusals.append(f"{show(name, value)} is not {HERE}: {line.text}")
+            elif line.kind == "warned":
+                warnings.append(f"{show(name, value)} has no effect in trl_jax: {line.text}")
+            elif line.kind == "mapped" and line.text:
+                warnings.append(f"{show(name, value)}: {line.text}")
+            elif line.note is not None and (note := line.note(name, value, values)):
+                warnings.append(note)
+    return [scrubbed(line) for line in refusals], [scrubbed(line) for line in warnings]
+
+
+def differs_from_default(value: Any, default: Any, line: Handling) -> bool:
+    if line.is_off is not None and line.is_off(value):
+        return False
+    return value != default
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rules: small functions that check one argument's value.
+
+
+Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
+
+HERE = "in this release of trl_jax"
+# Beyond these a value cannot work: steps are counted in 32 bits, rates are float32, a step's pairs are all in memory.
+MOST_STEPS = 2**31 - 1
+MOST_FLOAT32 = 3.4028234663852886e38
+MOST_EXAMPLES = 2**20  # of a step
+MOST_MICRO_BATCHES = 2**16  # of a step
+MOST_PADDED = 2**20  # tokens that a row's length may be a multiple of
+MOST_PROCESSES = 2**22  # that Linux can number
+
+
+def one_of(*supported: str) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if plain(value) in supported:
+            return None
+        return f"{show(name, value)} is not {HERE}; supported: {', '.join(supported)}."
+
+    return rule
+
+
+def too_large(name: str, value: Any, most: float) -> str:
+    return f"{show(name, value)}: wanted at most {most if isinstance(most, float) else format(most, ',')}. Lower it."
+
+
+def whole(minimum: int, optional: bool = False, *, most: float = math.inf) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if value is None and optional:
+            return None
+        if is_whole(value, minimum):
+            return too_large(name, value, most) if value > most else None
+        return f"{show(name, value)}: wanted a whole number of at least {minimum}{_or_none(optional)}."
+
+    return rule
+
+
+def number(minimum: float, optional: bool = False, *, most: float = math.inf) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, Real) and not isinstance(value, bool) and minimum <= value < math.inf:
+            return too_large(name, value, most) if value > most else None
+        return f"{show(name, value)}: wanted a number of at least {minimum:g}{_or_none(optional)}."
+
+    return rule
+
+
+def bounded(most: float = math.inf, optional: bool = False) -> Rule:
+    """Of a number whose other values transformers judges, or that may be below zero: not NaN, and not above `most`."""
+
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if value is None and optional:
+            return None
+        if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
+            return f"{show(name, value)}: wanted a number{_or_none(optional)}."
+        return too_large(name, value, most) if value > most else None
+
+    return rule
+
+
+def path(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if isinstance(value, str | PathLike | None):
+        return None
+    return f"{show(name, value)}: wanted a path or a name, or None."
+
+
+def accumulation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := whole(1, most=MOST_MICRO_BATCHES)(name, value, values):
+        return problem
+    pairs = values["per_device_train_batch_size"]
+    if whole(1, most=MOST_EXAMPLES)("", pairs, values) is not None or value * pairs <= MOST_EXAMPLES:
+        return None  # or said of the batch size
+    return (
+        f"{show(name, value)} times per_device_train_batch_size={pairs} makes steps of {value * pairs:,} pairs: wanted "
+        f"at most {MOST_EXAMPLES:,}. Lower either."
+    )
+
+
+def _or_none(optional: bool) -> str:
+    return " or None" if optional else ""
+
+
+def epochs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    # Scripts that count in max_steps often leave num_train_epochs at -1.
+    counted = isinstance(values["max_steps"], Real) and values["max_steps"] > 0
+    return None if counted else number(0, most=MOST_STEPS)(name, value, values)
+
+
+def a_dict(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    try:
+        as_dict(name, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def template_arguments(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """A dict without the arguments of apply_chat_template that the trainer passes itself."""
+    if fault := a_dict(name, value, values):
+        return fault
+    own = ("conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
+    if found := [key for key in as_dict(name, value) if key in own]:
+        return (
+            f"{name} has {found[0]!r}, which the trainer passes itself: apply_chat_template would get multiple values "
+            f"for keyword argument {found[0]!r}. Leave it out: chat_template_path= and tools= are for the template and "
+            "the tools."
+        )
+    return None
+
+
+def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in as_words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
+    return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
+
+
+def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    note = f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log."
+    return note if "tpu" in str(as_words(value)) else None
+
+
+def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in value or () if word not in ("inputs", "loss")]
+    return f"{name} holds {unknown}: wanted some of inputs, loss." if unknown else None
+
+
+def tokens_seen(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    known = ("all", "non_padding", "no", True, False)
+    return None if value in known else f"{show(name, value)}: wanted 'all', 'non_padding' or 'no'."
+
+
+def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    try:
+        multiple = as_pad_multiple(name, value)
+    except ValueError as error:
+        return str(error)
+    return too_large(name, value, MOST_PADDED) if isinstance(multiple, int) and multiple > MOST_PADDED else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reads an argument's value, which a script, a command line and a YAML file write differently.
+
+
+def plain(value: Any) -> Any:
+    """An enum's own value; anything else as it is."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def show(name: str, value: Any) -> str:
+    """name=value for an error's text: secrets hidden, long values cut."""
+    text = repr(masked(plain(value), name))
+    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def as_dict(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The dict of an argument that is written as a mapping, as a JSON object in a string, or left at None.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{show(name, value)} is not JSON ({error}): {_wanted_dict(name)}") from error
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{show(name, value)} is a {type(value).__name__}: {_wanted_dict(name)}")
+    return dict(value or {})
+
+
+def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
+    """The same, where a string may also be the path of a JSON file."""
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return as_dict(name, value)
+    if not Path(value).is_file():
+        raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file, a dict, or leave it out.")
+    return as_dict(name, Path(value).read_text(encoding="utf-8"))
+
+
+def _wanted_dict(name: str) -> str:
+    return f"""pass {name} as a dict, or as a JSON object in a string such as '{{"key": 1}}'."""
+
+
+def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
+    """A number of tokens, "auto" or None; the command line and YAML may write each of them as text.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    named = {"auto": "auto", "none": None, "null": None}
+    multiple = value
+    if isinstance(value, str):
+        multiple = int(value) if value.isdecimal() else named.get(value.lower(), value)
+    if multiple is None or multiple == "auto" or is_whole(multiple, 1):
+        return multiple
+    raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
+
+
+def as_choice(value: str | bool | None) -> str | bool | None:
+    """`resume_from_checkpoint` as train() takes it: a command line gives True and False as words."""
+    named = {"true": True, "false": None, "none": None, "": None}
+    return named.get(value.lower(), value) if isinstance(value, str) else value or None
+
+
+_BOOLS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+
+
+def as_bool(name: str, value: Any, optional: bool = False) -> bool | None:
+    """A boolean, which may be written as 0 or 1, or as a word that HfArgumentParser reads.
+
+    Args:
+        optional: None is allowed, too.
+
+    Raises:
+        ValueError: it is none of these. By Python's own rule any other text would be true, "off" included.
+    """
+    if value is None and optional:
+        return None
+    if isinstance(value, str) and value.lower() in _BOOLS:
+        return _BOOLS[value.lower()]
+    if isinstance(value, bool | np.bool_ | Integral) and value in (0, 1):
+        return bool(value)
+    raise ValueError(wanted_bool(name, value, optional))
+
+
+def wanted_bool(name: str, value: Any, optional: bool) -> str:
+    none = ", None" if optional else ""
+    words = "yes/no, true/false, t/f, y/n, 1/0 (case insensitive)"  # as HfArgumentParser lists them
+    return f"{show(name, value)}: wanted True, False{none}, or one of {words}."
+
+
+@cache
+def bool_fields(kind: type) -> dict[str, bool]:
+    """The boolean fields of a dataclass -> whether each may be None."""
+    hints = get_type_hints(kind)
+    kinds = {f.name: set(get_args(hints[f.name])) or {hints[f.name]} for f in dataclasses.fields(kind)}
+    return {name: NoneType in found for name, found in kinds.items() if found - {NoneType} == {bool}}
+
+
+def read_bools(config: Any) -> None:
+    """Convert the boolean fields of a dataclass to bool.
+
+    Raises:
+        ValueError: as `as_bool`.
+    """
+    for name, optional in bool_fields(type(config)).items():
+        setattr(config, name, as_bool(name, vars(config)[name], optional))
+
+
+def as_words(value: Any) -> list[str]:
+    """The words of an argument that takes them in a string, in a list, or as a truth value."""
+    if isinstance(value, bool) or value is None:
+        return []
+    return [plain(word) for word in (value.split() if isinstance(value, str) else value)]
+
+
+def is_whole(value: Any, minimum: int) -> bool:
+    """Whether it is a whole number of at least `minimum`; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= minimum

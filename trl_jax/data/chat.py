@@ -1,0 +1,381 @@
+"""Tokenizers and conversations: loading, special tokens, and chat templates applied to rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trl_jax.core import files
+from trl_jax.core.text import printable
+from trl_jax.data.chat_templates import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge, apply_chat_template
+from trl_jax.data.checks import cell_error
+
+# ----------------------------------------------------------------------------------------------------
+# Set EOS, pad and the chat template on the tokenizer, before the first row is read.
+
+
+logger = logging.getLogger(__name__)
+
+_MULTIPLE = 64  # TRL rounds the embedding of a model that it resizes up to a multiple of this
+
+
+def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
+    """Set `eos_token` and `pad_token` on the tokenizer itself and return it.
+
+    It changes the tokenizer itself, as TRL does: scripts read `tokenizer.pad_token` after they built the trainer, and
+    the tokenizer that is saved with the model must have the same. The pad token is `pad_token`, else the tokenizer's
+    own, else its EOS token.
+
+    Raises:
+        ValueError: a token is not in the vocabulary, or there is neither a pad nor an EOS token.
+    """
+    if eos_token is not None:
+        _check_known(tokenizer, "eos_token", eos_token)
+    pad = pad_token or tokenizer.pad_token or eos_token or tokenizer.eos_token
+    if pad is None:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a pad nor an EOS token, and rows of a batch are "
+            "filled up with the former. Name a token of its vocabulary with pad_token=... in the trainer's "
+            "configuration, or with eos_token=... to use it for both."
+        )
+    _check_known(tokenizer, "pad_token", pad)
+    if eos_token is not None:
+        tokenizer.eos_token = eos_token
+    tokenizer.pad_token = pad
+    return tokenizer
+
+
+def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> tuple[int, list[int]]:
+    """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
+
+    Another tokenizer's added tokens and EOS token come with its template.
+
+    Args:
+        rows: tokens that the model embeds.
+        can_resize: whether the model's embedding may get another number of rows.
+
+    Returns:
+        How many tokens the model has to embed: `rows` or, of another tokenizer's template where it can be resized, as
+        many as there are, rounded up to a multiple of 64, as in TRL. And the ids of the new tokens.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the tokenizer cannot be loaded, or has more new tokens than the model has rows to spare.
+    """
+    file = Path(path)
+    if file.suffix not in (".jinja", ".j2"):
+        new = clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
+        return len(tokenizer.get_vocab()) if can_resize else rows, new
+    if not file.is_file():
+        raise FileNotFoundError(f"chat_template_path={str(path)!r}: there is no such file.")
+    tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return rows, []
+
+
+def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
+    """Copy another tokenizer's chat template, added tokens and EOS token into this one; returns the new tokens' ids.
+
+    The tokens are filled up to a `multiple` with <extra_id_0> and so on, as in TRL, whatever `rows` there were; 0 means
+    that there are `rows`, which are filled up.
+
+    Raises:
+        ValueError: there are more new tokens than rows to spare.
+    """
+    source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
+    new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
+    needed = len(vocabulary) + len(new)
+    if multiple:
+        rows = -(-needed // multiple) * multiple
+    elif needed > rows:
+        raise ValueError(
+            f"{source_path} brings {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), but the "
+            f"model embeds {rows} tokens and {len(vocabulary)} are taken. Resize the checkpoint's embedding with "
+            "transformers' resize_token_embeddings first."
+        )
+    tokenizer.chat_template = source.get_chat_template()
+    tokenizer.add_tokens(new)
+    tokenizer.eos_token = source.eos_token
+    return tokenizer.convert_tokens_to_ids([token.content for token in new] + _fill(tokenizer, rows))
+
+
+def _loaded(path: str) -> Any:
+    try:
+        return load_tokenizer(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name that loads without code of "
+            "its own. To use a template, save it: Path('template.jinja').write_text(template)."
+        ) from error
+
+
+def _fill(tokenizer: Any, size: int) -> list[str]:
+    """Add <extra_id_n> tokens until there are `size`; returns those that were new."""
+    added, number = [], 0
+    while len(tokenizer.get_vocab()) < size:
+        name = f"<extra_id_{number}>"
+        if tokenizer.add_tokens(name):
+            added.append(name)
+        number += 1
+    return added
+
+
+def _check_known(tokenizer: Any, argument: str, token: str) -> None:
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        raise ValueError(
+            f"The specified `{argument}` ('{token}') is not found in the vocabulary of the given `processing_class` "
+            f"({type(tokenizer).__name__}, {len(vocabulary):,} tokens). Name a token it has, or first add it to "
+            "tokenizer and model."
+        )
+
+
+def warn_of_shared_pad(tokenizer: Any) -> None:
+    """Say where scores are read if texts end in the token that fills rows up."""
+    if tokenizer.pad_token == tokenizer.eos_token:
+        _warn_shared(tokenizer.pad_token)
+
+
+@cache
+def _warn_shared(token: str) -> None:
+    """Warn once per process of each token, by the cache."""
+    logger.warning(
+        "pad_token and eos_token are both %r: the score is read at the last token that is not EOS, as TRL "
+        "does. RewardConfig(pad_token=...) with another token lets the score be read at the EOS itself.",
+        token,
+    )
+
+
+def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
+    """Write the tokenizer's pad id and, where `eos`, its EOS id into the model's config, and into the text config of a
+    multimodal model."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = tokenizer.pad_token_id
+        if eos:
+            part.eos_token_id = tokenizer.eos_token_id
+
+
+def settle_generation(config: Any, tokenizer: Any, *, eos: bool) -> None:
+    """Write the pad id into a generation_config and, where `eos`, the EOS id to the front of those that end a text."""
+    config.pad_token_id = tokenizer.pad_token_id
+    others = config.eos_token_id or []
+    others = [others] if isinstance(others, int) else others
+    if eos and tokenizer.eos_token_id not in others:
+        config.eos_token_id = [tokenizer.eos_token_id, *others]
+
+
+def align(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, int]:
+    """Let a model's configs name the special tokens that the tokenizer has, as transformers' Trainer does before it
+    trains. An EOS token is put before those of a list, and ends texts beside those that did in a generation.
+
+    Args:
+        generation_config: None for a model that does not generate.
+
+    Returns:
+        The ids that were new.
+    """
+    text, updated = config.get_text_config(), {}
+    known, generating = text.to_dict(), {} if generation_config is None else generation_config.to_dict()
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        own = getattr(tokenizer, name)
+        found, ends = _as_list(known.get(name)), _as_list(generating.get(name))
+        if own is None or (own in found and (generation_config is None or own in ends)):
+            continue
+        updated[name], several = own, name == "eos_token_id"
+        listed = several and isinstance(known.get(name), list)
+        setattr(text, name, _first(own, found) if listed else own)
+        if generation_config is not None:
+            setattr(generation_config, name, _first(own, ends) if several else own)
+    return updated
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _first(own: int, others: list[int]) -> list[int]:
+    return [own, *(other for other in others if other != own)]
+
+
+def check_pad(tokenizer: Any, vocab_size: int) -> None:
+    """Raise ValueError where the model has no embedding for the pad token."""
+    if tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "
+            f"{vocab_size - 1}. Use a token the model knows, as in tokenizer.pad_token = tokenizer.eos_token, or "
+            "resize the checkpoint's embedding first."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Texts and conversations of any task's rows: what they must be, EOS, and chat templates with a row's options.
+
+
+# Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
+ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
+_SHOWN = 2000  # characters of what a template raises
+_WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a value is a non-empty list of messages, each with a role."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def with_eos(text: str, tokenizer: Any, where: str) -> str:
+    """End a text with the tokenizer's EOS token, unless it ends so already, as TRL does.
+
+    Raises:
+        ValueError: the tokenizer has no EOS token; `where` names the row.
+    """
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            f"{where} is plain text, which ends with the EOS token, and the tokenizer "
+            f"({type(tokenizer).__name__}) has none. Name a token of its vocabulary with "
+            "eos_token=... in the trainer's config."
+        )
+    return text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token
+
+
+def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Keyword arguments of the chat template that a row has: its tools, and its `chat_template_kwargs`.
+
+    Raises:
+        ValueError: they are no list and no dict; `where` names the row.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise cell_error(where, "tools", tools, "a list, or a list in JSON") from error
+    options = row.get("chat_template_kwargs")
+    if not isinstance(options, dict | None):
+        raise cell_error(where, "chat_template_kwargs", options, "a dict")
+    return {"tools": tools, **(options or {})}
+
+
+def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
+    """The template's options that leave a prompt open for its answer.
+
+    Raises:
+        ValueError: the role of its last message is not user, tool or assistant.
+    """
+    role = prompt[-1]["role"]
+    if role not in ("user", "tool", "assistant"):
+        raise ValueError(f"Invalid role in the last message: {role}; wanted user, tool or assistant.")
+    continues = role == "assistant"
+    return {"add_generation_prompt": not continues, "continue_final_message": continues}
+
+
+def check_unicode(found: Any, column: str, where: str) -> None:
+    """Raise ValueError for a lone surrogate (half a UTF-16 pair, from broken JSON escapes), which no tokenizer
+    takes, and for a message that is none."""
+    messages = [{"role": "", "content": found}] if isinstance(found, str) else found
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") is None is message.get("from"):
+            raise cell_error(where, column, message, "messages alone, each a dict with role and content")
+    for text in (value for message in messages for value in message.values()):
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            shown = ascii(text[max(0, error.start - 20) : error.start + 1])
+            raise ValueError(
+                f"{where}, column {column!r}: character {error.start:,} is half of one, at the end of {shown}, wanted "
+                'Unicode text. Drop such halves: text.encode(errors="ignore").decode().'
+            ) from error
+
+
+def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
+    """Raise ValueError for a conversation, named `where`, without a chat template."""
+    if tokenizer.chat_template is None and "chat_template" not in options:
+        raise ValueError(
+            f"{where} is a conversation and the tokenizer ({type(tokenizer).__name__}) has no chat template. "
+            'Pass one with chat_template_path="template.jinja" in the config, or set tokenizer.chat_template.'
+        )
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+    """Call `tokenizer.apply_chat_template(messages, **options)` within limits; errors name what is rendered by `where`.
+
+    Raises:
+        ValueError: the template makes more than `rendering` allows.
+    """
+    with errors_of_template(where):
+        return apply_chat_template(tokenizer, messages, **options)
+
+
+def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:
+    """Raise ValueError unless these columns of a row are all texts, or all conversations; `hint` says the way out."""
+    for column in columns:
+        if not isinstance(row[column], str) and not is_messages(row[column]):
+            raise cell_error(where, column, row[column], _WANTED)
+    kinds = {column: "a conversation" if is_messages(row[column]) else "text" for column in columns}
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
+        raise ValueError(f"{where}: {found}; they must be the same. {hint}")
+
+
+@contextmanager
+def errors_of_template(where: str) -> Iterator[None]:
+    """Name the row, by `where`, in whatever its chat template raises.
+
+    Raises:
+        ValueError: the template makes more than `rendering` allows.
+    """
+    try:
+        yield
+    except TooLarge as error:
+        raise ValueError(
+            f"{where}: the tokenizer's chat template makes a text or a number that is too large, or takes too many "
+            f"steps: wanted at most {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Correct the "
+            "template, or leave the row out."
+        ) from error
+    except Exception as error:  # a template may raise anything; the row's name is added
+        error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
+        error.add_note(f"{where}: raised by the tokenizer's chat template.")
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------
+# Load tokenizers by folder or Hub name.
+
+
+def load_tokenizer(
+    place: str | Path,
+    config: Any = None,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    sides: Mapping[str, str] | None = None,
+) -> Any:
+    """Load the tokenizer of a folder or a repository, without running code of its own unless the user allows it.
+
+    Args:
+        config: transformers' config of its model. With `trust_remote_code` the tokenizer's class is found by it;
+            AutoTokenizer would otherwise run a config's own code for that.
+        trust_remote_code: let the tokenizer's own code run, where `auto_map` in tokenizer_config.json names some.
+        revision: of the repository; None is its main branch.
+        sides: `padding_side` and `truncation_side`; None keeps its own.
+
+    Raises:
+        ValueError: it needs its own code, and `trust_remote_code` is False; or its files are nested too deeply.
+    """
+    from transformers import AutoTokenizer
+
+    # With None, transformers would ask on the terminal, and read the answer from a pipe if there is one.
+    options = {"config": config} if trust_remote_code else {}
+    options |= {} if revision is None else {"revision": revision}
+    options |= sides or {}
+    try:
+        found = AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
+    except RecursionError as error:
+        raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
+    beside = Path(place) / "chat_template.json"  # of models that see, too: TRL loads their processor, which reads it
+    if beside.is_file() and getattr(found, "chat_template", "") is None:  # mistral_common's tokenizers have none
+        found.chat_template = files.read(beside)["chat_template"]
+    return found

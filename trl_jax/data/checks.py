@@ -1,0 +1,372 @@
+"""Checks of a dataset before training. Errors name the argument, the row and the column."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.text import brief, printable
+from trl_jax.data.batch import IGNORED, Columns
+
+# ----------------------------------------------------------------------------------------------------
+# Check the labels of prepared rows: under a language model's head, what each place of a text is trained to predict.
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_labels(
+    dataset: Dataset | IterableDataset, columns: Columns, vocab_size: int, name: str
+) -> Dataset | IterableDataset:
+    """Raise ValueError for labels that are not as many as their text has ids, or that are neither an id nor -100; warn
+    of a table where no token is predicted.
+
+    Returns the same dataset; a stream is returned with the check mapped over its rows.
+    """
+    where = f"the prepared {argument(name)}"
+    if isinstance(dataset, IterableDataset):
+        facts = {"columns": columns, "vocab_size": vocab_size, "where": where}
+        return dataset.map(_check_stream_labels, with_indices=True, fn_kwargs=facts)
+    predicted = 0
+    for first, block in blocks(dataset, (*columns.texts, *columns.labels)):
+        _check_label_block(block, first, columns, vocab_size, where)
+        predicted += _predicted(block, columns)
+    if len(dataset) and not predicted:
+        longest = max(len(row) for column in columns.texts for row in dataset[column])
+        logger.warning(
+            f"No token of {where} is predicted, so losses are 0.0 throughout: in all {len(dataset):,} rows the labels "
+            f"behind the first token are {IGNORED}. The longest row has {longest} tokens: raise max_length where it "
+            "cuts them, look for empty texts, and for masks that leave every token out."
+        )
+    return dataset
+
+
+def _predicted(block: pa.Table, columns: Columns) -> int:
+    """How many tokens are predicted: those with a label, but for the first ones of texts, which have no context."""
+    count = 0
+    for column in columns.labels:
+        labels, lengths = list_lengths(block, column)
+        real = labels != IGNORED
+        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        count += np.count_nonzero(real) - np.count_nonzero(real[firsts])
+    return int(count)
+
+
+def _check_stream_labels(
+    row: dict[str, Any], index: int, columns: Columns, vocab_size: int, where: str
+) -> dict[str, Any]:
+    block = row_block(row, (*columns.texts, *columns.labels), f"Row {index} of {where}")
+    _check_label_block(block, index, columns, vocab_size, where)
+    return row
+
+
+def _check_label_block(block: pa.Table, first: int, columns: Columns, vocab_size: int, where: str) -> None:
+    for text, column in zip(columns.texts, columns.labels, strict=True):
+        (_, wanted), (labels, found) = list_lengths(block, text), list_lengths(block, column)
+        if (wanted != found).any():
+            row = int(np.argmax(wanted != found))
+            asked = f"a label for each of the {wanted[row]:,} ids of {text}"
+            raise cell_error(f"Row {first + row} of {where}", column, f"a list of {found[row]:,}", asked)
+        wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            row = int(np.searchsorted(np.cumsum(found), place, side="right"))
+            asked = f"token ids from 0 to {vocab_size - 1:,}, or {IGNORED} where nothing is predicted"
+            raise cell_error(f"Row {first + row} of {where}", column, int(labels[place]), asked)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks of a dataset before it is trained on; every error names the argument, the row and the column.
+
+
+ROWS_PER_BLOCK = 1000
+
+_OUTSIDE = (
+    "token id {id} is outside the model's vocabulary (vocab_size={size}). Pass the tokenizer that belongs to the "
+    "model, or resize its embeddings."
+)
+_MEDIA = {
+    "image": "images", "image_url": "images", "input_image": "images",
+    "video": "videos", "video_url": "videos",
+    "audio": "audio", "audio_url": "audio", "input_audio": "audio",
+}  # fmt: skip
+
+_FIXES = {
+    "DatasetDict": 'pass one of its splits: dataset["train"]',
+    "IterableDatasetDict": 'pass one of its splits: dataset["train"]',
+    "dict": 'pass one split, dataset["train"], or build one with datasets.Dataset.from_dict(columns)',
+    "list": "build one with datasets.Dataset.from_list(rows)",
+    "DataFrame": "build one with datasets.Dataset.from_pandas(frame)",
+    "Subset": "select the rows with dataset.select(indices)",
+}
+
+
+def argument(name: str) -> str:
+    """The dataset's name in errors: train_dataset for "train"; another name, such as eval_dataset['key'], as it is."""
+    return f"{name}_dataset" if name in ("train", "eval", "test") else name
+
+
+def as_read(dataset: Any, name: str) -> Any:
+    """A table with a transform (`Dataset.with_transform`) as a table of the rows that it makes, each made once; another
+    dataset, or a dict of them, as it is."""
+    if isinstance(dataset, dict):
+        return {key: as_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
+    if not isinstance(dataset, Dataset) or dataset.format["type"] != "custom":
+        return dataset
+    logger.warning(f"{argument(name)} has a transform: each row is made once, before training, and not in each epoch.")
+    return Dataset.from_list([dataset[number] for number in range(len(dataset))])
+
+
+def check_type(dataset: Any, name: str) -> None:
+    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform or with
+    images."""
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise ValueError(
+            f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which works "
+            "on rows as they are read; rows are read once, before training. Apply it with dataset.map, or drop it with "
+            "dataset.with_format(None). With dataset_kwargs={'skip_prepare_dataset': True}, SFTTrainer takes one whose "
+            "rows are trainer-ready."
+        )
+    if isinstance(dataset, Dataset | IterableDataset):
+        check_no_images(dataset.column_names or (), argument(name))
+        return
+    found = type(dataset).__name__
+    splits = f" with splits {list(dataset)}" if found.endswith("DatasetDict") else ""
+    fix = _FIXES.get(found, "see datasets.Dataset.from_list and datasets.Dataset.from_generator")
+    raise TypeError(f"{argument(name)} must be a Dataset or IterableDataset, got a {found}{splits}: {fix}.")
+
+
+def check_no_images(columns: Collection[str], where: str) -> None:
+    """Raise ValueError for a dataset with a column of images: without them, only its text would be trained on."""
+    if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):
+        raise ValueError(
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys): "
+            f"{where} has {found[0]!r}, and rows with images are not supported yet. To train on text alone, take the "
+            f"images out of the rows: the column {found[0]!r}, and every part of a message that stands for an image."
+        )
+
+
+def check_no_media(messages: Any, where: str) -> None:
+    """Raise ValueError for a message with an image, a video or audio: a chat template would write a bare placeholder.
+
+    Args:
+        messages: a conversation. A text, or anything else that is not a list, passes.
+        where: what the messages are, as in "Row 3 of train_dataset, column 'prompt'".
+    """
+    for message in messages if isinstance(messages, list | tuple) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else ():
+            if (kind := _media_of(part)) is not None:
+                raise ValueError(
+                    f"{where}: the content of a message of role {message.get('role')!r} has {brief(part)}, and rows "
+                    f"with {kind} are not supported yet. Leave such rows out, or write their messages as text alone."
+                )
+
+
+def _media_of(part: Any) -> str | None:
+    """The kind of media in a part of a message's content; None for text. Datasets fill missing keys with None."""
+    if not isinstance(part, Mapping):
+        return None
+    named = [part.get("type"), *(key for key, value in part.items() if value is not None)]
+    return next((_MEDIA[name] for name in named if isinstance(name, str) and name in _MEDIA), None)
+
+
+def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
+    """The error of one value; `where` is its row, as in "Row 3 of train_dataset"."""
+    kind = "" if found is None else f" ({type(found).__name__})"
+    return ValueError(f"{where}, column {column!r}: found {brief(found, 60)}{kind}, wanted {wanted}.")
+
+
+def check_token_ids(
+    dataset: Dataset | IterableDataset,
+    columns: tuple[str, ...],
+    vocab_size: int,
+    name: str,
+    max_positions: int | None = None,
+) -> Dataset | IterableDataset:
+    """Raise ValueError for an id or a position without an embedding: an accelerator would silently clamp it.
+
+    Returns the same dataset; a stream is returned with the check mapped over its rows.
+
+    Args:
+        columns: of token ids, a text each.
+        max_positions: the length of the longest text that the model has positions for; None is any length.
+    """
+    where = f"the prepared {argument(name)}"
+    if isinstance(dataset, IterableDataset):
+        facts = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
+        return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)
+    for first, block in blocks(dataset, columns):
+        _check_vocabulary(block, first, vocab_size, where)
+        _check_lengths(block, first, max_positions, where)
+    return dataset
+
+
+def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.Table]]:
+    """Iterate over (index of the first row, block of at most ROWS_PER_BLOCK rows) of these columns."""
+    if not columns:
+        return  # a table without columns has no rows either, and none that an order of rows could name
+    arrow = dataset.select_columns(list(columns)).with_format("arrow")
+    for number, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
+        yield number * ROWS_PER_BLOCK, block
+
+
+def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a checked column laid end to end `[tokens]`, and the number of each row `[rows]`, int64."""
+    lists = block.column(column).combine_chunks()
+    return numbers_of(lists.flatten()), numbers_of(pc.list_value_length(lists)).astype(np.int64)
+
+
+def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
+    """The token ids of one text, int32 `[tokens]`.
+
+    Args:
+        values: ints, as a list or an array.
+        vocab_size: rows of the model's embedding.
+        where: what the text is, as in "rollout_func's completion_ids[3]".
+
+    Raises:
+        ValueError: there is no token, or one is not an int or has no embedding.
+    """
+    try:
+        found = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        found = np.asarray(None)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(f"{where}: found {brief(values)}, wanted a list of at least one token id.")
+    mixed = isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values))
+    if not mixed and found.dtype.kind in "iu" and found.min() >= 0 and found.max() < vocab_size:
+        return found.astype(np.int32)
+    values = found.tolist() if isinstance(values, np.ndarray) else list(values)
+    for place, value in enumerate(values):
+        if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
+            raise ValueError(
+                f"{where}, position {place}: found {brief(value)} ({type(value).__name__}), wanted an int, a token id "
+                f"from 0 to {vocab_size - 1}."
+            )
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"{where}, position {place}: {_OUTSIDE.format(id=value, size=vocab_size)}")
+    return np.asarray(values, np.int32)
+
+
+def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
+    """Make a block of one row; `where` names it in the ValueError for a value that no column can have."""
+    try:
+        return pa.table({column: pa.array([row[column]]) for column in columns})
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error)[:500])}") from error
+
+
+def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: str = "a finite number") -> None:
+    """Raise ValueError for a row of a column of numbers that has none, or one beyond the range of float32."""
+    numbers = block.column(column).combine_chunks()
+    kind = numbers.type
+    if numbers.null_count:
+        bad = numbers_of(numbers.is_null())
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        with np.errstate(over="ignore"):  # a number beyond float32 is infinite to the loss
+            bad = ~np.isfinite(numbers_of(numbers).astype(np.float32))
+    else:
+        bad = np.ones(len(numbers), dtype=bool)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise cell_error(f"Row {first + row} of {where}", column, numbers[row].as_py(), wanted)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is a list of any kind."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+    """The lists of a column of ids; ValueError for a value that is not a list of at least one int."""
+    lists = block.column(column).combine_chunks()
+    kind = lists.type
+    if not is_list(kind):
+        raise cell_error(f"Row {first} of {where}", column, lists[0].as_py(), "a list of at least one token id")
+    lengths = numbers_of(pc.list_value_length(lists).fill_null(0))
+    if not lengths.all():
+        row = int(np.argmin(lengths))
+        raise cell_error(f"Row {first + row} of {where}", column, lists[row].as_py(), "a list of at least one token id")
+    values = lists.flatten()
+    if not pa.types.is_integer(kind.value_type) or values.null_count:
+        bad = int(np.argmax(numbers_of(values.is_null())))
+        row = first + pc.list_parent_indices(lists)[bad].as_py()
+        raise cell_error(f"Row {row} of {where}", column, values[bad].as_py(), "nothing but ints")
+    return lists
+
+
+def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) -> None:
+    for column in block.column_names:
+        lists = block.column(column).combine_chunks()
+        ids = numbers_of(lists.flatten())
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if bad.size:
+            row = first + pc.list_parent_indices(lists)[int(bad[0])].as_py()
+            raise ValueError(
+                f"Row {row} of {where}, column {column!r}: {_OUTSIDE.format(id=ids[bad[0]], size=vocab_size)}"
+            )
+
+
+def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where: str) -> None:
+    for column in block.column_names if max_positions is not None else ():
+        lengths = numbers_of(pc.list_value_length(block.column(column)))
+        row = int(np.argmax(lengths))
+        if lengths[row] > max_positions:
+            raise ValueError(
+                f"Row {first + row} of {where}, column {column!r}: {lengths[row]:,} tokens, but the model has "
+                f"positions for {max_positions:,}. Pass max_length={max_positions}: longer rows are then left out."
+            )
+
+
+def _check_stream_ids(
+    row: dict[str, Any], index: int, columns: tuple[str, ...], vocab_size: int, max_positions: int | None, where: str
+) -> dict[str, Any]:
+    block = row_block(row, columns, f"Row {index} of {where}")
+    _check_vocabulary(block, index, vocab_size, where)
+    _check_lengths(block, index, max_positions, where)
+    return {}
+
+
+def numbers_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    return array.to_numpy(zero_copy_only=False) if isinstance(array, pa.Array) else array.to_numpy()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Leave rows longer than max_length out of a table, with a warning; `streaming` does so as rows arrive.
+
+
+def drop_long(
+    dataset: Dataset, lengths: np.ndarray, max_length: int | None, where: str, unit: str, about: str = ""
+) -> Dataset:
+    """Keep the rows of at most `max_length` tokens; None keeps all.
+
+    Args:
+        lengths: tokens of the longest text of each row: `[rows]`.
+        where, unit: names of the dataset and of one row in messages, as in "train_dataset" and "pair".
+        about: "at least " where long texts were not tokenised to their end.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    if max_length is None or lengths.max() <= max_length:
+        return dataset
+    kept = np.flatnonzero(lengths <= max_length)
+    total = len(lengths)
+    if not kept.size:
+        raise ValueError(
+            f"max_length={max_length} removes all {total:,} rows of {where}: the shortest {unit} has "
+            f"{about}{lengths.min():,} tokens. Raise max_length or pass max_length=None."
+        )
+    logger.warning(
+        f"max_length={max_length} removed {total - len(kept):,} of {total:,} {unit}s of {where} "
+        f"(longest kept: {lengths[kept].max():,} tokens)"
+    )
+    return dataset.select(kept)

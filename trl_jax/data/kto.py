@@ -1,0 +1,178 @@
+"""Prepare datasets of answers that are each desirable or not: a prompt's tokens, the answer's, and another row's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.text import brief
+from trl_jax.data import checks, preference, tokenize
+from trl_jax.data.preference import unpair_preference_dataset
+
+logger = logging.getLogger(__name__)
+
+IDS = ("prompt_ids", "completion_ids", "label")
+JOINED = ("completion_input_ids", "completion_labels")
+KL_JOINED = ("KL_completion_input_ids", "KL_completion_labels")
+_PAIR = ("chosen", "rejected")
+_NEEDED = ("prompt", "completion", "label")
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    block: int | None,
+    max_prompt_length: int | None = None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """Add TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids` to the dataset's own columns, and what a step
+    reads: the prompt with either answer, cut to `max_length`, and their labels (`JOINED`, `KL_JOINED`).
+
+    Pairs become two rows, in TRL's order. Rows that have the first two columns already are not tokenised. Rows that
+    have the last ones, which early releases of TRL prepared, are only cut, unless they have texts, too. Rows whose
+    prompt alone has `max_length` tokens or more are left out.
+
+    Args:
+        block: each answer in a block of so many rows also answers the next row's prompt, the last one the first's, for
+            the estimate of the divergence. None where a loss has none.
+        max_prompt_length: how many of the last tokens stay of a prompt that has more than `max_length` with its own
+            answer; None: all.
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+
+    Raises:
+        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
+            row.
+    """
+    where = checks.argument(name)
+    plain, first = tokenize.opened(dataset, name, ("prompt", "completion", *_PAIR))
+    from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
+    if is_prepared(first, block) and not from_texts:
+        texts = (JOINED,) if block is None else (JOINED, KL_JOINED)
+        plain = tokenize.with_columns(plain, (*(column for text in texts for column in text), "label"), where)
+        facts = {"texts": texts, "end": max_length, "max_prompt_length": max_prompt_length}
+        return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
+    options = preference.map_options(plain, where, num_proc)
+    if all(column in first for column in IDS):
+        plain = tokenize.with_columns(plain, IDS, where)
+    else:
+        plain, where = _unpaired(plain, first, where, options)
+        facts = {"tokenizer": tokenizer, "where": where}
+        plain = plain.map(tokenise_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
+    plain = preference.without_full_prompts(plain, max_length, max_prompt_length, where, options)
+    if block is not None:
+        plain = _with_kl_rows(plain, block, where)
+    sides = ("", "KL_")[: 1 if block is None else 2]
+    facts = {"sides": sides, "end": max_length, "max_prompt_length": max_prompt_length, "where": where}
+    plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+    return preference.warn_of_rows(plain, JOINED[:1], JOINED[1], where)
+
+
+def is_prepared(columns: Any, block: int | None) -> bool:
+    """Whether rows with these columns have all that a step reads; `block` as in `prepare`."""
+    return all(column in columns for column in (*JOINED, *(() if block is None else KL_JOINED), "label"))
+
+
+def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
+    """The token ids of a row's prompt and of what the answer adds to it; `index` and `where` name it in errors."""
+    place = f"Row {index} of {where}"
+    read = preference.read_row(row, ("completion",), place)
+    ids = preference.behind_prompt(*preference.tokenised(read, ("completion",), tokenizer, place))
+    return dict(zip(IDS, ids, strict=False))
+
+
+def _unpaired(
+    dataset: Dataset | IterableDataset, first: dict[str, Any], where: str, options: preference.Options
+) -> tuple[Dataset | IterableDataset, str]:
+    """Rows of one answer each, and what errors call them. Blocks of pairs do not depend on `num_proc`."""
+    if not all(column in first for column in _PAIR):
+        if not all(column in first for column in _NEEDED):
+            raise ValueError(
+                f"{where} needs the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected', and maybe "
+                f"'prompt', or {', '.join(IDS)}; found {brief(list(first), 500)}."
+            )
+        return tokenize.with_columns(dataset, _NEEDED, where), where
+    dataset = tokenize.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)
+    if "prompt" not in first:
+        facts = {"where": where}
+        dataset = dataset.map(_with_prompt, with_indices=True, fn_kwargs=facts, **options("Extracting prompt from"))
+    words = {} if isinstance(dataset, IterableDataset) else {"desc": f"Unpairing {where}"}
+    return unpair_preference_dataset(dataset, **words), f"the unpaired {where}"
+
+
+def _with_prompt(row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
+    return preference.read_row(row, _PAIR, f"Row {index} of {where}")
+
+
+def _with_kl_rows(dataset: Dataset | IterableDataset, block: int, where: str) -> Dataset | IterableDataset:
+    state = tokenize.StreamState()
+    if isinstance(dataset, Dataset) and len(dataset) % block == 1:
+        _warn_alone(where, block, state)
+    facts = {"block": block, "where": where, "state": state}
+    return dataset.map(_kl_rows, batched=True, batch_size=block, fn_kwargs=facts)
+
+
+def _kl_rows(
+    rows: dict[str, list[Any]], block: int, where: str, state: tokenize.StreamState
+) -> dict[str, list[list[int]]]:
+    """The answer of the row before, and of the last row for the first."""
+    *others, last = rows["completion_ids"]
+    if not others:
+        _warn_alone(where, block, state)
+    return {"KL_completion_ids": [last, *others]}
+
+
+def _warn_alone(where: str, block: int, state: tokenize.StreamState) -> None:
+    what = (
+        f"The last row of {where} has no other in its block of per_device_train_batch_size={block} rows: its "
+        "divergence is estimated by its own answer, as in TRL, so its loss stays at 0.5 where it is desirable and has "
+        "become likelier. Leave a row out or add one"
+    )
+    tokenize.warn_once(what, "alone", state)
+
+
+def _cut(
+    row: dict[str, Any], texts: tuple[tuple[str, str], ...], end: int | None, max_prompt_length: int | None
+) -> dict[str, Any]:
+    cut = (preference.shortened(row, *columns, slice(end), max_prompt_length, end or 0) for columns in texts)
+    return {column: ids for text in cut for column, ids in text.items()}
+
+
+def _joined(
+    row: dict[str, Any],
+    index: int,
+    sides: tuple[str, ...],
+    end: int | None,
+    max_prompt_length: int | None,
+    where: str,
+) -> dict[str, list[int]]:
+    """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
+    place, columns = f"Row {index} of {where}", {}
+    if max_prompt_length is not None:
+        prompt = row["prompt_ids"]
+        fits = end is not None and len(prompt) + len(row["completion_ids"]) <= end
+        columns["prompt_ids"] = prompt if fits else prompt[-max_prompt_length:]
+        row = {**row, **columns}
+    if row["label"] not in (True, False):
+        raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, or false")
+    for side, names in zip(sides, (JOINED, KL_JOINED), strict=False):
+        texts = preference.joined(row, f"{side}completion_ids", slice(end), place)
+        columns |= dict(zip(names, texts, strict=True))
+    return columns
+
+
+def warn_of_order(dataset: Dataset | IterableDataset, batch_size: int) -> None:
+    """Warn of pairs so many that a micro-batch in the order of `prepare` is of one kind."""
+    first = dataset.column_names or tokenize.first_row(dataset, "train_dataset")
+    if not all(column in first for column in _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
+        return
+    logger.warning(
+        "train_dataset has pairs. As in TRL, of each 1,000 pairs first all chosen answers become rows, then all "
+        "rejected ones, and rows are trained on in that order: whole micro-batches are of one kind, and "
+        "rewards/margins is not logged. To mix them, pass unpair_preference_dataset(dataset).shuffle(seed=42)."
+    )

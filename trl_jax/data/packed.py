@@ -1,0 +1,571 @@
+"""Batch layouts: padded rows, packed rows with shared prompts, and rows divided over devices. Pure NumPy."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trl_jax.core.outputs import Packed, RowView
+from trl_jax.data.batch import Batch, Example, empty_extras, padded_length, read_places, weight_of
+
+# ----------------------------------------------------------------------------------------------------
+# A step's examples on several devices, as TRL's ranks have them: an equal share of each micro-batch. Pure NumPy.
+
+
+def filled(order: np.ndarray, size: int) -> np.ndarray:
+    """The order of an epoch, begun again at its end until `size` divides it: accelerate's `even_batches`."""
+    return np.concatenate([order, np.resize(order, -len(order) % size)])
+
+
+def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[Any]]:
+    """Each micro-batch as `shards` runs, one behind the other; where it does not come out even, the first have one item
+    more, and there may be none for the last."""
+    runs = []
+    for items in micro_batches:
+        ends = [(shard * len(items) + shards - 1) // shards for shard in range(shards + 1)]
+        runs += [list(items[start:end]) for start, end in itertools.pairwise(ends)]
+    return runs
+
+
+def room(examples: int, accumulation: int) -> int:
+    """Examples that one of several devices' packed rows has room for: some more than `examples`, its share of a
+    micro-batch.
+
+    Without a bound each packed row would be read at as many places as all examples of the step have.
+    """
+    return (accumulation + 1) * examples
+
+
+def packed_passes(
+    placed: Sequence[Placed],
+    into: Sequence[int],
+    spec: PackingSpec,
+    *,
+    examples: int,
+    count: int,
+    shards: int,
+    most: int,
+) -> Batch:
+    """Examples as packed rows, `[count x shards, 1, T]`, each with a slot for `most` examples: pass by pass, one for
+    each shard.
+
+    Args:
+        placed: of `by_shard`'s runs, `examples` each; slots are counted over all of them.
+        into: the packed row of each, counted over passes and shards.
+        spec: as `pack_examples` takes it.
+    """
+    rows = count * shards
+    member, own = np.zeros((rows, count, most), bool), []
+    taken = [0] * rows
+    for one, row in zip(placed, into, strict=True):
+        slot, taken[row] = taken[row], taken[row] + 1
+        member[row, one.slot // (examples * shards), slot] = True
+        own.append(one._replace(slot=slot))
+    longest_texts = longest_in_batch(placed, examples)
+    batch = pack_examples(own, into, spec, examples=most, count=1, rows=rows, longest_texts=longest_texts)
+    return batch._replace(micro_batch=member)
+
+
+def sharded_rows(batch: Batch, shards: int) -> Batch:
+    """Padded micro-batches of `by_shard`, `[count x shards, ...]`, as `[count, shards, ...]`."""
+    passes, _, examples = batch.micro_batch.shape
+    member = batch.micro_batch.reshape(passes, passes // shards, shards, examples).any(axis=2)
+    return in_shards(batch._replace(micro_batch=member), shards)
+
+
+def in_shards(batch: Batch, shards: int) -> Batch:
+    """`[n x shards, ...]` as `[n, shards, ...]`."""
+
+    def split(leaf: Any) -> Any:
+        if isinstance(leaf, dict):
+            return {name: split(values) for name, values in leaf.items()}
+        if isinstance(leaf, tuple):
+            return type(leaf)(*map(split, leaf))
+        return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
+
+    return split(batch)
+
+
+def pass_weights(real: np.ndarray) -> np.ndarray:
+    """The share of each example in the mean over passes of means over their examples, float32 `[..., E]`.
+
+    Args:
+        real: bool `[..., E]`, which examples of each pass are real; a pass without any does not count.
+    """
+    examples = real.sum(axis=-1, keepdims=True)
+    return (real / np.maximum(examples, 1) / np.count_nonzero(examples)).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Packed rows: text after text without pads between, and what several texts begin with only once. Pure NumPy.
+
+
+class PackingSpec(NamedTuple):
+    """How packed rows are laid out.
+
+    pad_token_id: fills them, and decides where texts are read.
+    share_prefix: whether the two texts of an example may share what they begin with, and examples their context.
+    bucket: from the tokens of the longest packed row to how long all are.
+    row_view: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the packed row.
+    """
+
+    pad_token_id: int
+    share_prefix: bool
+    bucket: Callable[[int], int]
+    row_view: RowViewShape | None = None
+
+
+def pack_examples(
+    placed: Sequence[Placed],
+    into: Sequence[int],
+    spec: PackingSpec,
+    *,
+    examples: int,
+    count: int,
+    rows: int,
+    longest_texts: Sequence[int] | None = None,
+) -> Batch:
+    """Examples as packed rows, `[rows, 1, T]`, with a slot for each of `count * examples` in every one.
+
+    Args:
+        placed: what `place` gave.
+        into: the packed row of each.
+        spec: how long rows are, and what stands in them.
+        examples: a full micro-batch's.
+        count: micro-batches a full step has.
+        longest_texts: of each example as `longest_in_batch` gives it; None means that of micro-batches.
+    """
+    filled = _filled(placed, into, rows)
+    view, length, like = None, 0, placed[0].example
+    if spec.row_view is None:
+        length = spec.bucket(max(filled))
+    else:
+        length, text = spec.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
+        view = no_view(rows, view_rows(placed, into, spec.row_view), text, length, sharing(placed, into))
+    branches = any(one.context is not None for one in placed)
+    batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches)
+    longest_texts = longest_in_batch(placed, examples) if longest_texts is None else longest_texts
+    free, taken, read = [0] * rows, [0] * rows, [0] * rows
+    contexts: dict[Hashable, list[np.ndarray]] = {}
+    for one, row, longest in zip(placed, into, longest_texts, strict=True):
+        before = contexts.setdefault((row, one.context), [])
+        branch = 0 if one.context is None else len(before)
+        if one.context is None:
+            places = _write(batch, row, free[row], one)
+        else:
+            places = _write_branch(batch, row, free[row], one, before[0] if before else None)
+        read[row] = _write_reads(batch, row, read[row], one, places, spec.pad_token_id)
+        if view is not None:
+            runs = [places[0][start:end] for start, end in one.example.spans] if one.example.documents else places
+            for text, at in enumerate(runs):
+                shared, side = (one.shared, text) if one.context is None else (one.context_tokens, branch)
+                write_view(view, row, taken[row] + text, at, shared if side else 0, side)
+            taken[row] += len(runs)
+        before.append(places[0][: one.context_tokens])
+        end = max(free[row], *(1 + int(at.max()) for at in places))
+        batch.packed.longest[row, 0, free[row] : end] = longest
+        free[row] = end
+    return batch
+
+
+def _empty(
+    spec: PackingSpec,
+    rows: int,
+    length: int,
+    count: int,
+    examples: int,
+    like: Example,
+    view: RowView | None,
+    reads: int,
+    branches: bool,
+) -> Batch:
+    def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
+        return np.full((rows, *shape), value, dtype)
+
+    slots, targets, text = count * examples, None, None
+    reads = reads if like.labels else len(like.texts) * slots
+    if like.labels:
+        targets, text = filled((reads,), -1), filled((reads,), len(like.texts) * slots)
+    member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
+    return Batch(
+        tokens=filled((1, length), spec.pad_token_id),
+        positions=filled((1, length), 0),
+        reads=filled((reads,), 0),
+        lengths=filled((len(like.texts) * slots,), 1),
+        weight=filled((slots,), 0, np.float32),
+        micro_batch=np.broadcast_to(member, (rows, *member.shape)),
+        extras=empty_extras(like, rows, examples=slots, reads=reads),
+        packed=Packed(
+            filled((1, length), length),
+            filled((1, length), length),
+            filled((1, length), 1),
+            filled((1, length), length) if spec.share_prefix and len(like.texts) > 1 else None,
+            view,
+            *(filled((1, length), length) for _ in range(2) if branches),
+        ),
+        targets=targets,
+        text=text,
+        router_token_count=filled((1, length), 0, np.int16),
+    )
+
+
+def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
+    """Places for the reads of a packed row with targets: as many as it has tokens, whatever part of them is read, or a
+    multiple where texts that share tokens read them twice."""
+    targets = np.bincount(into, [one.example.num_targets for one in placed])
+    return max(1, -(-int(targets.max()) // length)) * length
+
+
+def _filled(placed: Sequence[Placed], into: Sequence[int], rows: int) -> list[int]:
+    """The tokens of each packed row: contexts count once in it."""
+    filled, met = [0] * rows, set()
+    for one, row in zip(placed, into, strict=True):
+        known = one.context is not None and (row, one.context) in met
+        filled[row] += one.tokens - (one.context_tokens if known else 0)
+        met.add((row, one.context))
+    return filled
+
+
+def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.ndarray]:
+    """Where each text's tokens stand, in order. Of two that share what they begin with, the first has its own end
+    before that, from its last token to its first, and the second behind it."""
+    if not shared:
+        ends = start + np.cumsum([len(ids) for ids in texts])
+        return [np.arange(end - len(ids), end) for ids, end in zip(texts, ends, strict=True)]
+    first, second = texts
+    begin, branch = start + len(first) - shared, start + len(first)
+    of_first = np.concatenate([np.arange(begin, branch), np.arange(begin - 1, start - 1, -1)])
+    return [of_first, np.concatenate([of_first[:shared], np.arange(branch, branch + len(second) - shared)])]
+
+
+def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
+    """Lay an example into a packed row from `start` on. Returns where each text's tokens are."""
+    texts = one.example.texts
+    places = _places(texts, start, one.shared)
+    tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
+    first, end = packed.first[row, 0], packed.end[row, 0]
+    for ids, at in reversed(list(zip(texts, places, strict=True))):
+        tokens[at] = ids
+        for begin, stop in one.example.spans if one.example.documents else [(0, len(ids))]:
+            run = at[begin:stop]
+            positions[run], first[run], end[run] = np.arange(stop - begin), run[0], run + 1
+            if packed.prompt is not None:
+                packed.prompt[row, 0, run] = run[0]
+    for at in places[: one.example.num_primary_texts]:
+        batch.router_token_count[row, 0, at] += 1
+    if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
+        own = places[0][one.shared :]
+        first[own], end[own] = own, places[0][0] + one.shared
+    batch.enter((row,), one.slot, one.example, one.weight)
+    return places
+
+
+def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.ndarray | None) -> list[np.ndarray]:
+    """Lay an example from `start` on, behind its context. Returns where the text's tokens are.
+
+    Args:
+        context: where the context is, if the packed row has it already; otherwise it is laid at `start`.
+
+    Raises:
+        ValueError: the context has other tokens than under the same key before.
+    """
+    [ids], shared = one.example.texts, one.context_tokens
+    tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
+    if context is None:
+        context, start = np.arange(start, start + shared), start + shared
+        tokens[context] = ids[:shared]
+    elif not np.array_equal(tokens[context], ids[:shared]):
+        raise ValueError(
+            f"Two examples have a context of the key {one.example.context.key!r}, and their texts begin differently. "
+            "Give each context a key of its own."
+        )
+    own = np.arange(start, start + len(ids) - shared)
+    at = np.concatenate([context, own])
+    tokens[own], positions[at], packed.end[row, 0, at] = ids[shared:], np.arange(len(ids)), at + 1
+    packed.first[row, 0, context], packed.first[row, 0, own] = context[0], start
+    packed.context[row, 0, own], packed.context_end[row, 0, own] = context[0], context[-1] + 1
+    batch.router_token_count[row, 0, at] += len(one.example.texts[: one.example.num_primary_texts])
+    batch.enter((row,), one.slot, one.example, one.weight)
+    return [at]
+
+
+def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np.ndarray], pad_token_id: int) -> int:
+    """Enter the reads of an example, those of targets from `read` on. Returns their end.
+
+    A text that is the same as the first one is read at one place with it: sums in another order would tell them apart,
+    as TRL does not.
+    """
+    texts, slots = one.example.texts, batch.weight.shape[1]
+    for number, (ids, at) in enumerate(zip(texts, places, strict=True)):
+        slot = number * slots + one.slot
+        at = (places[0] if np.array_equal(texts[0], ids) else at)[read_places(one.example, number, pad_token_id)]
+        batch.lengths[row, slot] = len(ids)
+        if one.example.labels:
+            read = batch.read((row,), read, one.slot, one.example, number, at)
+        else:
+            batch.reads[row, slot] = at[0]
+    return read
+
+
+# ----------------------------------------------------------------------------------------------------
+# The texts of packed rows as rows, too, for kernels that read rows. Pure NumPy.
+
+
+class RowViewShape(NamedTuple):
+    """How texts in packed rows are viewed as rows, too: of at most `examples` examples. `shape` goes from the tokens of
+    the longest packed row, and of the longest text, to the lengths of packed rows and of rows."""
+
+    examples: int
+    shape: Callable[[int, int], tuple[int, int]]
+
+
+def view_rows(placed: Sequence[Placed], into: Sequence[int], view: RowViewShape) -> int:
+    """Rows that the texts of any packed row are viewed as; of documents the next power of two, so that few shapes
+    compile."""
+    documents = int(np.bincount(into, [len(one.example.documents) for one in placed]).max())
+    return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * view.examples
+
+
+def no_view(rows: int, count: int, longest: int, length: int, sharing: int) -> RowView:
+    places = np.full((rows, 1, count, longest), length, np.int32)
+    return RowView(places, np.full((rows, 1, sharing, length), count * longest, np.int32))
+
+
+def sharing(placed: Sequence[Placed], into: Sequence[int]) -> int:
+    """How many texts of a packed row may share a token: 2, or the next power of two, so that few shapes compile."""
+    branches = Counter((row, one.context) for one, row in zip(placed, into, strict=True) if one.context is not None)
+    return max(2, 1 << (max(branches.values(), default=1) - 1).bit_length())
+
+
+def write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int, side: int) -> None:
+    """Enter a text as a row of this number.
+
+    Args:
+        row: the packed row.
+        at: where the text's tokens are in it.
+        shared: how many of the first ones are in rows of `side` texts before it, too.
+    """
+    at_view, back = view.places[row, 0], view.rows[row, 0]
+    own = number * at_view.shape[1] + np.arange(len(at))
+    at_view.reshape(-1)[own] = at
+    back[0, at[shared:]] = own[shared:]
+    back[side if shared else 0, at[:shared]] = own[:shared]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Padded rows: each text, or document of a text, has a row of its own, as long as the longest. Pure NumPy.
+
+
+def pad_examples(
+    micro_batches: Sequence[Sequence[Example]],
+    *,
+    examples: int,
+    count: int,
+    pad_token_id: int,
+    pad_to_multiple_of: int | str | None,
+    weights: Sequence[float] | None = None,
+) -> Batch:
+    """The micro-batches of one optimizer step as padded rows, one pass each: `[count, ...]`.
+
+    Args:
+        micro_batches: the examples of each; the last may be short, the first is not empty.
+        examples: E, the examples a full micro-batch has; shorter ones are filled with examples of weight 0.
+        count: micro-batches a full step has; a shorter step is filled likewise.
+        pad_token_id: fills rows, and decides where they are read.
+        pad_to_multiple_of: see `padded_length`.
+        weights: of each micro-batch's examples that have none of their own; None makes it TRL's mean of means.
+    """
+    every, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
+    length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
+    documents = max(sum(len(example.documents) for example in batch) for batch in micro_batches)
+    rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
+    batch = _empty_padded(count, examples, rows, length, pad_token_id, like)
+    for m, own in enumerate(micro_batches):
+        row = read = 0
+        for slot, example in enumerate(own):
+            weight = 1.0 / (len(micro_batches) * len(own)) if weights is None else weights[m]
+            batch.enter((m,), slot, example, weight_of(example, weight))
+            first = [row] if documents else [number * examples + slot for number in range(len(example.texts))]
+            read = _write_padded(batch, m, slot, example, first, read, pad_token_id)
+            row += len(example.documents)
+    return batch
+
+
+def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_id: int, like: Example) -> Batch:
+    tokens = np.full((count, rows, length), pad_token_id, np.int32)
+    member = np.eye(count, dtype=bool)[:, :, None]
+    reads = np.tile(np.arange(rows, dtype=np.int32) * length, (count, 1))
+    targets = text = None
+    if like.labels:
+        reads, targets = np.zeros((count, rows * length), np.int32), np.full((count, rows * length), -1, np.int32)
+        text = np.full_like(targets, len(like.texts) * examples)
+    return Batch(
+        tokens=tokens,
+        positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+        reads=reads,
+        # A row of pads shows one of them, so that nothing divides by no tokens; decoders do not look.
+        lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
+        weight=np.zeros((count, examples), np.float32),
+        micro_batch=np.broadcast_to(member, (count, count, examples)),
+        extras=empty_extras(like, count, examples=examples, reads=reads.shape[1]),
+        targets=targets,
+        text=text,
+        router_token_count=np.zeros(tokens.shape, np.int16),
+    )
+
+
+def _write_padded(
+    batch: Batch, m: int, slot: int, example: Example, rows: Sequence[int], read: int, pad_token_id: int
+) -> int:
+    """Enter an example into micro-batch m, its reads from `read` on where it has targets. Returns their end.
+
+    Args:
+        rows: the row of each text; its further documents are in those after it.
+    """
+    examples, length = batch.weight.shape[1], batch.tokens.shape[2]
+    primary = range(len(example.texts))[: example.num_primary_texts]
+    for number, ids in enumerate(example.texts):
+        spans = example.spans if example.documents else [(0, len(ids))]
+        at = []
+        for row, (start, end) in enumerate(spans, start=rows[number]):
+            batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
+            batch.router_token_count[m, row, : end - start] = number in primary
+            at.append(row * length + np.arange(end - start))
+        places = np.concatenate(at)[read_places(example, number, pad_token_id)]
+        if example.labels:
+            read = batch.read((m,), read, slot, example, number, places)
+        else:
+            batch.reads[m, number * examples + slot] = places[0]
+    return read
+
+
+# ----------------------------------------------------------------------------------------------------
+# The places of a step's examples in packed rows: in which one each lies, and what it shares there. Pure NumPy.
+
+
+class Placed(NamedTuple):
+    """An example with its slot, counted over the step's micro-batches, its weight, how many tokens its two texts share,
+    and the micro-batch and key of the context that it shares with other examples."""
+
+    slot: int
+    example: Example
+    weight: float
+    shared: int
+    context: Hashable = None
+
+    @property
+    def tokens(self) -> int:
+        """Places that it takes in a packed row, its context with it."""
+        return self.example.tokens - self.shared
+
+    @property
+    def context_tokens(self) -> int:
+        """Those of its context, which stand in a packed row once."""
+        return 0 if self.context is None else self.example.context.tokens
+
+
+def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
+    """How many ids two texts begin with alike; each keeps its last one to itself. Others than two share nothing: a
+    token sees one run of its row, so a prefix has one text before it and one behind it."""
+    if len(texts) != 2:
+        return 0
+    first, second = texts
+    most = min(len(first), len(second)) - 1
+    differ = np.flatnonzero(np.asarray(first[:most]) != np.asarray(second[:most]))
+    return int(differ[0]) if len(differ) else most
+
+
+def greedy_bins(
+    costs: Sequence[int], bins: int, most: int | None = None, sizes: Sequence[int] | None = None
+) -> list[int]:
+    """The bin of each item: the dearest first, each into the one that is emptiest then (Graham 1969).
+
+    `most` of the `sizes`, one an item unless they are given, go into one at most; there is room for all. Where sizes
+    differ, that is so if they take up half of it, and none more than half of a bin.
+    """
+    if bins == 1:
+        return [0] * len(costs)
+    sizes = [1] * len(costs) if sizes is None else sizes
+    heap, found = [(0, number) for number in range(bins)], [0] * len(costs)
+    free = [sum(sizes) if most is None else most] * bins
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        tight = []
+        while free[heap[0][1]] < sizes[item]:
+            tight.append(heapq.heappop(heap))
+        filled, number = heapq.heappop(heap)
+        found[item] = number
+        free[number] -= sizes[item]
+        for bin_ in (*tight, (filled + costs[item], number)):
+            heapq.heappush(heap, bin_)
+    return found
+
+
+def bins_of(placed: Sequence[Placed], bins: int, most: int | None = None) -> list[int]:
+    """The packed row of each example, by `greedy_bins`; those that share a context stay together."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, one in enumerate(placed):
+        groups.setdefault(("alone", number) if one.context is None else one.context, []).append(number)
+    own = list(groups.values())
+    costs = [
+        sum(placed[number].tokens for number in group) - (len(group) - 1) * placed[group[0]].context_tokens
+        for group in own
+    ]
+    into = [0] * len(placed)
+    for group, row in zip(own, greedy_bins(costs, bins, most, [len(group) for group in own]), strict=True):
+        for number in group:
+            into[number] = row
+    return into
+
+
+def place(
+    micro_batches: Sequence[Sequence[Example]],
+    *,
+    examples: int,
+    share_prefix: bool,
+    weights: Sequence[float] | None = None,
+) -> list[Placed]:
+    """The examples of a step in order; a full micro-batch has `examples`. TRL's mean of means is in their weights,
+    unless `weights` has those of each micro-batch's examples, or an example has its own."""
+    return [
+        Placed(
+            m * examples + i,
+            example,
+            weight_of(example, 1.0 / (len(micro_batches) * len(batch)) if weights is None else weights[m]),
+            shared_tokens(example.texts) if share_prefix else 0,
+            _context_of(example, m) if share_prefix else None,
+        )
+        for m, batch in enumerate(micro_batches)
+        for i, example in enumerate(batch)
+    ]
+
+
+def _context_of(example: Example, micro_batch: int) -> Hashable:
+    """The micro-batch and the key of an example's context, None without one: what a token is computed from may depend
+    on the longest text that TRL runs beside it, so examples of other micro-batches have it for themselves.
+
+    Raises:
+        ValueError: its text does not begin with as many tokens, or it is not the only one.
+    """
+    if example.context is None:
+        return None
+    key, tokens = example.context
+    if len(example.texts) != 1 or example.documents or not 0 < tokens <= len(example.texts[0]):
+        raise ValueError(
+            f"The context {key!r} is the first {tokens} tokens of an example with texts of "
+            f"{', '.join(str(len(text)) for text in example.texts)} tokens. An example with a context has one text, of "
+            "one document, which begins with it; leave `context` out elsewhere."
+        )
+    return micro_batch, key
+
+
+def longest_in_batch(placed: Sequence[Placed], size: int) -> list[int]:
+    """For each example the longest document among those that TRL would run beside it: runs of `size` slots."""
+    longest: dict[int, int] = {}
+    for one in placed:
+        longest[one.slot // size] = max(longest.get(one.slot // size, 0), one.example.longest_document)
+    return [longest[one.slot // size] for one in placed]

@@ -1,0 +1,430 @@
+"""Rows of DPO, KTO, ORPO and CPO: prompts with chosen and rejected completions, as token ids."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from trl_jax.core.text import brief
+from trl_jax.data import chat, checks, tokenize
+from trl_jax.data.batch import IGNORED
+from trl_jax.data.chat_templates import apply_chat_template
+from trl_jax.data.sft import common_prefix
+
+# ----------------------------------------------------------------------------------------------------
+# Prepare preference datasets for direct preference optimisation: a prompt's tokens, and those of two answers.
+
+
+IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+JOINED = ("chosen_input_ids", "rejected_input_ids", "chosen_labels", "rejected_labels")
+_NEEDED = ("chosen", "rejected")
+_SIDE_COLUMNS = tuple((f"{side}_input_ids", f"{side}_labels") for side in _NEEDED)
+
+
+def prepare_dpo(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    keep_end: bool,
+    max_prompt_length: int | None = None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids` to the dataset's own columns, and what a step reads:
+    `chosen_input_ids` and `rejected_input_ids`, the prompt with each answer, cut to `max_length`, and their labels.
+
+    Rows that have the three columns already are not tokenised. Rows with ids and labels of both texts, which early
+    releases of TRL prepared, are only cut, unless they have the texts, too, which TRL reads. Unless `keep_end`, rows
+    whose prompt alone has `max_length` tokens or more are left out.
+
+    Args:
+        keep_end: cut at the beginning, and not at the end.
+        max_prompt_length: how many of a prompt's last tokens stay, before anything else is cut; None: all.
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+
+    Raises:
+        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
+            row.
+    """
+    where = checks.argument(name)
+    plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
+    part = _part(max_length, keep_end)
+    from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
+    if all(column in first for column in JOINED) and not from_texts:
+        plain = tokenize.with_columns(plain, JOINED, where)
+        facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length}
+        return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
+    tokenised = all(column in first for column in IDS)
+    if not tokenised and not all(column in first for column in _NEEDED):
+        raise ValueError(
+            f"{where} needs the columns 'chosen' and 'rejected', and maybe 'prompt', or {', '.join(IDS)}; found "
+            f"{brief(list(first), 500)}."
+        )
+    read = [name for name in ("prompt", *_NEEDED) if name in first]
+    plain = tokenize.with_columns(plain, IDS if tokenised else read, where)
+    options = map_options(plain, where, num_proc)
+    if not tokenised:
+        facts = {"tokenizer": tokenizer, "where": where}
+        plain = plain.map(tokenize_dpo_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
+    longest = None if keep_end else max_length
+    plain = without_full_prompts(plain, longest, max_prompt_length, where, options)
+    facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length, "where": where}
+    plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+    return warn_of_rows(plain, JOINED[:2], JOINED[2], where)
+
+
+def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
+    """The token ids of a row's prompt and of what both answers add to it; `index` and `where` name it in errors."""
+    place = f"Row {index} of {where}"
+    read = read_row(row, _NEEDED, place)
+    ids = behind_prompt(*tokenised(read, _NEEDED, tokenizer, place))
+    return dict(zip(IDS, ids, strict=True))
+
+
+def _part(max_length: int | None, keep_end: bool) -> slice:
+    """The part of a text that is kept: its first or last `max_length` tokens, or all."""
+    if max_length is None:
+        return slice(None)
+    return slice(-max_length, None) if keep_end else slice(max_length)
+
+
+def _cut(row: dict[str, Any], part: tuple[int | None, int | None], max_prompt_length: int | None) -> dict[str, Any]:
+    sides = (shortened(row, *columns, slice(*part), max_prompt_length) for columns in _SIDE_COLUMNS)
+    return {column: ids for side in sides for column, ids in side.items()}
+
+
+def _joined(
+    row: dict[str, Any], index: int, part: tuple[int | None, int | None], max_prompt_length: int | None, where: str
+) -> dict[str, Any]:
+    """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
+    columns: dict[str, list[int]] = {}
+    if max_prompt_length is not None:
+        columns["prompt_ids"] = row["prompt_ids"][-max_prompt_length:]
+        row = {**row, **columns}
+    for side in _NEEDED:
+        texts = joined(row, f"{side}_ids", slice(*part), f"Row {index} of {where}")
+        columns[f"{side}_input_ids"], columns[f"{side}_labels"] = texts
+    return columns
+
+
+# ----------------------------------------------------------------------------------------------------
+# Prepare preference datasets for ORPO and CPO: each answer behind its prompt, as TRL's trainers of pairs without a
+# reference tokenise them.
+
+
+TEXTS, LABELS = ("chosen_input_ids", "rejected_input_ids"), ("chosen_labels", "rejected_labels")
+_SIDES = ("chosen", "rejected")
+
+
+def prepare_reference_free(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    max_prompt_length: int | None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """Add TRL's `chosen_input_ids`, `rejected_input_ids`, `chosen_labels`, `rejected_labels` and `prompt_input_ids` to
+    rows of `chosen` and `rejected`, with or without `prompt`. Labels are the ids of the answers.
+
+    Texts lose what is beyond `max_length`; rows whose prompt alone is as long are left out.
+
+    Args:
+        max_prompt_length: how many of a prompt's last tokens stay where it is too long with an answer; None: all.
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors.
+
+    Raises:
+        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
+            row.
+    """
+    where = checks.argument(name)
+    plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
+    if all(column in first for column in (*TEXTS, *LABELS)) and not any(side in first for side in _SIDES):
+        return tokenize.with_columns(plain, (*TEXTS, *LABELS), where)  # prepared before
+    if not all(side in first for side in _SIDES):
+        found = brief(list(first), 500)
+        raise ValueError(f"{where} needs the columns 'chosen' and 'rejected', and maybe 'prompt'; found {found}.")
+    plain = tokenize.with_columns(plain, [column for column in ("prompt", *_SIDES) if column in first], where)
+    options = map_options(plain, where, num_proc)
+    facts = {"tokenizer": tokenizer, "where": where, "most": max_length, "most_of_prompt": max_prompt_length}
+    plain = plain.map(tokenize_reference_free_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
+    prompts = "prompt_input_ids"
+    plain = without_full_prompts(plain, max_length, max_prompt_length, where, options, column=prompts)
+    return warn_of_rows(plain, TEXTS, LABELS[0], where)
+
+
+def tokenize_reference_free_row(
+    row: dict[str, Any], index: int, tokenizer: Any, where: str, most: int | None, most_of_prompt: int | None
+) -> dict[str, list[int]]:
+    """The columns that `prepare` adds to a row; `index` and `where` name it in errors."""
+    place = f"Row {index} of {where}"
+    texts = _rendered(read_row(row, _SIDES, place), tokenizer, place)
+    sides = _behind_prompt(texts, tokenizer, place)
+    longest = max(len(answer) for _, answer in sides)
+    columns = {}
+    for side, (prompt, answer) in zip(_SIDES, sides, strict=True):
+        if most_of_prompt is not None and most is not None and len(prompt) + longest > most:
+            prompt = prompt[-most_of_prompt:]
+        columns[f"{side}_input_ids"] = (prompt + answer)[:most]
+        columns[f"{side}_labels"] = ([IGNORED] * len(prompt) + answer)[:most]
+        columns["prompt_input_ids"] = min(columns.get("prompt_input_ids", prompt), prompt, key=len)
+    return columns
+
+
+def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
+    """The texts of a row's prompt and of it with each answer."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return [prompt, *(prompt + row[side] for side in _SIDES)]
+    options = chat.template_options(row, place)
+    chat.check_template(tokenizer, options, place)
+    with chat.errors_of_template(place):
+        texts = [
+            apply_chat_template(tokenizer, messages, tokenize=False, **extra, **options)
+            for messages, extra in [(prompt, chat.opening(prompt)), *((prompt + row[side], {}) for side in _SIDES)]
+        ]
+    return [os.path.commonprefix(texts), *texts[1:]]
+
+
+def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
+    """For each answer the tokens of its prompt and its own.
+
+    Raises:
+        ValueError: the prompt's tokens are others before one answer than before the other.
+    """
+    alone, *whole = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    sides = []
+    for ids in whole:
+        start = len(alone) - (ids[: len(alone)] != alone)  # its last token may have become one with the answer's first
+        start = max(start, 0)
+        sides.append((ids[:start], ids[start:]))
+    (one, _), (other, _) = sides
+    if sum(a != b for a, b in zip(one, other, strict=False)) > 1:
+        raise ValueError(
+            f"{place}: the tokens of the prompt are others before 'chosen' than before 'rejected', by more than the "
+            "last one. Let the prompt end where a token ends, as before a space."
+        )
+    return [(_begun(prompt, tokenizer), _ended(answer, tokenizer)) for prompt, answer in sides]
+
+
+def _begun(prompt: list[int], tokenizer: Any) -> list[int]:
+    bos = tokenizer.bos_token_id
+    return prompt if bos is None or prompt[:1] == [bos] else [bos, *prompt]
+
+
+def _ended(answer: list[int], tokenizer: Any) -> list[int]:
+    eos = tokenizer.eos_token_id
+    return answer if eos is None or answer[-1:] == [eos] else [*answer, eos]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Prompts and answers to token ids, and joined as a language model scores them: the rows of DPO and KTO.
+
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = ("tools", "chat_template_kwargs")
+
+Options = Callable[[str], dict[str, Any]]
+
+
+def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | None) -> Options:
+    """From the words of a progress bar to the arguments of `map` and `filter`; those of a stream have none."""
+
+    def options(words: str) -> dict[str, Any]:
+        streams = isinstance(dataset, IterableDataset)
+        return {} if streams else {"num_proc": num_proc, "desc": f"{words} {where}".replace("_", " ", 1)}
+
+    return options
+
+
+def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[str, Any]:
+    """The columns of a row that are read, the prompt taken from both answers where it has none.
+
+    Args:
+        answers: the columns of the answers.
+        place: the row's name in errors.
+    """
+    row = {column: row[column] for column in ("prompt", *answers, *_OPTIONS) if column in row}
+    given = [column for column in row if column not in _OPTIONS]
+    chat.check_contents(row, given, place, "Write prompts and answers in the same way.")
+    for column in given:
+        chat.check_unicode(row[column], column, place)
+        checks.check_no_media(row[column], f"{place}, column {column!r}")
+    if "prompt" not in row:
+        row |= extract_prompt(*(row[answer] for answer in answers), place)
+    return row
+
+
+def tokenised(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
+    """The token ids of a row's prompt, and those of it with each answer, which ends with EOS unless it is messages."""
+    if isinstance(row["prompt"], str):
+        ended = [row["prompt"] + chat.with_eos(row[answer], tokenizer, place) for answer in answers]
+        return tokenizer(text=[row["prompt"], *ended])["input_ids"]
+    options = chat.template_options(row, place)
+    chat.check_template(tokenizer, options, place)
+    prompt = row["prompt"]
+    rendered = [(prompt, {"add_generation_prompt": True}), *((prompt + row[answer], {}) for answer in answers)]
+    with chat.errors_of_template(place):
+        return [
+            apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **extra, **options)["input_ids"]
+            for messages, extra in rendered
+        ]
+
+
+def behind_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
+    """The ids of the prompt, and those that each answer adds to it.
+
+    An answer begins where its tokens, with the prompt's, differ from the prompt's alone, or before, where another's do.
+    """
+    alike = min(common_prefix(prompt, ids) for ids in whole)
+    return [prompt[:alike], *(ids[alike:] for ids in whole)]
+
+
+def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict[str, Any]:
+    """Split what both answers begin with off as their prompt; a text's prompt ends before a space.
+
+    Raises:
+        ValueError: conversations that begin with different messages.
+    """
+    pairs = zip(chosen, rejected, strict=False)
+    alike = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    if alike == min(len(chosen), len(rejected)):
+        alike -= 1  # an answer keeps its last message or character
+    if isinstance(chosen, str):
+        alike -= alike > 0 and chosen[alike - 1] == " "
+    alike = max(alike, 0)
+    if not alike and not isinstance(chosen, str):
+        raise ValueError(
+            f"{where}: 'chosen' and 'rejected' begin with different messages, so there is no prompt. Add a column "
+            "'prompt'."
+        )
+    return {"prompt": chosen[:alike], "chosen": chosen[alike:], "rejected": rejected[alike:]}
+
+
+def without_full_prompts(
+    dataset: Dataset | IterableDataset,
+    max_length: int | None,
+    max_prompt_length: int | None,
+    where: str,
+    options: Options,
+    column: str = "prompt_ids",
+) -> Dataset | IterableDataset:
+    """Leave out rows whose prompt alone has `max_length` tokens or more, and say how many these are.
+
+    Args:
+        max_prompt_length: how many tokens will stay of a prompt that is too long; None: all.
+        column: of the prompts' tokens.
+
+    Raises:
+        ValueError: no row of a table is left.
+    """
+    if max_length is None:
+        return dataset
+    words = options("Dropping fully truncated rows from")
+    if max_prompt_length is not None and max_prompt_length < max_length:
+        return dataset
+    kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length, "column": column}, **words)
+    if isinstance(dataset, IterableDataset) or len(kept) == len(dataset):
+        return kept
+    missing, total = len(dataset) - len(kept), len(dataset)
+    if not len(kept):
+        raise ValueError(
+            f"All {total:,} rows of {where} have prompts of {max_length:,} tokens or more: none is left. Raise "
+            "max_length."
+        )
+    logger.warning(
+        f"{missing:,} of {total:,} rows of {where} have prompts that fill max_length={max_length}: left out."
+    )
+    return kept
+
+
+def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[list[int], list[int]]:
+    """The part of a row's prompt with the answer of this column that is kept, and its labels, the answer's ids."""
+    prompt, answer = row["prompt_ids"], row[column]
+    if not prompt and not answer:
+        raise checks.cell_error(place, column, answer, "a token, as it has no prompt")
+    return (prompt + answer)[kept], ([IGNORED] * len(prompt) + answer)[kept]
+
+
+def shortened(
+    row: dict[str, Any], ids: str, labels: str, kept: slice, max_prompt_length: int | None, beyond: int = 0
+) -> dict[str, list[int]]:
+    """The columns of a text that was joined before, of which a part is kept, and of its prompt the end.
+
+    Args:
+        max_prompt_length: tokens of the prompt, where the text has more than `beyond`; None: all.
+    """
+    start = 0
+    if max_prompt_length is not None and len(row[ids]) > beyond:
+        prompt = next((at for at, label in enumerate(row[labels]) if label != IGNORED), len(row[labels]))
+        start = max(prompt - max_prompt_length, 0)
+    return {column: row[column][start:][kept] for column in (ids, labels)}
+
+
+def warn_of_rows(
+    dataset: Dataset | IterableDataset, texts: Sequence[str], labels: str, where: str
+) -> Dataset | IterableDataset:
+    """Warn, once each, of rows of a table without a prompt, and of those whose two answers are equal.
+
+    Args:
+        texts: the columns of whole texts, one or two.
+        labels: the column of the first one's labels.
+
+    Returns:
+        The same dataset.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset
+    bare, equal = [], []
+    for _, block in checks.blocks(dataset, (*texts, labels)):
+        whole = [block.column(text).to_pylist() for text in texts]
+        bare += [row[:1] not in ([], [IGNORED]) for row in block.column(labels).to_pylist()]
+        equal += [one == other for one, other in zip(whole[0], whole[-1], strict=True)]
+    told = {"have no prompt: the first token of their answers has no context, and is not scored": bare}
+    if len(texts) == 2:
+        told["have equal chosen and rejected answers: no preference"] = equal
+    for words, rows in told.items():
+        if any(rows):
+            logger.warning(f"{sum(rows):,} of {len(rows):,} rows of {where} (first: row {rows.index(True)}) {words}.")
+    return dataset
+
+
+def _has_room(row: dict[str, Any], max_length: int, column: str) -> bool:
+    return len(row[column]) < max_length
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pairs as rows of one answer each, labelled as desirable or not.
+
+
+def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
+    """Split each pair into two rows with `completion` and `label`; chosen answers of a block come before rejected ones.
+
+    Args:
+        dataset: Dataset, DatasetDict or IterableDataset of pairs.
+        map_kwargs: for the dataset's `map`.
+    """
+    return dataset.map(_unpaired, batched=True, remove_columns=get_dataset_column_names(dataset), **map_kwargs)
+
+
+def _unpaired(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    pairs = len(batch["chosen"])
+    unpaired = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * pairs + [False] * pairs}
+    others = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
+    return unpaired | others
+
+
+def get_dataset_column_names(dataset: Dataset | IterableDataset | DatasetDict) -> list[str]:
+    """Names of a dataset's columns; for a stream without that information, those of its first row."""
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()))
+    return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names

@@ -1,0 +1,272 @@
+"""Rows of prompts for online training: checks, token ids, and prompts that are tokenized already."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.text import brief
+from trl_jax.data import checks
+from trl_jax.data.chat import check_unicode, rendered
+from trl_jax.data.checks import argument, blocks, cell_error, is_list, numbers_of
+from trl_jax.data.tokenize import check_has
+
+# ----------------------------------------------------------------------------------------------------
+# Rows of prompts, which a language model completes: checking them, and their token ids.
+
+
+_WANTED = 'a text, or messages such as [{"role": "user", "content": "..."}]'
+_EMPTY = "A completion follows at least one token: leave the row out, or begin prompts with a token, such as the BOS."
+
+
+def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
+    """The rows as they are: each has a `prompt`, and further columns are for reward functions.
+
+    All rows of a table are checked now; rows of a stream are checked as they arrive, the first one now.
+
+    Raises:
+        TypeError: it is no dataset.
+        KeyError: there is no such column.
+        ValueError: a row has images, or its prompt is neither a text nor messages with content, or has no token.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
+    columns = dataset.column_names
+    if columns is not None and "prompt" not in columns:
+        raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")
+    checks.check_no_images(columns or (), argument(name))
+    facts = {"name": name, "begins": bool(_ids([""], tokenizer)[0])}
+    if isinstance(dataset, IterableDataset):
+        dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
+        next(iter(dataset), None)  # checks the first row; the others when they come
+    elif dataset.format["type"] == "custom":
+        for row in dataset.take(1):  # a transform makes the others when they are read
+            _checked(row, 0, **facts)
+    else:
+        _check_table(dataset, **facts)
+    return dataset
+
+
+def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
+    """Raise ValueError for the first prompt that cannot be completed. Only doubtful rows become Python values."""
+    plain = dataset.select_columns("prompt").with_format(None)
+    for first, block in blocks(dataset, ("prompt",)):
+        doubtful = np.flatnonzero(_doubtful(block.column("prompt").combine_chunks(), begins))
+        prompts = plain[first : first + len(block)]["prompt"] if doubtful.size else []
+        for row in doubtful.tolist():
+            _checked({"prompt": prompts[row]}, first + row, name, begins)
+
+
+def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
+    """Of each prompt, whether it may be one that `_checked` refuses, bool `[rows]`."""
+    kind = prompts.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        bad = prompts.is_null() if begins else pc.equal(pc.fill_null(prompts, ""), "")
+        return numbers_of(bad)
+    every = np.ones(len(prompts), bool)
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return every
+    names = {kind.value_type.field(number).name for number in range(kind.value_type.num_fields)}
+    if not {"role", "content"} <= names:
+        return every
+    messages, rows = prompts.flatten(), numbers_of(pc.list_parent_indices(prompts))
+    role, content = (pc.struct_field(messages, column) for column in ("role", "content"))
+    if len(messages) != len(rows) or not (pa.types.is_string(content.type) or pa.types.is_large_string(content.type)):
+        return every  # contents in parts, or JSON, whose null is a text
+    bad = numbers_of(pc.or_(role.is_null(), content.is_null()))
+    if "tool_calls" in names and is_list((calls := pc.struct_field(messages, "tool_calls")).type):
+        called = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
+        bad = bad & numbers_of(pc.or_(role.is_null(), pc.invert(called)))
+    found = numbers_of(pc.equal(pc.fill_null(pc.list_value_length(prompts), 0), 0)).copy()
+    found[rows[bad]] = True
+    return found
+
+
+def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> dict[str, Any]:
+    """Raise ValueError for a row whose prompt cannot be completed.
+
+    Args:
+        begins: whether the tokenizer begins each text with a token, so that an empty one has some.
+    """
+    where = f"Row {number} of {argument(name)}"
+    check_has(row, number, ("prompt",), argument(name))
+    checks.check_no_images(row, argument(name))
+    prompt = row["prompt"]
+    if prompt == "" and not begins:
+        raise ValueError(f"{where} has an empty prompt. {_EMPTY}")
+    if not isinstance(prompt, str):
+        if not is_conversation(prompt):
+            raise cell_error(where, "prompt", prompt, _WANTED)
+        for message in prompt:
+            _check_message(message, where)
+    check_unicode(prompt, "prompt", where)
+    checks.check_no_media(prompt, f"{where}, column 'prompt'")
+    return {}
+
+
+def _check_message(message: Any, where: str) -> None:
+    """Raise ValueError unless it has a role, and a content or calls of tools."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise cell_error(where, "prompt", message, "messages alone, each a dict with role and content")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise cell_error(where, "prompt", message, "a message with content; an empty one is ''")
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a conversation."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def prompt_ids(
+    prompts: Sequence[Any],
+    tokenizer: Any,
+    *,
+    template_options: Mapping[str, Any] | None = None,
+    max_prompt_length: int | None = None,
+) -> list[list[int]]:
+    """Token ids of prompts: of texts with the special tokens that the tokenizer adds, of conversations rendered up to
+    where the assistant begins.
+
+    Args:
+        template_options: further arguments of the chat template.
+        max_prompt_length: how many of the last tokens stay; None: all.
+    """
+    kinds = {is_conversation(prompt) for prompt in prompts}
+    if len(kinds) > 1:
+        other = next(prompt for prompt in prompts if is_conversation(prompt) != is_conversation(prompts[0]))
+        raise ValueError(
+            f"Prompts must be all texts or all messages, and two that are completed together are {brief(prompts[0])} "
+            f"and {brief(other)}. Make them one or the other."
+        )
+    if kinds == {True}:
+        if any(prompt[-1]["role"] == "assistant" for prompt in prompts):
+            warnings.warn(
+                "A prompt ends with a message of the assistant. As in TRL, that message is not continued: a completion "
+                "is another one behind it. End prompts with a message of the user.",
+                stacklevel=2,
+            )
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
+        ids = []
+        for prompt, alike in groupby(prompts):  # the completions of a group follow each other
+            own = rendered(tokenizer, list(prompt), f"The prompt {brief(prompt, 300)}", **options)["input_ids"]
+            ids += [own] * len(list(alike))
+    else:
+        ids = _ids(prompts, tokenizer)
+    if not all(map(len, ids)):
+        empty = next(prompt for prompt, own in zip(prompts, ids, strict=True) if not own)
+        raise ValueError(f"The prompt {brief(empty)} is empty. {_EMPTY}")
+    return [list(own) if max_prompt_length is None else list(own[-max_prompt_length:]) for own in ids]
+
+
+def _ids(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    return tokenizer(text=list(prompts))["input_ids"]
+
+
+def completion_texts(
+    prompts: Sequence[Any],
+    ids: Sequence[Sequence[int]],
+    tokenizer: Any,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
+) -> list[Any]:
+    """Completions as reward functions see them: texts without special tokens, or an assistant's message each where
+    prompts are conversations.
+
+    Args:
+        prompt_ids: the tokens of the prompts, with which messages are parsed by the tokenizer's `response_template`, if
+            it has one; None: they are not.
+    """
+    if prompt_ids is not None and is_conversation(prompts[0]) and vars(tokenizer).get("response_template") is not None:
+        both = zip(ids, prompt_ids, strict=True)
+        return [[parsed_message(list(own), list(before), tokenizer)] for own, before in both]
+    texts = tokenizer.batch_decode([list(own) for own in ids], skip_special_tokens=True)
+    if not is_conversation(prompts[0]):
+        return texts
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def parsed_message(
+    ids: list[int], before: list[int], tokenizer: Any, tools: list[Callable] | None = None
+) -> dict[str, Any]:
+    """A message with what the tokenizer's template tells apart, thoughts and calls of tools among it; the text alone,
+    where it is malformed.
+
+    Args:
+        before: the tokens that the message follows.
+        tools: functions whose annotations say which types the arguments of calls have.
+    """
+    try:
+        message = tokenizer.parse_response(ids, prefix=before, tools=tools)
+        if message is None:
+            raise ValueError("no message")
+        content = message.get("content")
+        message["content"] = content.removesuffix(tokenizer.eos_token) if isinstance(content, str) else content or ""
+        for call in message.get("tool_calls") or ():
+            _settle_call(call)
+        return message
+    except (TypeError, ValueError, RecursionError):  # the last of JSON with very many brackets
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def _settle_call(call: Any) -> None:
+    """Give a call of a tool the arguments that it lacks, none. Raises ValueError where it has no name."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call of a tool without a name")
+    if function.get("arguments") is None:
+        function["arguments"] = {}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Prompts that a script has tokenised, as RLOOTrainer wanted them up to TRL 0.21: back to texts.
+
+
+logger = logging.getLogger(__name__)
+
+
+def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
+    """Rows with `input_ids` and without a `prompt` get the text of these tokens as their prompt; others stay.
+
+    Raises:
+        ValueError: a row whose text would be other tokens.
+    """
+    columns = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None
+    if columns is None or "prompt" in columns or "input_ids" not in columns:
+        return dataset
+    logger.warning(
+        "%s has prompts as input_ids, as RLOOTrainer took them up to TRL 0.21: they are turned back into texts. Pass "
+        "the column 'prompt', of texts or messages.",
+        argument(name),
+    )
+    facts = {"tokenizer": tokenizer, "name": name}
+    dropped = [column for column in ("input_ids", "attention_mask") if column in columns]
+    return dataset.map(_with_prompt, with_indices=True, fn_kwargs=facts, remove_columns=dropped)
+
+
+def _with_prompt(row: dict[str, Any], number: int, tokenizer: Any, name: str) -> dict[str, str]:
+    given = row["input_ids"]
+    if isinstance(given, Mapping):  # what apply_chat_template returns since transformers 5
+        given = given["input_ids"]
+    ids = _without_pads(list(given), tokenizer.pad_token_id)
+    found = tokenizer("")["input_ids"]  # what the tokenizer adds to every text
+    begins = found[:1] if found and ids[:1] == found[:1] == [tokenizer.bos_token_id] else []
+    text = tokenizer.decode(ids[len(begins) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if tokenizer(text)["input_ids"] != ids:
+        raise ValueError(
+            f"{argument(name)}: the input_ids of row {number}, {brief(text)}, are not the tokens of this text. Pass "
+            "the column 'prompt' in their place, of texts or messages."
+        )
+    return {"prompt": text}
+
+
+def _without_pads(ids: list[int], pad: int | None) -> list[int]:
+    """The ids without pads at either end."""
+    real = [place for place, token in enumerate(ids) if token != pad]
+    return ids[real[0] : real[-1] + 1] if real else []

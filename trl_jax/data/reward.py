@@ -1,0 +1,525 @@
+"""Rows of reward models: chosen and rejected texts as token ids."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, LargeList, Value
+
+from trl_jax.core.text import brief, is_panic
+from trl_jax.data import chat, checks, tokenize
+from trl_jax.data.chat_templates import apply_chat_template
+from trl_jax.data.checks import argument, check_no_media, check_numbers, drop_long, id_lists, numbers_of
+from trl_jax.data.tokenize import StreamState, check_has, first_row, is_long, warn_once, without_long
+
+# ----------------------------------------------------------------------------------------------------
+# Prepare preference datasets of every form that TRL accepts: their rows become token ids, in the same order.
+
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """Add `chosen_ids` and `rejected_ids` to the dataset's own columns, and leave out the pairs that are too long.
+
+    A pair is left out where either answer, with its prompt, has more than `max_length` tokens; nothing is truncated. A
+    dataset that is prepared already stays as it is.
+
+    Args:
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+
+    Raises:
+        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
+            row.
+    """
+    checks.check_type(dataset, name)
+    plain = dataset.with_format(None)  # rows as Python values, whatever format the user has set
+    if isinstance(plain, IterableDataset):
+        opening = first_row(plain, checks.argument(name), ("prompt", "chosen", "rejected"))
+        plain, read = settle(plain, list(opening), name)
+        needed = IDS if read.tokenised else TEXTS
+        needed += ("margin",) if "margin" in opening else ()
+        return prepare_stream(plain, tokenizer, needed, read.masks, max_length, checks.argument(name))
+    if len(plain) == 0:
+        raise ValueError(f"{checks.argument(name)} is empty")
+    plain, read = settle(plain, plain.column_names, name)
+    _check_margins(plain, checks.argument(name))
+    if read.masks:
+        plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
+    max_characters = None
+    if not read.tokenised:
+        max_characters = tokenize.character_bound_of_table(plain, tokenizer, max_length)
+        plain = _tokenise(plain, tokenizer, num_proc, name, max_characters)
+    lengths = _check_pairs(plain, max_length, checks.argument(name))
+    about = "" if max_characters is None else "at least "
+    return drop_long(plain, lengths, max_length, checks.argument(name), "pair", about)
+
+
+def _check_margins(dataset: Dataset, where: str) -> None:
+    if "margin" in dataset.column_names:
+        for first, block in checks.blocks(dataset, ("margin",)):
+            check_margin(block, first, where)
+
+
+def _drop_padding(dataset: Dataset, masks_of: dict[str, str], num_proc: int | None, where: str) -> Dataset:
+    shorter = drop_padding(dataset, masks_of, num_proc, where)
+    padded = _tokens(dataset, tuple(masks_of)) != _tokens(shorter, tuple(masks_of))
+    _warn_count(padded.any(axis=0), f"rows of {where} have padding by {list(masks_of.values())}: it is left out")
+    return shorter
+
+
+def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
+    """Number of tokens of each row of these checked columns of ids: `[columns, rows]`."""
+    counts = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
+    return np.stack([np.concatenate(column) for column in counts])
+
+
+def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, max_characters: int | None) -> Dataset:
+    where = checks.argument(name)
+    dataset = dataset.map(
+        tokenise_batch,
+        with_indices=True,
+        batched=True,
+        num_proc=num_proc,
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "where": where,
+            "max_characters": max_characters,
+        },  # not a closure: the cache finds the result again
+        desc=f"Tokenizing {where.replace('_', ' ', 1)}",
+    )
+    empty = [empty_texts(block) for _, block in checks.blocks(dataset, TEXTS)]
+    _warn_count(np.concatenate(empty), f"rows of {where} have an empty chosen or rejected text")
+    return dataset
+
+
+def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.ndarray:
+    """Number of tokens of the longer answer of each pair, `[rows]`; for texts that were cut, a number above
+    `max_length`.
+    """
+    scanned = [check_ids(block, first, where) for first, block in checks.blocks(dataset, IDS)]
+    lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
+    if max_length is not None:
+        identical &= lengths <= max_length
+    _warn_count(identical, f"rows of {where} have identical chosen and rejected tokens: no preference")
+    return lengths
+
+
+def _warn_count(flags: np.ndarray, what: str) -> None:
+    if flags.any():
+        logger.warning(f"{flags.sum():,} of {len(flags):,} {what} (first: row {np.argmax(flags)})")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Streams of pairs: rows get the same ids and the same checks as those of a table, one at a time as they arrive.
+
+
+def prepare_stream(
+    dataset: IterableDataset,
+    tokenizer: Any,
+    columns: tuple[str, ...],
+    masks: dict[str, str],
+    max_length: int | None,
+    where: str,
+) -> IterableDataset:
+    """Map a stream to rows with `chosen_ids` and `rejected_ids`, without `masks`, masked tokens and pairs too long.
+
+    The number of rows is not known before the end, so warnings name the first row of a kind instead of a count.
+
+    Args:
+        columns: that every row must have, besides those of the masks.
+        masks: column of ids -> column of its mask.
+        where: the dataset's name in messages.
+    """
+    bound = None if IDS[0] in columns else tokenize.character_bound(tokenizer, max_length)
+    shared = {"where": where, "state": StreamState(), "max_characters": bound, "max_length": max_length}
+    facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
+    hidden = list(masks.values())
+    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
+    return without_long(dataset, columns=IDS, unit="pair", **shared)
+
+
+def _read_row(
+    row: dict[str, Any],
+    index: int,
+    tokenizer: Any,
+    columns: tuple[str, ...],
+    masks: dict[str, str],
+    where: str,
+    state: StreamState,
+    max_characters: int | None,
+    max_length: int | None,
+) -> dict[str, Any]:
+    _check_columns(row, index, (*columns, *masks.values()), where)
+    if "margin" in columns:
+        check_margin(checks.row_block(row, ("margin",), f"Row {index} of {where}"), index, where)
+    ids = {column: row[column] for column in columns if column in IDS}
+    if not ids:
+        rows = {key: [value] for key, value in row.items()}
+        batch = tokenise_batch(rows, [index], tokenizer, where, max_characters)
+        ids = {column: values[0] for column, values in batch.items()}
+        if "" in (row["chosen"], row["rejected"]):
+            warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", state)
+    ids |= _unmasked(row, index, masks, where, state)
+    block = checks.row_block(ids, IDS, f"Row {index} of {where}")
+    tokens, identical = check_ids(block, index, where)
+    if identical[0] and (max_length is None or tokens[0] <= max_length):
+        what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
+        warn_once(what, "identical", state)
+    return ids
+
+
+def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, state: StreamState) -> dict[str, Any]:
+    """The ids of a row that its masks keep, by column."""
+    left = {}
+    for column, mask in masks.items():
+        block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
+        left[column] = unmasked(block, index, column, mask, where)[0].as_py()
+        if len(left[column]) < len(row[column]):
+            warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", state)
+    return left
+
+
+def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
+    check_has(row, index, columns, where)
+    if "margin" in row and "margin" not in columns:
+        raise ValueError(
+            f"Row {index} of {where} has a margin and the first row has none. Give one to every row, or none."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pairs of a chosen and a rejected answer to token ids: both as text, or as conversations.
+
+
+_READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+_TWICE = "If 'chosen' and 'rejected' already begin with the prompt, drop it: dataset.remove_columns(\"prompt\")."
+
+
+class Pair(NamedTuple):
+    """Both answers, each with the prompt in front.
+
+    options: keyword arguments of the chat template, empty for text. where: the row's name in errors.
+    """
+
+    chosen: str | list[dict]
+    rejected: str | list[dict]
+    options: dict[str, Any]
+    where: str
+
+
+def tokenise_batch(
+    batch: Any, indices: list[int], tokenizer: Any, where: str, max_characters: int | None = None
+) -> dict[str, list[list[int]]]:
+    """Tokenise a block of rows, as `Dataset.map` passes it, to `chosen_ids` and `rejected_ids`.
+
+    Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the rows in
+    errors. A text of more than `max_characters` is tokenised only up to there, which is enough to see that it is too
+    long.
+
+    Raises:
+        ValueError: a row has another form than a text or a conversation with a template, by row and column.
+    """
+    columns = [column for column in _READ if column in batch]
+    cells = zip(*(batch[column] for column in columns), strict=True)
+    rows = [dict(zip(columns, row, strict=True)) for row in cells]
+    pairs = [read_pair(row, f"Row {i} of {where}", tokenizer) for i, row in zip(indices, rows, strict=True)]
+    chosen, rejected = zip(*tokenise(pairs, tokenizer, max_characters), strict=True)
+    return {"chosen_ids": list(chosen), "rejected_ids": list(rejected)}
+
+
+def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
+    """Join an explicit prompt to both answers, and end texts with EOS; a template ends conversations itself.
+
+    `where` names the row in errors. EOS is looked for in the answer alone, before the prompt is joined to it.
+    """
+    columns = [column for column in ("prompt", "chosen", "rejected") if column in row]
+    chat.check_contents(row, columns, where, _TWICE)
+    chosen, rejected = row["chosen"], row["rejected"]
+    options = {}
+    if chat.is_messages(chosen):
+        options = chat.template_options(row, where)
+        chat.check_template(tokenizer, options, where)
+    else:
+        chosen, rejected = (chat.with_eos(text, tokenizer, where) for text in (chosen, rejected))
+    if "prompt" in row:
+        chosen, rejected = row["prompt"] + chosen, row["prompt"] + rejected
+    for column in columns:
+        chat.check_unicode(row[column], column, where)
+        check_no_media(row[column], f"{where}, column {column!r}")
+    return Pair(chosen, rejected, options, where)
+
+
+def tokenise(pairs: list[Pair], tokenizer: Any, max_characters: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """Token ids (chosen, rejected) of each pair; all pairs are texts, or all are conversations.
+
+    Args:
+        max_characters: as in `tokenise_batch`.
+    """
+    if isinstance(pairs[0].chosen, str):
+        texts = [_cut(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
+        ids = _ids(tokenizer, texts, pairs)
+        return list(zip(ids[::2], ids[1::2], strict=True))
+    return [_render(pair, tokenizer, max_characters) for pair in pairs]
+
+
+def _ids(tokenizer: Any, texts: list[str], pairs: list[Pair]) -> list[list[int]]:
+    """The token ids of the texts, two a pair; where the tokenizer gives up, the error has the pair's row."""
+    try:
+        return tokenizer(text=texts)["input_ids"]
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        if len(pairs) == 1:
+            raise ValueError(f"{pairs[0].where}: the tokenizer cannot read it: {str(error)[:200]}.") from None
+    return [ids for i, pair in enumerate(pairs) for ids in _ids(tokenizer, texts[2 * i : 2 * i + 2], [pair])]
+
+
+def _cut(text: str, max_characters: int | None) -> str:
+    return text if max_characters is None else text[: max_characters + 1]
+
+
+def _render(pair: Pair, tokenizer: Any, max_characters: int | None) -> tuple[list[int], list[int]]:
+    with chat.errors_of_template(pair.where):
+        return tuple(
+            _render_side(side, pair.options, tokenizer, max_characters) for side in (pair.chosen, pair.rejected)
+        )
+
+
+def _render_side(
+    messages: list[dict], options: dict[str, Any], tokenizer: Any, max_characters: int | None
+) -> list[int]:
+    if is_long(messages, max_characters) and chat.ABOUT_TOKENS.isdisjoint(options):
+        text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
+        return tokenizer(_cut(text, max_characters), add_special_tokens=False)["input_ids"]
+    return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Attention masks of rows from early releases of TRL: masked tokens are padding, and are dropped.
+
+
+MASKS = {"chosen_ids": "attention_mask_chosen", "rejected_ids": "attention_mask_rejected"}
+
+
+def drop_padding(dataset: Dataset, masks: dict[str, str], num_proc: int | None, where: str) -> Dataset:
+    """Drop the masks of a table and the tokens that they mask out.
+
+    Args:
+        masks: column of ids -> column of its mask, as in `MASKS`.
+        where: the dataset's name in errors.
+
+    Raises:
+        ValueError: as `unmasked`.
+    """
+    left = {column: kind for column, kind in dataset.features.items() if column not in masks.values()}
+    shorter = dataset.with_format("arrow").map(
+        _unmasked_batch,
+        with_indices=True,
+        batched=True,
+        num_proc=num_proc,
+        features=Features(left | {column: LargeList(Value("int64")) for column in masks}),
+        fn_kwargs={"masks": masks, "where": where},
+        desc=f"Dropping padding of {where.replace('_', ' ', 1)}",
+    )
+    return shorter.with_format(None)
+
+
+def _unmasked_batch(block: pa.Table, indices: list[int], masks: dict[str, str], where: str) -> pa.Table:
+    for column, mask in masks.items():
+        left = unmasked(block, indices[0], column, mask, where)
+        block = block.set_column(block.column_names.index(column), column, left).drop_columns(mask)
+    return block
+
+
+def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) -> pa.Array:
+    """The ids of a column where its mask is 1.
+
+    Raises:
+        ValueError: a mask of another length, of other values than 0 and 1, or with zeros between ones, by row and
+            column. (Dropping tokens in the middle would change the positions of those after them.)
+    """
+    lists = checks.id_lists(block, column, first, where)
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    keeps = kept(block, first, mask, lengths, f"of {column!r}", where)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    before = np.append(False, keeps[:-1] & (rows[1:] == rows[:-1]))
+    runs = np.bincount(rows[keeps & ~before], minlength=len(lengths))
+    if (runs != 1).any():
+        row = int(np.argmax(runs != 1))
+        found = "zeros between ones" if runs[row] else "nothing but zeros"
+        raise ValueError(
+            f"Row {first + row} of {where}, column {mask!r}: found {found}, wanted ones for the text, and zeros for "
+            f"padding before or behind it. Leave what is not text out of {column!r}."
+        )
+    ends = np.append(0, np.cumsum(np.bincount(rows[keeps], minlength=len(lengths))))
+    values = lists.flatten().cast(pa.int64()).filter(pa.array(keeps))
+    return pa.LargeListArray.from_arrays(pa.array(ends), values)
+
+
+def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
+    """Whether the mask keeps each token of a block: bool `[tokens]`, rows laid end to end."""
+    wanted, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
+    if not checks.is_list(lists.type):
+        raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), wanted)
+    found = pc.list_value_length(lists).fill_null(-1).to_numpy(zero_copy_only=False)
+    if (found != lengths).any():
+        row = int(np.argmax(found != lengths))
+        if found[row] < 0:
+            raise checks.cell_error(f"Row {first + row} of {where}", mask, None, wanted)
+        raise ValueError(
+            f"Row {first + row} of {where}, column {mask!r}: found {found[row]:,} values, wanted "
+            f"{lengths[row]:,}, one for each token {of}."
+        )
+    values = lists.flatten()
+    good = np.zeros(len(values), bool)
+    if pa.types.is_integer(values.type) or pa.types.is_boolean(values.type) or pa.types.is_floating(values.type):
+        marks = values.to_numpy(zero_copy_only=False)
+        good = (marks == 0) | (marks == 1)
+    if not good.all():
+        bad = int(np.argmin(good))
+        row = first + int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
+        raise checks.cell_error(f"Row {row} of {where}", mask, values[bad].as_py(), wanted)
+    return marks == 1
+
+
+# ----------------------------------------------------------------------------------------------------
+# Find the columns of a dataset that are read, under today's or older names, and warn of those that are not.
+
+
+_EARLY_IDS = ("input_ids_chosen", "input_ids_rejected")  # of the releases whose collator read masks
+_PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in TRL. Leave padding out of them"
+_WEIGHT = "all pairs weigh the same"
+_LABEL = "the chosen answer is the better one of every pair"
+_TEXTS = "the texts are, as in TRL. To train on these ids, call them 'chosen_ids' and 'rejected_ids'"
+_PROMPT = "the prompt's column is called 'prompt'"
+# Column that TRL silently ignores -> the reason, for the warning: a script that has it may expect something of it.
+_UNREAD = {
+    **dict.fromkeys([*MASKS.values(), "chosen_attention_mask", "rejected_attention_mask"], _PADDING),
+    **dict.fromkeys(["weight", "weights", "sample_weight", "sample_weights"], _WEIGHT),
+    **dict.fromkeys(["label", "labels"], _LABEL),
+    **dict.fromkeys(["question", "instruction", "query"], _PROMPT),
+    **dict.fromkeys(_EARLY_IDS, _TEXTS),
+    "margins": "the column is called 'margin'",
+}
+
+
+class Columns(NamedTuple):
+    """The columns that are read. tokenised: rows have token ids. masks: the entries of `MASKS` that are read with
+    them."""
+
+    tokenised: bool
+    masks: dict[str, str]
+
+
+def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Columns]:
+    """Rename older columns to today's names, and find those that are read. Where texts and ids of an early release's
+    names are there, it is the texts, as in TRL.
+
+    Warns of older names, and of columns that look as if they changed the training but don't.
+
+    Args:
+        column_names: the dataset's columns; a stream may not know them itself.
+        name: of the dataset, as `preference.prepare` takes it.
+
+    Raises:
+        ValueError: there are neither texts nor ids.
+    """
+    older = None
+    if not set(IDS) <= set(column_names):
+        older = next((pair for pair in LEGACY_IDS if set(pair) <= set(column_names)), None)
+        older = None if older == _EARLY_IDS and set(TEXTS) <= set(column_names) else older
+    masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in column_names}
+    tokenised = older is not None or set(IDS) <= set(column_names)
+    if older is not None:
+        _warn_older(older, name)
+        dataset = dataset.rename_columns(dict(zip(older, IDS, strict=True)))
+    elif not tokenised and not set(TEXTS) <= set(column_names):
+        raise missing_columns(column_names, name)
+    _warn_unread([column for column in column_names if column not in masks.values()], tokenised, checks.argument(name))
+    return dataset, Columns(tokenised, masks)
+
+
+def _warn_older(names: tuple[str, str], name: str) -> None:
+    warnings.warn(
+        f"{checks.argument(name)}: the columns {names[0]!r} and {names[1]!r} are now called 'chosen_ids' and "
+        "'rejected_ids'. They were renamed for this run; rename them in the data: in TRL, they will not be supported "
+        "in v1.",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _warn_unread(column_names: list[str], tokenised: bool, where: str) -> None:
+    prompted = tokenised or "prompt" in column_names
+    why: dict[str, list[str]] = {}
+    for column in column_names:
+        reason = _UNREAD.get(column)
+        idle = (reason == _TEXTS and tokenised) or (reason == _PROMPT and prompted)
+        if reason is None or idle or (reason == _PADDING and not tokenised):
+            continue
+        if column == "margins" and "margin" in column_names:
+            continue
+        why.setdefault(reason, []).append(column)
+    for reason, columns in why.items():
+        logger.warning(f"{where}: the columns {columns} are not read: {reason}.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks of preference pairs before they are trained on; they read blocks, as those of `data.rows.checks`.
+
+
+IDS = ("chosen_ids", "rejected_ids")
+TEXTS = ("chosen", "rejected")
+LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
+
+
+def missing_columns(columns: list[str], name: str) -> ValueError:
+    """The error of a dataset that has only `columns`, neither texts nor ids."""
+    accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
+    return ValueError(f"{argument(name)} needs the columns {accepted}; found {brief(columns, 500)}.")
+
+
+def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """The number of tokens of the longer answer and whether both answers are equal, each `[rows]`.
+
+    Raises:
+        ValueError: a value is not a list of at least one int.
+    """
+    chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
+    of_chosen, of_rejected = (numbers_of(pc.list_value_length(side)) for side in (chosen, rejected))
+    identical = of_chosen == of_rejected
+    rows = np.flatnonzero(identical)
+    if rows.size:
+        values = [numbers_of(side.take(pa.array(rows)).flatten()) for side in (chosen, rejected)]
+        starts = np.cumsum(of_chosen[rows]) - of_chosen[rows]
+        identical[rows] = np.logical_and.reduceat(values[0] == values[1], starts)
+    return np.maximum(of_chosen, of_rejected), identical
+
+
+def check_margin(block: pa.Table, first: int, where: str) -> None:
+    """Raise ValueError for a row without a finite margin."""
+    check_numbers(block, "margin", first, where, "a finite number: give every row a margin, or drop the column")
+
+
+def empty_texts(block: pa.Table) -> np.ndarray:
+    """Whether the chosen or rejected text of each row is the empty string, `[rows]`; conversations never are."""
+    empty = np.zeros(block.num_rows, dtype=bool)
+    for column in TEXTS:
+        texts = block.column(column)
+        if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
+            empty |= numbers_of(pc.equal(texts, "").fill_null(False))
+    return empty

@@ -1,0 +1,727 @@
+"""Rows of supervised fine-tuning: token ids and labels from every dataset format that TRL accepts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise, takewhile
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset, concatenate_datasets
+
+from trl_jax.core.text import brief, printable
+from trl_jax.data import chat, checks, reward, tokenize
+from trl_jax.data.batch import IGNORED
+from trl_jax.data.chat_templates import has_generation_markers, stop_token_is_trained, training_template
+from trl_jax.data.checks import blocks, list_lengths
+from trl_jax.data.packing import pack_dataset
+from trl_jax.data.tokenize import check_has
+
+# ----------------------------------------------------------------------------------------------------
+# Prepare datasets of supervised fine-tuning: rows of every form that TRL accepts become token ids and labels.
+
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("input_ids", "labels")
+_NO_LABEL = "have no token to train on: their labels are all -100"
+_WAY_OUT = "Where prompts fill max_length, raise it, or pass truncation_mode='keep_end'."
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+    dataset_text_field: str = "text",
+    truncation_mode: str = "keep_start",
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    packing: bool = False,
+    packing_strategy: str = "bfd",
+    packing_parts: int | None = None,
+    formatting_func: Callable[[dict[str, Any]], str] | None = None,
+    chat_template: str | None = None,
+    shuffle_dataset: bool = False,
+    seed: int = 0,
+    skip_prepare_dataset: bool = False,
+    answer_marks: AnswerMarks | None = None,
+) -> Dataset | IterableDataset:
+    """Add `input_ids` and `labels` to the dataset's own columns; of packed rows only they and `seq_lengths` are left.
+
+    Rows are cut to `max_length`, and those that have no label left are dropped; or they are packed. Rows that are
+    packed already (they have `seq_lengths`) stay as they are.
+
+    Args:
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+        packing_parts: parts of a table that are packed apart; None: the whole. TRL packs apart what each of its
+            processes has tokenised.
+        completion_only_loss: None: where the rows have prompts and completions.
+        chat_template: in the place of the tokenizer's. None: its own, or with `assistant_only_loss` one that marks what
+            the assistant says.
+        seed: of `shuffle_dataset`.
+        skip_prepare_dataset: the rows have their columns already; nothing is cut, packed or shuffled.
+        answer_marks: labels are those of the answers that these tokens mark, whatever they were; not for packed rows.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the dataset, an option or a row cannot be trained on; a stream raises when
+            it reaches the row.
+    """
+    where = checks.argument(name)
+    plain, first = tokenize.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
+    if skip_prepare_dataset:
+        plain = _unprepared(plain, first, name, num_proc)
+        return plain if answer_marks is None else _answers_of(plain, answer_marks, num_proc, where)
+    check_lengths(packing, packing_strategy, max_length, truncation_mode)
+    row_format, completions = settle(
+        first,
+        where,
+        column=dataset_text_field,
+        formatting_func=formatting_func,
+        completion_only_loss=completion_only_loss,
+        assistant_only_loss=assistant_only_loss,
+    )
+    for column in row_format.needed if row_format.conversational else ():
+        checks.check_no_media(first[column], f"Row 0 of {where}, column {column!r}")
+    if assistant_only_loss and row_format.conversational:
+        chat_template = chat_template or _marked_template(tokenizer)
+        _warn_of_stop_token(tokenizer, chat_template)
+    masking = Masking(completions, assistant_only_loss, chat_template)
+    packs = packing and not (row_format.kind == "ids" and "seq_lengths" in first)
+    limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
+    limits |= {"row_format": row_format, "masking": masking, "where": where}
+    plain = _tokenised(plain, num_proc, tokenizer=tokenizer, **limits)
+    plain = _labelled(plain, where, drops=max_length is not None and not packs)
+    if answer_marks is not None:
+        plain = _answers_of(plain, answer_marks, num_proc, where)
+    if packs:
+        plain = plain.select_columns(list(COLUMNS))
+        plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
+        plain = _packed(plain, max_length, packing_strategy, packing_parts, where)
+    return plain.shuffle(seed=seed) if shuffle_dataset else plain
+
+
+def _packed(
+    dataset: Dataset | IterableDataset, max_length: int, strategy: str, parts: int | None, where: str
+) -> Dataset | IterableDataset:
+    options = _map_options(dataset, None, f"Packing {where}")
+    if isinstance(dataset, IterableDataset) or not parts:
+        return pack_dataset(dataset, max_length, strategy, options)
+    count = min(parts, len(dataset))
+    pieces = [dataset.shard(count, index, contiguous=True) for index in range(count)]
+    return concatenate_datasets([pack_dataset(piece, max_length, strategy, options) for piece in pieces])
+
+
+def _answers_of(
+    dataset: Dataset | IterableDataset, marks: AnswerMarks, num_proc: int | None, where: str
+) -> Dataset | IterableDataset:
+    return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labelling answers of {where}"))
+
+
+def _marked_template(tokenizer: Any) -> str | None:
+    """None where the tokenizer's own template marks what the assistant says; it is an error of each row to have
+    none."""
+    own = tokenizer.chat_template
+    return None if own is None or has_generation_markers(own) else training_template(own)
+
+
+def _warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:
+    if tokenizer.chat_template is not None and not stop_token_is_trained(tokenizer, chat_template):
+        logger.warning(
+            "The chat template does not include the assistant turn's end-of-turn token in the loss mask; the model may "
+            "not learn to stop. Put that token before `{% endgeneration %}`, or set `assistant_only_loss=False`."
+        )
+
+
+def _unprepared(
+    dataset: Dataset | IterableDataset, first: dict[str, Any], name: str, num_proc: int | None
+) -> Dataset | IterableDataset:
+    """A dataset of ids as it is, with the ids as labels where there are none."""
+    where = checks.argument(name)
+    if "input_ids" not in first:
+        raise ValueError(
+            f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {brief(list(first), 500)}. "
+            "Tokenise the rows, or drop `skip_prepare_dataset`."
+        )
+    check_masks(first, name)
+    row_format, masking = RowFormat("ids"), Masking(False, False, None)
+    facts = {"tokenizer": None, "row_format": row_format, "masking": masking, "max_length": None, "keep_end": False}
+    return _tokenised(dataset, num_proc, where=where, **facts)
+
+
+def _tokenised(
+    dataset: Dataset | IterableDataset, num_proc: int | None, *, where: str, **facts: Any
+) -> Dataset | IterableDataset:
+    """Map `tokenise_batch` over the dataset; a stream is read one row at a time."""
+    options = {"batch_size": 1} if isinstance(dataset, IterableDataset) else {}
+    options |= _map_options(dataset, num_proc, f"Tokenizing {where}")
+    return dataset.map(tokenise_batch, with_indices=True, batched=True, fn_kwargs=facts | {"where": where}, **options)
+
+
+def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
+    """Options of `map` that a stream does not have."""
+    if isinstance(dataset, IterableDataset):
+        return {}
+    return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
+
+
+def _labelled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
+    """Leave out the rows whose labels are all -100, if `drops`, and warn of them.
+
+    Raises:
+        ValueError: there are no other rows.
+    """
+    if isinstance(dataset, IterableDataset):
+        facts = {"where": where, "state": tokenize.StreamState()}
+        return dataset.filter(_has_label, with_indices=True, fn_kwargs=facts) if drops else dataset
+    kept = np.concatenate([_have_labels(block) for _, block in checks.blocks(dataset, ("labels",))])
+    missing, total = np.count_nonzero(~kept), len(kept)
+    if missing == total:
+        raise ValueError(f"All {total:,} rows of {where} {_NO_LABEL}. {_WAY_OUT}")
+    if not missing:
+        return dataset
+    what = f"{missing:,} of {total:,} rows of {where} {_NO_LABEL} (first: row {np.argmin(kept)})"
+    logger.warning(f"{what}: they are dropped. {_WAY_OUT}" if drops else f"{what}. {_WAY_OUT}")
+    return dataset.select(np.flatnonzero(kept)) if drops else dataset
+
+
+def _have_labels(block: pa.Table) -> np.ndarray:
+    """Whether each row has a label that is not -100: `[rows]`."""
+    labels, lengths = checks.list_lengths(block, "labels")
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(rows[labels != IGNORED], minlength=len(lengths)) > 0
+
+
+def _has_label(row: dict[str, Any], index: int, where: str, state: tokenize.StreamState) -> bool:
+    if any(label != IGNORED for label in row["labels"]):
+        state.removed = 0
+        return True
+    tokenize.warn_once(f"Row {index} of {where} has no token to train on: it is dropped", "unlabelled", state)
+    state.removed += 1
+    if state.removed == tokenize.MAX_REMOVED:
+        raise ValueError(f"{state.removed:,} rows of {where} in succession, up to row {index}, {_NO_LABEL}. {_WAY_OUT}")
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rows of supervised fine-tuning to token ids and labels: texts, conversations, prompts with completions, token ids.
+
+
+_MIXED = "Write the prompt and the completion in the same way."
+
+
+class _Talk(NamedTuple):
+    """A conversation, its keyword arguments of the chat template, and the row's name in errors."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    where: str
+
+
+def tokenise_batch(
+    batch: Any,
+    indices: list[int],
+    tokenizer: Any,
+    row_format: RowFormat,
+    masking: Masking,
+    max_length: int | None,
+    keep_end: bool,
+    where: str,
+) -> dict[str, Any]:
+    """Make `input_ids` and `labels` of a block of rows, as `Dataset.map` passes it, of at most `max_length` tokens.
+
+    Only these are returned, so that the user's own columns stay as they are. `indices` and `where` name the rows in
+    errors.
+
+    Raises:
+        ValueError: a row has another form, by row and column.
+        RuntimeError: the assistant says nothing in a row, and only what it says is trained on.
+    """
+    check_has(batch, indices[0], row_format.needed, where)
+    if row_format.kind == "ids":
+        ids, labels = _given(batch, indices[0], row_format, max_length, where)
+    else:
+        cells = zip(*(batch[column] for column in batch), strict=True)
+        rows = [dict(zip(batch, row, strict=True)) for row in cells]
+        read = _READERS[row_format.kind]
+        ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, row_format, masking)
+    if max_length is None:
+        return {"input_ids": ids, "labels": labels}
+    part = slice(-max_length, None) if keep_end else slice(max_length)
+    return {"input_ids": [row[part] for row in ids], "labels": [row[part] for row in labels]}
+
+
+def _given(batch: Any, first: int, row_format: RowFormat, max_length: int | None, where: str) -> tuple[list, list]:
+    """Ids of rows that have them, and their labels, or labels by their masks."""
+    others = row_format.masks or (("labels",) if "labels" in batch else ())
+    block = _table(batch, ("input_ids", *others), first, where)
+    lists = checks.id_lists(block, "input_ids", first, where)
+    lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+    labels = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    for column in row_format.masks:
+        labels[~reward.kept(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
+    if others == ("labels",):
+        labels = _labels_beside(block, lengths, first, where)
+    if "seq_lengths" in batch:
+        _check_documents(batch["seq_lengths"], lengths, max_length, first, where)
+    values, ends = labels.tolist(), np.cumsum(lengths).tolist()
+    return batch["input_ids"], [values[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _labels_beside(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
+    """The labels of a block laid end to end, `[tokens]`; `lengths` are those of the ids: `[rows]`."""
+    lists = checks.id_lists(block, "labels", first, where)
+    found = lists.value_lengths().to_numpy(zero_copy_only=False)
+    if (found != lengths).any():
+        row = int(np.argmax(found != lengths))
+        raise ValueError(
+            f"Row {first + row} of {where}, column 'labels': found {found[row]:,} values, wanted {lengths[row]:,}, one "
+            "for each token of 'input_ids': its id, or -100 where it is no target."
+        )
+    return lists.flatten().to_numpy(zero_copy_only=False)
+
+
+def _check_documents(
+    documents: list[list[int]], lengths: np.ndarray, max_length: int | None, first: int, where: str
+) -> None:
+    """Raise ValueError for a packed row whose documents are not all of its tokens, or that is too long."""
+    for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
+        if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
+            wanted = f"the tokens of each document of the row, {tokens:,} together"
+            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, wanted)
+        if max_length is not None and tokens > max_length:
+            raise ValueError(
+                f"Row {row} of {where} is packed already (it has 'seq_lengths') and has {tokens:,} tokens, "
+                f"max_length={max_length}. Pack the rows to that length, or pass max_length={tokens}."
+            )
+
+
+def _table(batch: Any, columns: tuple[str, ...], first: int, where: str) -> pa.Table:
+    try:
+        return pa.table({column: pa.array(batch[column]) for column in columns})
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise ValueError(f"Rows from {first} of {where}, columns {list(columns)}: {printable(str(error))}") from error
+
+
+def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, _: Masking) -> tuple:
+    texts = []
+    for row, where in zip(rows, places, strict=True):
+        column = row_format.column
+        if row_format.formatting_func:
+            text, column = _formatted(row, row_format.formatting_func), "formatting_func(row)"
+        else:
+            text = row[column]
+        if not isinstance(text, str):
+            raise checks.cell_error(where, column, text, "a string")
+        chat.check_unicode(text, column, where)
+        texts.append(chat.with_eos(text, tokenizer, where))
+    ids = tokenizer(text=texts)["input_ids"]
+    return ids, ids
+
+
+def _formatted(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
+    """The text that a script makes of a row. A function that makes a list, or fails on a row, may be one of earlier
+    TRL's, which gave it a batch, a dict of columns, and took a text for each row of it."""
+    try:
+        text = formatting_func(row)
+    except (IndexError, KeyError, TypeError):
+        text = _of_batch(row, formatting_func)
+        if not isinstance(text, str):
+            raise
+    return _of_batch(row, formatting_func) if isinstance(text, list) else text
+
+
+def _of_batch(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
+    """The one text that the function makes of a batch of this row alone; else whatever it makes."""
+    _tell_of_batches()
+    texts = formatting_func({column: [cell] for column, cell in row.items()})
+    return texts[0] if isinstance(texts, list) and len(texts) == 1 else texts
+
+
+@cache
+def _tell_of_batches() -> None:
+    logger.warning(
+        "formatting_func makes a list, or fails on a row, as functions for batches of earlier TRL do: it is given a "
+        "batch of one row at a time. Today's takes a row and returns its text."
+    )
+
+
+def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking) -> tuple:
+    talks = []
+    for row, where in zip(rows, places, strict=True):
+        messages = row[row_format.kind]
+        if row_format.kind == "conversations":
+            messages = _as_messages(messages, where)
+        if not chat.is_messages(messages):
+            wanted = "a non-empty list of messages, each with a 'role'"
+            raise checks.cell_error(where, row_format.kind, messages, wanted)
+        chat.check_unicode(messages, row_format.kind, where)
+        checks.check_no_media(messages, f"{where}, column {row_format.kind!r}")
+        talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
+    ids, said = _tokenise(talks, tokenizer, masking.assistant)
+    return ids, [_labels(*both) for both in zip(ids, *said, strict=True)]
+
+
+def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
+    """Messages of a conversation in the form of ShareGPT: `from` and `value` become `role` and `content`."""
+    names = {"from": "role", "value": "content"}
+    if not isinstance(conversation, list) or not all(isinstance(message, dict) for message in conversation):
+        raise checks.cell_error(where, "conversations", conversation, "a list of messages with 'from' and 'value'")
+    return [{names.get(key, key): value for key, value in message.items()} for message in conversation]
+
+
+def _of_completions(
+    rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
+) -> tuple:
+    for row, where in zip(rows, places, strict=True):
+        chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
+        for column in ("prompt", "completion"):
+            chat.check_unicode(row[column], column, where)
+            checks.check_no_media(row[column], f"{where}, column {column!r}")
+        if chat.is_messages(row["prompt"]) != row_format.conversational:
+            found, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
+            raise ValueError(f"{where} is {found}, and the first row is {first}. Make all rows the same.")
+    return (_conversations if row_format.conversational else _joined)(rows, places, tokenizer, masking)
+
+
+def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+    """Texts: the completion, ended with EOS, behind the prompt."""
+    ended = [chat.with_eos(row["completion"], tokenizer, where) for row, where in zip(rows, places, strict=True)]
+    ids = tokenizer(text=[row["prompt"] + text for row, text in zip(rows, ended, strict=True)])["input_ids"]
+    if not masking.completion:
+        return ids, ids
+    prompts = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+    behind = [_behind(prompt, whole) for prompt, whole in zip(prompts, ids, strict=True)]
+    return ids, [_labels(whole, mask) for whole, mask in zip(ids, behind, strict=True)]
+
+
+def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+    """Messages: the completion's behind the prompt's."""
+    options = [_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
+    whole = [row["prompt"] + row["completion"] for row in rows]
+    ids, found = _tokenise(list(map(_Talk, whole, options, places)), tokenizer, masking.assistant)
+    if masking.completion:
+        asked = [row["prompt"] for row in rows]
+        prompts, _ = _tokenise(list(map(_Talk, asked, options, places)), tokenizer, add_generation_prompt=True)
+        found = [*found, list(map(_behind, prompts, ids))]
+    return ids, [_labels(*all_) for all_ in zip(ids, *found, strict=True)]
+
+
+def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) -> dict[str, Any]:
+    options = chat.template_options(row, where)
+    if masking.chat_template is not None:
+        return {"chat_template": masking.chat_template, **options}
+    chat.check_template(tokenizer, options, where)
+    return options
+
+
+def _tokenise(
+    talks: list[_Talk], tokenizer: Any, assistant: bool = False, **options: Any
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """The ids of conversations and, in a list for that, the masks of what the assistant says, if they are asked for.
+
+    Without masks, texts are rendered one by one and tokenised together, which is faster.
+    """
+    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
+        texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
+        return tokenizer(text=texts, add_special_tokens=False)["input_ids"], []
+    options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}
+    rendered = [_render(talk, tokenizer, **options) for talk in talks]
+    ids = [one["input_ids"] for one in rendered]
+    return ids, [[_said(one, talk.where) for one, talk in zip(rendered, talks, strict=True)]] if assistant else []
+
+
+def _render(talk: _Talk, tokenizer: Any, **options: Any) -> Any:
+    return chat.rendered(tokenizer, talk.messages, talk.where, **options, **talk.options)
+
+
+def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
+    """The mask of what the assistant says."""
+    if 1 not in rendered["assistant_masks"]:
+        raise RuntimeError(
+            "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens. This usually "
+            "means the tokenizer's chat template doesn't generate assistant masks: it may be missing the "
+            f"`{{% generation %}}` keyword. {where} is such an example: correct the template, or leave out rows in "
+            "which the assistant says nothing."
+        )
+    return rendered["assistant_masks"]
+
+
+def _behind(prompt: list[int], whole: list[int]) -> list[int]:
+    """The mask of what is behind the prompt: 0 as far as both begin alike."""
+    alike = common_prefix(prompt, whole)
+    return [0] * alike + [1] * (len(whole) - alike)
+
+
+def common_prefix(prompt: list[int], whole: list[int]) -> int:
+    """How many tokens a prompt, and it with an answer, begin alike with; warns where these are not the whole prompt."""
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    if alike < len(prompt):
+        warn_of_prefix()
+    return alike
+
+
+@cache
+def warn_of_prefix() -> None:
+    """Warn once in a process, by the cache."""
+    logger.warning(
+        "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
+        "in another way when it is alone, or tokens merge where the two meet. The completion begins where they differ, "
+        "so the model is trained on another end of the prompt than it will read. Let the prompt end where a token "
+        "ends, or choose a template that renders it the same. Other rows like it are not reported."
+    )
+
+
+def _labels(ids: list[int], *found: list[int]) -> list[int]:
+    """The ids where all masks are 1, and -100 elsewhere."""
+    if not found:
+        return ids
+    return [token if all(bits) else IGNORED for token, *bits in zip(ids, *found, strict=True)]
+
+
+_READERS = {
+    "text": _of_texts,
+    "messages": _of_messages,
+    "conversations": _of_messages,
+    "completion": _of_completions,
+}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Labels of answers alone, found by the tokens that they begin behind: those that DataCollatorForCompletionOnlyLM of
+# TRL up to 0.19 made of each batch.
+
+
+class AnswerMarks(NamedTuple):
+    """Tokens by which answers are found.
+
+    response: ids that an answer begins behind. instruction: ids that a question begins with, at which an answer ends;
+    None: a text has one answer, behind the last mark. pad: the id that is no target, wherever it stands.
+    """
+
+    response: tuple[int, ...]
+    instruction: tuple[int, ...] | None
+    pad: int | None
+
+
+def answer_labels(ids: Sequence[int], marks: AnswerMarks) -> list[int]:
+    """The ids of answers, and -100 elsewhere; -100 throughout where a mark is missing."""
+    labels = np.asarray(ids, np.int64).copy()
+    if marks.pad is not None:
+        labels[labels == marks.pad] = IGNORED
+    begins = [start + len(marks.response) for start in _places(labels, marks.response)]
+    if marks.instruction is None:
+        labels[: begins[-1] if begins else None] = IGNORED
+        return labels.tolist()
+    ends = _places(labels, marks.instruction)
+    if not begins or not ends:
+        return [IGNORED] * len(ids)
+    ends = [0, *ends] if ends[0] > begins[0] else [0, *ends[1:]]
+    for end, begin in zip(ends, begins, strict=False):
+        labels[end:begin] = IGNORED
+    if len(begins) < len(ends):
+        labels[ends[-1] :] = IGNORED
+    return labels.tolist()
+
+
+def _places(ids: np.ndarray, mark: tuple[int, ...]) -> list[int]:
+    """Where the ids `[T]` have the mark."""
+    if len(ids) < len(mark):
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(mark))
+    return np.flatnonzero((windows == np.asarray(mark)).all(axis=1)).tolist()
+
+
+def label_answers(
+    dataset: Dataset | IterableDataset, marks: AnswerMarks, where: str, options: dict[str, Any]
+) -> Dataset | IterableDataset:
+    """Give rows with `input_ids` the labels of `answer_labels`; warn of a table's rows that have none.
+
+    Args:
+        options: of `Dataset.map`.
+    """
+    labelled = dataset.map(_labelled_batch, batched=True, fn_kwargs={"marks": marks}, **options)
+    if not isinstance(labelled, IterableDataset):
+        missing = sum(_without_label(labels, lengths) for labels, lengths in _all_labels(labelled))
+        if missing:
+            logger.warning(
+                f"{missing:,} of {len(labelled):,} rows of {where} have no answer to train on, and count as nothing: "
+                f"the response template (tokens {list(marks.response)}) is not in them, or max_length cuts it off. A "
+                "template at the beginning of a line may have other tokens within a text than alone: pass its ids."
+            )
+    return labelled
+
+
+def _labelled_batch(batch: dict[str, list], marks: AnswerMarks) -> dict[str, list]:
+    return {"labels": [answer_labels(ids, marks) for ids in batch["input_ids"]]}
+
+
+def _all_labels(dataset: Dataset) -> Any:
+    return (list_lengths(block, "labels") for _, block in blocks(dataset, ("labels",)))
+
+
+def _without_label(labels: np.ndarray, lengths: np.ndarray) -> int:
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return int(np.count_nonzero(np.bincount(rows[labels != IGNORED], minlength=len(lengths)) == 0))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The form of a dataset for supervised fine-tuning, by its first row, and whether the options fit it.
+
+
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+class RowFormat(NamedTuple):
+    """The form of a dataset's rows, which its first row decides; the other rows must have it too.
+
+    kind: what is tokenised: nothing, as there are `input_ids`; the text of a column or of `formatting_func`;
+        `messages`; `conversations` in the form of ShareGPT; or `prompt` and `completion`.
+    conversational: whether there are messages, for a chat template.
+    column: the column of the text.
+    formatting_func: makes the text of a row.
+    masks: columns of masks that rows of ids bring along and that labels are built from; empty where they have labels.
+    """
+
+    kind: Literal["ids", "text", "messages", "conversations", "completion"]
+    conversational: bool = False
+    column: str = ""
+    formatting_func: Callable[[dict[str, Any]], str] | None = None
+    masks: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The columns that every row must have."""
+        columns = {"ids": ("input_ids", *self.masks), "completion": ("prompt", "completion"), "text": (self.column,)}
+        return () if self.formatting_func else columns.get(self.kind, (self.kind,))
+
+
+class Masking(NamedTuple):
+    """The tokens that are left out of the labels, and the template that marks them.
+
+    completion: prompts are left out. assistant: all but what the assistant says. chat_template: in the place of the
+    tokenizer's own; None is that.
+    """
+
+    completion: bool
+    assistant: bool
+    chat_template: str | None
+
+
+def settle(
+    first: dict[str, Any],
+    where: str,
+    *,
+    column: str,
+    formatting_func: Callable[[dict[str, Any]], str] | None,
+    completion_only_loss: bool | None,
+    assistant_only_loss: bool,
+) -> tuple[RowFormat, bool]:
+    """The form of rows like the first one, and whether prompts are left out of the labels.
+
+    Args:
+        where: the dataset's name in messages.
+        column: of the text, where rows are texts.
+        completion_only_loss: None: where rows have a prompt and a completion.
+
+    Raises:
+        ValueError: there is nothing to train on, or an option has no meaning for such rows.
+    """
+    only = {"prompt", "completion"} <= first.keys() if completion_only_loss is None else completion_only_loss
+    if only and formatting_func:
+        raise ValueError(
+            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: its text has "
+            "no prompt and no completion. Apply the formatting function to the dataset before, so that it has the "
+            "columns 'prompt' and 'completion', or disable `completion_only_loss`."
+        )
+    if "input_ids" in first:
+        row_format = _of_ids(first, only, formatting_func)
+    else:
+        row_format = _format(first, where, column, formatting_func)
+    if assistant_only_loss and row_format.kind != "ids" and not row_format.conversational:
+        raise ValueError(
+            "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
+            f"for conversational datasets: {where} has the columns {brief(list(first), 500)}."
+        )
+    _check_completions(row_format, first, where, completion_only_loss)
+    if "labels" in first and row_format.kind != "ids":
+        logger.warning(
+            f"{where}: the column 'labels' is not read: it goes with 'input_ids', which are missing. It is replaced by "
+            "the labels of the tokens."
+        )
+    return row_format, only
+
+
+def _of_ids(first: dict[str, Any], only: bool, formatting_func: Any) -> RowFormat:
+    if formatting_func:
+        logger.warning(
+            "You passed a dataset that is already processed (contains an `input_ids` field) together with a formatting "
+            "function. Therefore `formatting_func` will be ignored. Leave out one of them."
+        )
+    read = () if "labels" in first else _MASKS[0 if only else 1 :]
+    return RowFormat("ids", masks=tuple(column for column in read if column in first))
+
+
+def _format(first: dict[str, Any], where: str, column: str, formatting_func: Any) -> RowFormat:
+    if formatting_func:
+        return RowFormat("text", column=column, formatting_func=formatting_func)
+    if "prompt" in first:
+        if "completion" in first:
+            return RowFormat("completion", conversational=chat.is_messages(first["prompt"]))
+    elif _is_sharegpt(first.get("conversations")):
+        return RowFormat("conversations", conversational=True)
+    elif chat.is_messages(first.get("messages")):
+        return RowFormat("messages", conversational=True)
+    elif column in first:
+        return RowFormat("text", column=column)
+    raise ValueError(
+        f"{where} needs one of: {column!r} (dataset_text_field) with a text, 'messages' with a list of messages, each "
+        "with a 'role' and a 'content', 'prompt' and 'completion', 'conversations' with messages of 'from' and "
+        f"'value', or 'input_ids'. Found the columns {brief(list(first), 500)}. Rename columns with "
+        "dataset.rename_column, or pass dataset_text_field or a formatting_func."
+    )
+
+
+def _is_sharegpt(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and {"from", "value"} <= first.keys()
+
+
+def _check_completions(
+    row_format: RowFormat, first: dict[str, Any], where: str, completion_only_loss: bool | None
+) -> None:
+    """Raise ValueError where a script asks for completions only, and rows do not tell them from prompts."""
+    told = row_format.kind == "completion" or row_format.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
+    if completion_only_loss and not told:
+        raise ValueError(
+            f"completion_only_loss=True needs rows with 'prompt' and 'completion', or with 'input_ids' and "
+            f"'completion_mask' or 'labels': {where} has the columns {brief(list(first), 500)}, so every token would "
+            "be trained on. Split the rows, use assistant_only_loss=True for conversations, or leave the option out."
+        )
+
+
+def check_lengths(packing: bool, strategy: str, max_length: int | None, truncation_mode: str) -> None:
+    """Raise ValueError for options of packing and truncation that do not go together."""
+    if packing and max_length is None:
+        raise ValueError("When packing is enabled, `max_length` can't be `None`. Pass the length of a packed row.")
+    if packing and strategy not in STRATEGIES:
+        raise ValueError(f"packing_strategy={strategy!r}: wanted one of {', '.join(STRATEGIES)}.")
+    if truncation_mode not in ("keep_start", "keep_end"):
+        raise ValueError(f"Unsupported truncation mode: {truncation_mode}, expected 'keep_start' or 'keep_end'")
+
+
+def check_masks(first: dict[str, Any], name: str) -> None:
+    """Raise ValueError for rows whose masks would have to become labels, where nothing is prepared."""
+    if "labels" not in first and set(_MASKS) & first.keys():
+        raise ValueError(
+            f"The {name} dataset has mask columns but no 'labels', and `skip_prepare_dataset=True` skips label "
+            "building, so it would train on the full sequence. Add a 'labels' column (-100 for non-loss tokens) or "
+            "drop `skip_prepare_dataset`."
+        )

@@ -1,0 +1,369 @@
+"""Tokenize text columns, in tables and in streams."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+from tokenizers import normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from trl_jax.core.text import brief
+from trl_jax.data import chat, checks
+from trl_jax.data.batch import Columns
+from trl_jax.data.checks import drop_long
+
+# ----------------------------------------------------------------------------------------------------
+# Prepare datasets of plain text for any task: the texts of each row become columns of token ids.
+
+
+TextsOf = Callable[[dict[str, Any]], dict[str, str]]
+
+
+def prepare_texts(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    texts_of: TextsOf,
+    columns: Columns,
+    *,
+    needed: tuple[str, ...],
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """Add a task's columns of token ids to the dataset's own, and leave out the rows that are too long.
+
+    Texts end with the tokenizer's EOS token, as TRL's do. A dataset that has these columns already is not tokenised
+    again; its rows are checked, and left out where they are too long.
+
+    Args:
+        texts_of: maps a row to its texts, each under the name of the column that gets its token ids. Define it at the
+            top of a module, so that the cache of datasets recognises it.
+        columns: the task's; every row must have its numbers, but for the optional ones.
+        needed: columns of text that `texts_of` reads.
+        max_length: as in `Task.prepare`.
+        num_proc: likewise.
+        name: likewise.
+
+    Raises:
+        TypeError, ValueError: it is no dataset, is empty or lacks a column; a text is no string, or a number is not
+            finite. A stream raises when it reaches the row.
+    """
+    checks.check_type(dataset, name)
+    where, plain = checks.argument(name), dataset.with_format(None)
+    streams = isinstance(plain, IterableDataset)
+    found = list(first_row(plain, where)) if streams else plain.column_names
+    if not streams and not len(plain):
+        raise ValueError(f"{where} is empty")
+    lacking = set(columns.optional).difference(found)
+    columns = columns._replace(numbers=tuple(name for name in columns.numbers if name not in lacking))
+    tokenised = set(columns.texts) <= set(found)
+    read = (*(columns.texts if tokenised else needed), *columns.numbers)
+    if missing := [column for column in read if column not in found]:
+        raise ValueError(f"{where} needs the columns {list(read)}; {missing} are missing, found {brief(found, 500)}.")
+    facts = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
+    if streams:
+        rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenised": tokenised})
+        limits = {"max_length": max_length, "where": where, "state": StreamState()}
+        return without_long(rows, columns=columns.texts, unit="row", **limits)
+    if not tokenised:
+        words = f"Tokenizing {where.replace('_', ' ', 1)}"
+        plain = plain.map(_tokenise, with_indices=True, batched=True, num_proc=num_proc, fn_kwargs=facts, desc=words)
+    lengths = [_checked(block, columns, first, where) for first, block in checks.blocks(plain, columns.all)]
+    return drop_long(plain, np.concatenate(lengths), max_length, where, "row")
+
+
+def _tokenise(
+    batch: Any,
+    indices: list[int],
+    tokenizer: Any,
+    texts_of: TextsOf,
+    columns: Columns,
+    needed: tuple[str, ...],
+    where: str,
+) -> dict[str, list[list[int]]]:
+    """Tokenise a block of rows, as `Dataset.map` passes it."""
+    cells = zip(*(batch[column] for column in batch), strict=True)
+    rows = [dict(zip(batch, row, strict=True)) for row in cells]
+    places = [f"Row {i} of {where}" for i in indices]
+    texts = [_texts(row, texts_of, tokenizer, needed, place) for row, place in zip(rows, places, strict=True)]
+    return {column: tokenizer(text=[one[column] for one in texts])["input_ids"] for column in columns.texts}
+
+
+def _texts(
+    row: dict[str, Any], texts_of: TextsOf, tokenizer: Any, needed: tuple[str, ...], where: str
+) -> dict[str, str]:
+    for column in needed:
+        if not isinstance(row[column], str):
+            raise checks.cell_error(where, column, row[column], "a string")
+        chat.check_unicode(row[column], column, where)
+    return {column: chat.with_eos(text, tokenizer, where) for column, text in texts_of(row).items()}
+
+
+def _read_row(
+    row: dict[str, Any],
+    index: int,
+    columns: Columns,
+    needed: tuple[str, ...],
+    where: str,
+    tokenised: bool,
+    **options: Any,
+) -> dict[str, Any]:
+    """The token ids of a stream's row, checked as those of a table."""
+    check_has(row, index, (*(columns.texts if tokenised else needed), *columns.numbers), where)
+    ids = {}
+    if not tokenised:
+        batch = {column: [value] for column, value in row.items()}
+        tokens = _tokenise(batch, [index], columns=columns, needed=needed, where=where, **options)
+        ids = {column: rows[0] for column, rows in tokens.items()}
+    _checked(checks.row_block(row | ids, columns.all, f"Row {index} of {where}"), columns, index, where)
+    return ids
+
+
+def _checked(block: pa.Table, columns: Columns, first: int, where: str) -> np.ndarray:
+    """Number of tokens of the longest text of each row, `[rows]`; ValueError for a wrong id or number."""
+    for column in columns.numbers:
+        checks.check_numbers(block, column, first, where)
+    lists = [checks.id_lists(block, column, first, where) for column in columns.texts]
+    return np.maximum.reduce([pc.list_value_length(one).to_numpy(zero_copy_only=False) for one in lists])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Streamed datasets: rows get the same ids and the same checks as those of a table, one at a time as they arrive.
+
+
+logger = logging.getLogger(__name__)
+MAX_REMOVED = 100_000  # rows in succession that max_length may remove
+
+
+@dataclass
+class StreamState:
+    """Warnings and counts of the rows of one prepared stream so far, over all epochs."""
+
+    warned: set[str] = field(default_factory=set)  # kinds of warnings that were given
+    removed: int = 0  # by max_length, since the last row that was kept
+    shortest: int = 0  # tokens of the shortest of those
+    about: str = ""  # "at least " where texts were cut
+
+
+def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
+    """A dataset with rows as Python values, whatever format the user has set, and its first row.
+
+    Args:
+        messages: as in `first_row`.
+
+    Raises:
+        TypeError, ValueError: not a dataset, empty, or with images.
+    """
+    checks.check_type(dataset, name)
+    plain = dataset.with_format(None)
+    if isinstance(plain, IterableDataset):
+        return plain, first_row(plain, checks.argument(name), messages)
+    if not len(plain):
+        raise ValueError(f"{checks.argument(name)} is empty")
+    return plain, plain[0]
+
+
+def with_columns(dataset: Dataset | IterableDataset, columns: Sequence[str], where: str) -> Dataset | IterableDataset:
+    """The dataset; a stream whose rows lack one of these columns, as those of a table cannot, raises there."""
+    if isinstance(dataset, Dataset):
+        return dataset
+    return dataset.map(_had, with_indices=True, fn_kwargs={"columns": tuple(columns), "where": where})
+
+
+def _had(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> dict[str, Any]:
+    check_has(row, index, columns, where)
+    return row
+
+
+def first_row(dataset: IterableDataset, where: str, messages: Sequence[str] = ()) -> dict[str, Any]:
+    """The first row of a stream, whose columns may not be known otherwise.
+
+    Args:
+        messages: columns that a chat template will render. Later rows are checked as they come.
+
+    Raises:
+        ValueError: there is no row, or it has images.
+    """
+    rows = list(islice(dataset, 1))
+    if not rows:
+        raise ValueError(f"{where} is empty")
+    checks.check_no_images(rows[0], where)
+    for column in messages:
+        checks.check_no_media(rows[0].get(column), f"Row 0 of {where}, column {column!r}")
+    return rows[0]
+
+
+def without_long(
+    dataset: IterableDataset,
+    *,
+    columns: tuple[str, ...],
+    unit: str,
+    max_length: int | None,
+    where: str,
+    state: StreamState,
+    max_characters: int | None = None,
+) -> IterableDataset:
+    """Keep the rows none of whose `columns` of ids has more than `max_length` tokens; None keeps all.
+
+    Args:
+        where, unit: names of the dataset and of one row in messages, as in "train_dataset" and "pair".
+        state: warnings and counts so far.
+        max_characters: characters of a text beyond which it was not tokenised to its end.
+    """
+    if max_length is None:
+        return dataset
+    facts = {"where": where, "state": state, "max_characters": max_characters, "max_length": max_length}
+    facts |= {"columns": columns, "unit": unit}
+    return dataset.filter(_fits, with_indices=True, fn_kwargs=facts)
+
+
+def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
+    """Raise ValueError for a row that lacks columns of the first one."""
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise ValueError(
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found "
+            f"{brief(list(row), 500)}."
+        )
+
+
+def _fits(
+    row: dict[str, Any],
+    index: int,
+    where: str,
+    state: StreamState,
+    max_characters: int | None,
+    max_length: int,
+    columns: tuple[str, ...],
+    unit: str,
+) -> bool:
+    tokens = max(len(row[column]) for column in columns)
+    if tokens <= max_length:
+        state.removed, state.about = 0, ""
+        return True
+    if is_long([row.get(column) for column in TEXTS], max_characters):
+        state.about = "at least "
+    what = f"max_length={max_length} removes row {index} of {where} ({state.about}{tokens:,} tokens)"
+    warn_once(what, "long", state)
+    state.shortest = min(tokens, state.shortest) if state.removed else tokens
+    state.removed += 1
+    if state.removed in (1_000, 10_000, MAX_REMOVED):
+        _report_removed(index, max_length, where, state, unit)
+    return False
+
+
+def _report_removed(index: int, max_length: int, where: str, state: StreamState, unit: str) -> None:
+    """Warn of a stream that gives nothing to train on, and end the run after MAX_REMOVED rows: it may be endless."""
+    what = (
+        f"max_length={max_length} removed {state.removed:,} rows of {where} in succession, up to row {index}: the "
+        f"shortest {unit} of them has {state.about}{state.shortest:,} tokens."
+    )
+    if state.removed < MAX_REMOVED:
+        logger.warning(f"{what} After {MAX_REMOVED:,} the run ends.")
+        return
+    raise ValueError(
+        f"{what} Raise max_length, pass max_length=None, or leave such rows out of the stream with its filter method."
+    )
+
+
+def warn_once(what: str, kind: str, state: StreamState) -> None:
+    """Warn of the first row of each kind only."""
+    if kind not in state.warned:
+        state.warned.add(kind)
+        logger.warning(f"{what}; later rows like it are not reported.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# A bound on characters beyond which a text is certainly longer than max_length, so that its beginning is enough.
+
+
+TEXTS = ("prompt", "chosen", "rejected")
+_DECOMPOSED = 4  # characters that Unicode's canonical composition makes one of, at most
+_KEEPS_ALL = ("ByteLevel", "Digits", "Split")  # pre-tokenizers that lose no character
+
+
+def character_bound(tokenizer: Any, max_length: int | None) -> int | None:
+    """The number of characters beyond which a text has more than `max_length` tokens; None where there is none.
+
+    It exists for byte-level BPE: every byte is part of a token, and no token has more bytes than the longest one of the
+    vocabulary. Other tokenizers may drop characters, or make one token of any number of unknown ones.
+    """
+    if max_length is None or not _is_byte_level(tokenizer):
+        return None
+    longest = max(map(len, tokenizer.get_vocab()))
+    return max_length * longest * (1 if tokenizer.backend_tokenizer.normalizer is None else _DECOMPOSED)
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not type(tokenizer).__module__.startswith("transformers."):
+        return False
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.model, BPE) or not isinstance(backend.normalizer, normalizers.NFC | None):
+        return False
+    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+        return False  # such tokens swallow any number of spaces
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return _splits_bytes(backend.pre_tokenizer) and set(alphabet) <= tokenizer.get_vocab().keys()
+
+
+def _splits_bytes(splitter: pre_tokenizers.PreTokenizer | None) -> bool:
+    """Whether texts are split into bytes in the end, and nothing is lost on the way."""
+    if splitter is None:
+        return False
+    state = json.loads(splitter.__getstate__())
+    steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    lost = any(step["type"] not in _KEEPS_ALL or step.get("behavior") == "Removed" for step in steps)
+    return not lost and steps[-1]["type"] == "ByteLevel"
+
+
+def character_bound_of_table(dataset: Dataset, tokenizer: Any, max_length: int | None) -> int | None:
+    """`character_bound`, or None where no row exceeds it, so that the ids are cached once for every max_length."""
+    columns = tuple(column for column in TEXTS if column in dataset.column_names)
+    if max_length is None:
+        return None
+    counts = [sum(_characters(block.column(c)) for c in columns).max() for _, block in checks.blocks(dataset, columns)]
+    if max(counts) <= max_length:  # no bound is lower
+        return None
+    max_characters = character_bound(tokenizer, max_length)
+    return None if max_characters is None or max(counts) <= max_characters else max_characters
+
+
+def _characters(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """Number of characters of all strings in each value, however nested: `[values]`, int64."""
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    kind = values.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pc.utf8_length(values).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if checks.is_list(kind):
+        lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+        parents = np.repeat(np.arange(len(values)), lengths)
+        return np.bincount(parents, _characters(values.flatten()), len(values)).astype(np.int64)
+    if pa.types.is_struct(kind):
+        return sum((_characters(part) for part in values.flatten()), np.zeros(len(values), np.int64))
+    return np.zeros(len(values), np.int64)
+
+
+def is_long(value: Any, max_characters: int | None) -> bool:
+    """Whether a text, or the messages of a conversation, have more characters than `max_characters`."""
+    return max_characters is not None and _count(value) > max_characters
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return 0
+    return sum(map(_count, value))

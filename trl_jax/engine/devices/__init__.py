@@ -1,1 +1,0 @@
-"""Steps on several devices, processes, recomputation instead of memory, and compiled programs."""

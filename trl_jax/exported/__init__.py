@@ -1,0 +1,1 @@
+"""Models that torch exported to programs; imported only when such a model is loaded."""

@@ -1,0 +1,285 @@
+"""Model types without a family: exported by torch, translated, and run as JAX programs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from trl_jax.exported.aten import OPERATIONS, Node, Program
+from trl_jax.exported.export import fake_pass
+from trl_jax.exported.model import ExportedLm, ExportedScorer
+from trl_jax.hub import torch_bridge
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.checkpoint import Placement
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.model_types import max_positions_of
+from trl_jax.hub.torch_bridge import operation_of, plain, recorded
+from trl_jax.mesh.mesh import owned
+
+# ----------------------------------------------------------------------------------------------------
+# The backend of transformers' own models: exported with torch once a kind of shape, and run on JAX.
+
+
+_MODELS = {"score": ExportedScorer, "lm": ExportedLm}
+
+
+class ExportedBackend(Backend):
+    """Runs the programs that a torch model is exported to."""
+
+    log_level, infers_lengths, ignores_types = logging.WARNING, True, False
+    takes_packed, drops_out, takes_noise, batch_invariant, causal, heads = False, True, False, False, False, None
+    window, has_routers = None, False
+    can_resize = saves_in_background = False  # torch's own module saves, and programs are exported from it
+
+    def __init__(self, model: TorchModel):
+        self.head = model.head
+        self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
+        self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
+        self.vocab_size, self.max_positions = model.config.get_text_config().vocab_size, model.max_positions
+        self.tensors = {name: name for name in model.shapes}
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: _MODELS[model.head](model.shapes, model)))
+
+    @property
+    def undecayed(self) -> frozenset[str]:
+        return self._model.undecayed
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        del config  # transformers writes the one it has
+        whole = {name: np.asarray(params[name]) for name in self.tensors}
+        if writes:
+            self._model.save(folder, whole)
+
+    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
+        return _take_params(TorchModel(folder, dtype="auto", seed=seed, head=self.head))
+
+    def resized(self, rows: int) -> Backend:
+        raise ValueError(
+            f"This model runs on the {self.name} backend and embeds {self.vocab_size} tokens, wanted {rows}. Resize "
+            "the checkpoint with transformers' resize_token_embeddings and load it again."
+        )
+
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, np.asarray(array)) for name, array in params.items())
+
+
+def load_exported(
+    folder: Path, *, dtype: str, seed: int, head: HeadName, config: Any = None
+) -> tuple[dict[str, jax.Array], ExportedBackend, Any]:
+    """The parameters, the backend, and the config object that decides what is exported and saved; arguments as in
+    TorchModel."""
+    model = TorchModel(folder, dtype=dtype, seed=seed, head=head, config=config)
+    return _take_params(model), ExportedBackend(model), model.config
+
+
+def _take_params(model: TorchModel) -> dict[str, jax.Array]:
+    """float32 arrays of our own; torch's memory is freed one by one."""
+    return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# transformers' own models: their parameters, and the programs that they are exported to.
+
+
+logger = logging.getLogger(__name__)
+
+_MANY = 5000  # operations of a program that is long because of a loop over tokens
+
+
+class TorchModel:
+    """A model of transformers: its config, its parameters' values once, and its programs.
+
+    Attributes:
+        head: the head that it has.
+        config: transformers' config object; `pad_token_id` in it is read whenever a program is made.
+        dtypes: parameter name -> the dtype it was loaded in, and is saved in.
+        shapes: parameter name -> shape.
+        embeddings: the names of embedding tables.
+        max_positions: the length of the longest text that has positions; None where any has.
+    """
+
+    def __init__(self, folder: Path, *, dtype: str, seed: int, head: HeadName = "score", config: Any = None):
+        """`config` is transformers' config object of the folder; None reads it there."""
+        self._module = torch_bridge.load_model(folder, dtype, seed, config, head)
+        self.head = head
+        self.config = self._module.config
+        if head == "score":
+            self.config.use_cache = False
+        named = dict(self._module.named_parameters())
+        self.dtypes = {name: torch_bridge.dtype_name(parameter.dtype) for name, parameter in named.items()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        tables = torch_bridge.members(self._module, "Embedding")
+        self.embeddings = frozenset(name for name, parameter in named.items() if id(parameter) in tables)
+        self.max_positions = max_positions_of(self._module)
+        self._programs: dict[tuple, list[tuple[Callable[[int, int], bool], Program]]] = {}
+
+    @cached_property
+    def undecayed(self) -> frozenset[str]:
+        """The parameters of layer norms, whatever they are called, those that do not train and those without use."""
+        inside = torch_bridge.members(self._module, "LayerNorm")
+        named = self._module.named_parameters()
+        undecayed = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
+        return self._without_gradient() | undecayed
+
+    def _without_gradient(self) -> frozenset[str]:
+        """The parameters that no logit has a gradient for, which torch's optimizers pass over."""
+        found = fake_pass(self._module, 2, 16, training=False, head=self.head)
+        if found is None:
+            return self.program(2, 16, dtype="float32", training=False).unread()
+        return frozenset(self.shapes) - found.differentiable
+
+    def take(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, float32 array) of each parameter, once: its memory is freed when the next one is asked for.
+
+        The shape of the model stays, enough to export and to save it.
+        """
+        for name, parameter in self._module.named_parameters():
+            yield name, parameter.detach().float().numpy()
+            torch_bridge.empty(parameter, "float32")
+
+    def save(self, folder: Path, params: dict[str, Any]) -> None:
+        """Save with transformers' own save_pretrained, which knows names, fusion and shards."""
+        parameters = dict(self._module.named_parameters())
+        try:
+            for name, parameter in parameters.items():
+                torch_bridge.empty(parameter, self.dtypes[name])
+            state = self._module.state_dict(keep_vars=True)
+            whole = {name: torch_bridge.as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
+            state |= {name: whole[first] for name, first in self._names().items()}  # a tied one is written once
+            self._module.save_pretrained(folder, state_dict=state)
+        finally:
+            for parameter in parameters.values():
+                torch_bridge.empty(parameter, "float32")
+
+    def _names(self) -> dict[str, str]:
+        """From each name of a parameter to the one that `named_parameters` gives it: a tied one has several."""
+        first = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in every}
+
+    def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
+        """A program that is right for `[rows, length]`: exported before, or now."""
+        pad = self.config.get_text_config().pad_token_id
+        found = self._fitting((dtype, training, pad), rows, length)
+        other = None if found else self._fitting((dtype, not training, pad), rows, length)
+        if other and self._trains_as_it_evaluates(rows, length):
+            return other
+        return found or self._exported((dtype, training, pad), rows, length)
+
+    def _fitting(self, kind: tuple, rows: int, length: int) -> Program | None:
+        return next((program for fits, program in self._programs.get(kind, []) if fits(rows, length)), None)
+
+    def _trains_as_it_evaluates(self, rows: int, length: int) -> bool:
+        """Whether training changes nothing of what is computed, as where no dropout has a rate."""
+        first, second = (fake_pass(self._module, rows, length, training, self.head) for training in (False, True))
+        return first is not None and second is not None and first.operations == second.operations
+
+    def _exported(self, of: tuple, rows: int, length: int) -> Program:
+        dtype, training, _ = of
+        made, kind = self._programs.setdefault(of, []), self.config.model_type
+        logger.warning(
+            f"model_type {kind!r}: torch exports transformers' code for {rows} rows of {length} tokens now, and JAX "
+            "compiles it, which takes tens of seconds. One program serves other lengths where the code allows it."
+        )
+        exported = torch_bridge.export(self._module, rows, length, dtype, training, self.head)
+        fits = domain(exported)
+        made.append((fits, translated(exported, kind, self._names())))
+        count = len(exported.graph.nodes)
+        if count > _MANY and not fits(rows, length + 1):
+            logger.warning(
+                f"model_type {kind!r}: its code goes through the {length} tokens one after the other, so its program "
+                f"has {count:,} operations, and each length has one of its own. Compiling takes minutes, the more the "
+                "longer rows are: lower max_length, and set pad_to_multiple_of to it, so that one program serves all."
+            )
+        return made[-1][1]
+
+
+# ----------------------------------------------------------------------------------------------------
+# A program of torch.export as plain data: a graph of ATen operations, and the shapes that it is right for.
+
+
+_MODEL = "model."  # the module's name in what is exported
+_LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
+_SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
+_INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
+
+
+def domain(exported: Any) -> Callable[[int, int], bool]:
+    """Tells whether the program is right for a number of rows and tokens, by the guards that the tracer relied on."""
+    value = _input(exported).meta["val"]
+    sizes = value.shape[1:]
+    guards = [guard.expr for guard in value.fake_mode.shape_env.guards]
+    ranges = exported.range_constraints
+
+    def fits(rows: int, length: int) -> bool:
+        values: dict[Any, int] = {}
+        for size, number in zip(sizes, (rows, length), strict=True):
+            symbol = size if isinstance(size, int) else size.node.expr
+            if isinstance(symbol, int) or symbol.is_number:
+                if int(symbol) != number:
+                    return False
+            elif values.setdefault(symbol, number) != number or number not in ranges[symbol]:
+                return False
+        return all(bool(guard.subs(values)) for guard in guards)
+
+    return fits
+
+
+def _input(exported: Any) -> Any:
+    [name] = exported.graph_signature.user_inputs
+    return next(node for node in exported.graph.nodes if node.name == name)
+
+
+def translated(exported: Any, model_type: str, names: Mapping[str, str]) -> Program:
+    """The graph as plain data.
+
+    Args:
+        names: from every name of a parameter to the one that it goes by; a tied one has several.
+
+    Raises:
+        ValueError: an operation has no counterpart here.
+    """
+    signature = exported.graph_signature
+    paths = signature.inputs_to_parameters
+    parameters = {name: names[path.removeprefix(_MODEL)] for name, path in paths.items()}
+    frozen = frozenset(parameters.values()) - {names[name] for name in _trained(exported)}
+    tensors = {**exported.state_dict, **exported.constants}
+    paths = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    nodes, layer = [], None
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and operation_of(node) not in _SILENT:
+            layer = _layer(node, layer)
+            nodes.append(_node(node, layer))
+    unknown = sorted({node.op for node in nodes} - set(OPERATIONS))
+    if unknown:
+        raise ValueError(
+            f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}. "
+            "Pass a checkpoint of another type."
+        )
+    constants = {name: tensors[path].detach().cpu().numpy() for name, path in paths.items()}
+    [output] = signature.user_outputs
+    return Program(tuple(nodes), parameters, frozen, constants, _input(exported).name, output)
+
+
+def _trained(exported: Any) -> set[str]:
+    return {name.removeprefix(_MODEL) for name, value in exported.named_parameters() if value.requires_grad}
+
+
+def _node(node: Any, layer: str | None) -> Node:
+    kwargs = {name: plain(value) for name, value in node.kwargs.items() if name not in _INERT}
+    return Node(node.name, operation_of(node), plain(tuple(node.args)), kwargs, recorded(node.meta.get("val")), layer)
+
+
+def _layer(node: Any, before: str | None) -> str | None:
+    """The outermost numbered submodule the node belongs to; where torch noted none, that of its neighbour."""
+    stack = node.meta.get("nn_module_stack", {})
+    if not any(key.startswith("L__self__") for key in stack):
+        return before
+    return next((key for key in stack if _LAYER.search(key)), None)

@@ -1,0 +1,565 @@
+"""Download from the Hub: limits, digests and what is left in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import FrameType
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import parse_ratelimit_headers
+
+from trl_jax.core.secrets import as_token, learn, scrubbed, shown
+from trl_jax.core.text import say
+from trl_jax.hub import torch_bridge
+from trl_jax.hub.formats import INDEX, SINGLE, indexed_shards, no_weights, only_pickled, unconverted
+from trl_jax.hub.gguf import unpack
+from trl_jax.hub.peft_config import CONFIG as ADAPTER
+from trl_jax.hub.peft_config import ENCODER as _ENCODER_WEIGHTS
+from trl_jax.hub.peft_config import PICKLED, no_adapter
+from trl_jax.hub.peft_config import WEIGHTS as _ADAPTER_WEIGHTS
+
+# ----------------------------------------------------------------------------------------------------
+# A checkpoint's folder on this machine. From the Hub it comes in two steps: the small files, then the weights.
+
+
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One commit of a Hub repository (or of a subfolder in it), and the cached `folder` of its files.
+
+    `access` has the token, cache_dir and local_files_only for requests to the Hub.
+    """
+
+    name: str
+    subfolder: str
+    commit: str
+    folder: Path
+    access: dict[str, Any] = field(repr=False)
+
+    def fetch_small_files(self, *, code: bool) -> None:
+        """Fetch config and tokenizer, with `code` `*.py` too; of deeper folders only the named chat templates."""
+        patterns = (*SMALL, "*.py") if code else SMALL
+        ignored = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
+        self._snapshot(patterns, ignored)
+
+    def fetch_weights(self) -> None:
+        """Fetch the single file or the shards that the index lists, never both; pytorch_model.bin where that is all.
+
+        Raises:
+            ValueError: the weights are in another format.
+            FileNotFoundError: there are none, or they cannot be fetched.
+            ConnectionError: they did not arrive as a whole.
+        """
+        try:
+            _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
+        except EntryNotFoundError as error:
+            if (self.folder / INDEX).is_file():
+                self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
+            elif not self._fetch_pickled(error):
+                raise self._without_weights(error) from safe_cause(error)
+
+    def fetch_adapter(self) -> None:
+        """Fetch the weights of an adapter.
+
+        Raises:
+            FileNotFoundError: there are none, or only as a pickle.
+        """
+        self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
+        if (self.folder / _ADAPTER_WEIGHTS).is_file():
+            return
+        raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
+
+    def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
+        """Fetch pytorch_model.bin, if there is one and torch can read it; returns whether."""
+        if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
+            return False
+        self._snapshot(["pytorch_model*.bin"], [])
+        return only_pickled(self.folder)
+
+    def _snapshot(self, patterns, ignored) -> None:
+        prefix = _prefix(self.subfolder)
+        with _fetching(self.name, ", ".join(patterns)):
+            huggingface_hub.snapshot_download(
+                self.name,
+                revision=self.commit,
+                allow_patterns=[prefix + pattern for pattern in patterns],
+                ignore_patterns=[prefix + pattern for pattern in ignored],
+                **self.access,
+            )
+        for pattern in patterns:
+            for file in self.folder.glob(pattern):
+                check_digest(file, self.name)
+
+    def _listed(self) -> list[str]:
+        """The files of the repository."""
+        with _fetching(self.name, "the list of its files"):
+            api = huggingface_hub.HfApi()
+            return api.list_repo_files(self.name, revision=self.commit, token=self.access["token"])
+
+    def _without_weights(self, error: EntryNotFoundError) -> Exception:
+        if isinstance(error, LocalEntryNotFoundError):
+            return FileNotFoundError(
+                f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be fetched. "
+                f"The Hub's client said: {client_said(error)}"
+            )
+        names = self._listed()
+        pickled = _prefix(self.subfolder) + "pytorch_model"
+        where = f"model={self.name!r}"
+        if any(name.startswith(pickled) and name.endswith(".bin") for name in names):
+            return unconverted(where, repr(self.name))
+        return no_weights(where)
+
+
+def checkpoint_folder(
+    name: str,
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | None = None,
+    local_files_only: bool = False,
+    gguf_file: str | None = None,
+    code: bool = False,
+) -> tuple[Path, Repository | None]:
+    """The folder of the config and the tokenizer of `name`, and the repository that has the weights.
+
+    A folder is taken as it is, with no repository, and so is a GGUF file: `name` itself, or `gguf_file` in it. Other
+    names are looked up on the Hub; `code` fetches `*.py` too.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
+        ConnectionError: a file did not arrive as a whole.
+        TypeError, ValueError: the token cannot be one.
+    """
+    token = as_token("token", token)
+    folder = Path(name).expanduser()
+    if folder.is_file() and folder.suffix == ".gguf":
+        return unpack(folder), None
+    access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    if gguf_file is not None:
+        return unpack(_gguf(folder, name, gguf_file, revision, subfolder, access)), None
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise FileNotFoundError(
+                f"{shown('model', name)}: there is no such folder, and it is not a Hub repository's name."
+            )
+        repository = _fetched(name, revision, subfolder, access, code)
+        return repository.folder, repository
+    if subfolder and not (folder / subfolder).is_dir():
+        raise FileNotFoundError(f"model={name!r} has no subfolder {subfolder!r}.")
+    return folder / subfolder, None
+
+
+def client_said(error: Exception) -> str:
+    """The text of an error of the Hub's client, with its cause and without the tokens that it asks with."""
+    learn(huggingface_hub.get_token(), "hub_token")
+    return scrubbed(_text(error))
+
+
+def safe_cause(error: Exception) -> Exception | None:
+    """The error as the cause of another; None where its text, which tracebacks print, holds a secret."""
+    return error if client_said(error) == _text(error) else None
+
+
+def _text(error: BaseException) -> str:
+    """The error's text, the request where a transport's error says nothing of it, and the cause."""
+    text = str(error)
+    if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError | HubSilentError):
+        text = f"{type(error).__name__}: {text} ({error.request.method} {str(error.request.url).partition('?')[0]})"
+    return text if error.__cause__ is None else f"{text} {_text(error.__cause__)}"
+
+
+@contextlib.contextmanager
+def _fetching(name: str, files: str) -> Iterator[None]:
+    """Limit a block that asks the Hub for files of a model; an error that breaks it off names both.
+
+    Raises:
+        ConnectionError: the Hub did not send them as a whole.
+    """
+    with limited(f"fetching {files} of model={name!r}"):
+        try:
+            yield
+        except (*_UNREACHED, EntryNotFoundError, RevisionNotFoundError):
+            raise
+        except (HTTPError, OSError) as error:
+            if not isinstance(error, HTTPError) and error.errno is not None:  # of the disk
+                raise
+            raise ConnectionError(
+                f"model={name!r}: {files} could not be fetched from the Hub, whose client said: {client_said(error)} "
+                "Start again: what has arrived as a whole is not fetched twice."
+            ) from safe_cause(error)
+
+
+def _gguf(folder, name, file, revision, subfolder, access) -> Path:
+    """A GGUF file of a folder or a repository."""
+    if not folder.is_dir():
+        try:
+            return _download(name, file, subfolder, revision, access)
+        except (*_UNREACHED, EntryNotFoundError) as error:
+            text = f"{shown('model', name)}: gguf_file={file!r} could not be fetched: {client_said(error)}"
+            raise FileNotFoundError(text) from safe_cause(error)
+    if not (folder / subfolder / file).is_file():
+        raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
+    return folder / subfolder / file
+
+
+def _fetched(name, revision, subfolder, access, code) -> Repository:
+    """The repository, its small files in the cache. A config comes first: its path names the commit of the others."""
+    try:
+        config = _config(name, subfolder, revision, access)
+        commit = config.parents[len(PurePosixPath(subfolder).parts)].name
+        repository = Repository(name, subfolder, commit, config.parent, access)
+        repository.fetch_small_files(code=code)
+    except _UNREACHED as error:
+        raise FileNotFoundError(
+            f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be fetched "
+            f"from the Hub, whose client said: {client_said(error)}"
+        ) from safe_cause(error)
+    except EntryNotFoundError as error:
+        text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {client_said(error)}"
+        raise FileNotFoundError(text) from safe_cause(error)
+    return repository
+
+
+def _config(name, subfolder, revision, access) -> Path:
+    """config.json, or that of an adapter, which has no other."""
+    try:
+        return _download(name, "config.json", subfolder, revision, access)
+    except LocalEntryNotFoundError:
+        raise
+    except EntryNotFoundError as error:
+        try:
+            return _download(name, ADAPTER, subfolder, revision, access)
+        except EntryNotFoundError:
+            raise error from None
+
+
+def _download(name, file, subfolder, revision, access) -> Path:
+    """Fetch one file unless the cache has it.
+
+    Raises:
+        ValueError: its digest is not the Hub's.
+    """
+    with _fetching(name, file):
+        path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
+    check_digest(Path(path), name)
+    return Path(path)
+
+
+def _prefix(subfolder: str) -> str:
+    """The beginning of the names of a subfolder's files in the repository's list."""
+    return f"{PurePosixPath(subfolder)}/" if subfolder else ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Limits of waiting for the Hub: hooks on its client's own session, in force while a block of `limited` runs.
+
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "TRL_JAX_HUB_TIMEOUT"
+_DEFAULT = 60.0  # seconds
+_TOLD_AFTER = 5.0  # seconds without an answer
+_LOOKS = 0.25  # seconds between two looks at what is waited for
+_TRIED_AGAIN = (408, 429, 500, 502, 503, 504)  # statuses after which the client tries again
+
+_NOT_OURS = ("/datasets/", "/api/datasets/")  # rows that a script reads meanwhile, as its own library does
+_UNLIMITED = "trl_jax.unlimited"  # an extension of their requests, which redirected ones inherit
+
+_operations: list[str] = []  # under way: "fetching ..."
+_waits: dict[str, float] = {}  # request without a good answer so far -> since when; inf while its body is sent
+_sockets: list[weakref.ref] = []
+_cut_off = False  # whether the process is about to leave
+
+
+class HubSilentError(HTTPError):
+    """Ends a request without a good answer within `patience()`; the Hub's client does not try it again."""
+
+
+def patience() -> float:
+    """The seconds in which a request must get a good answer, all tries together.
+
+    Raises:
+        ValueError: TRL_JAX_HUB_TIMEOUT is no such number.
+    """
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return max(_DEFAULT, constants.HF_HUB_DOWNLOAD_TIMEOUT, constants.HF_HUB_ETAG_TIMEOUT)
+    with contextlib.suppress(ValueError):
+        if 0 < float(value) < math.inf:
+            return float(value)
+    raise ValueError(f"{VARIABLE} is {value!r}, wanted a number of seconds, such as 60.")
+
+
+@contextlib.contextmanager
+def limited(operation: str) -> Iterator[None]:
+    """Limit the requests of a block. `operation`, such as "fetching x", says in the log what is waited for.
+
+    In the main thread a signal leaves at once, and says which operation it cut off.
+    """
+    patience()
+    if threading.current_thread() is threading.main_thread():
+        begin_again()
+    _operations.append(operation)
+    done = threading.Event()
+    _hook()
+    threading.Thread(target=_watch, args=(operation, done), name="waiting for the Hub", daemon=True).start()
+    try:
+        with leaving_told(under_way, cut_off):
+            yield
+        for request in [] if _cut_off or len(_operations) > 1 else list(_waits):
+            logger.warning("%s had no good answer while %s.", request, operation)
+    finally:
+        done.set()
+        _operations.remove(operation)
+        if not _operations:
+            _waits.clear()
+            _sockets[:] = [known for known in _sockets if known() is not None]
+
+
+def under_way() -> list[str]:
+    """The operations that wait for the Hub now."""
+    return list(_operations)
+
+
+def cut_off() -> None:
+    """Break off all requests under way, and refuse further ones until `begin_again`."""
+    global _cut_off
+    _cut_off = True
+    for known in list(_sockets):
+        with contextlib.suppress(OSError):  # it is closed
+            if (end := known()) is not None:
+                socket.socket.shutdown(end, socket.SHUT_RDWR)  # wakes the thread that reads from it
+
+
+def begin_again() -> None:
+    """Allow requests after `cut_off`."""
+    global _cut_off
+    _cut_off = False
+
+
+def is_cut_off() -> bool:
+    """Whether requests were broken off because the process is about to leave."""
+    return _cut_off
+
+
+def _hook() -> None:
+    """Put our hooks on the client's session, unless they are there; it makes a new one after lost connections."""
+    session = huggingface_hub.get_session()
+    hooks = session.event_hooks
+    if _before not in hooks["request"]:
+        request, response = [*hooks["request"], _before], [*hooks["response"], _after]
+        session.event_hooks = {"request": request, "response": response}
+
+
+def _watch(operation: str, done: threading.Event) -> None:
+    told = False
+    while not done.wait(_LOOKS):
+        _hook()
+        late = [key for key, since in list(_waits.items()) if time.monotonic() - since > _TOLD_AFTER]
+        if late and not told:
+            told = True
+            logger.warning(
+                "Waiting for the Hub, which has not answered for %g seconds, while %s: %s. It is given up after %g "
+                "seconds (%s).", _TOLD_AFTER, operation, late[0], patience(), VARIABLE,
+            )  # fmt: skip
+
+
+def _key(request: Any) -> str:
+    """The request in messages; what follows the ? may be a signature."""
+    return scrubbed(f"{request.method} {str(request.url).partition('?')[0]}")
+
+
+def _before(request: Any) -> None:
+    """Set the time limits of a request that is about to be sent, or refuse it."""
+    if not _operations:
+        return
+    key, now, limit = _key(request), time.monotonic(), patience()
+    if request.url.path.startswith(_NOT_OURS):
+        request.extensions[_UNLIMITED] = True
+    if _UNLIMITED in request.extensions:
+        return
+    if _cut_off:
+        raise HubSilentError(f"{key} was broken off, as the process is leaving.")
+    left = limit - max(0.0, now - _waits.setdefault(key, now))
+    if left <= 0:
+        _waits.pop(key, None)
+        raise HubSilentError(f"{key}: no good answer within {limit:g} seconds ({VARIABLE}).")
+    limits = request.extensions["timeout"]
+    request.extensions["timeout"] = {
+        kind: left if limits.get(kind) is None else min(limits[kind], left)
+        for kind in ("connect", "read", "write", "pool")
+    }
+    request.extensions["trace"] = _traced(key, request.method == "PUT")
+
+
+def _traced(key: str, uploads: bool) -> Callable[[str, dict], None]:
+    """Note the sockets of a request, and of an upload when its body has gone: nobody waits before that."""
+
+    def trace(event: str, info: dict) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            _sockets.append(weakref.ref(info["return_value"].get_extra_info("socket")))
+        elif uploads and ".send_request_body." in event:
+            stuck = "Timeout" in type(info.get("exception")).__name__
+            sending = math.inf if event.endswith(".started") else time.monotonic()
+            _waits[key] = -math.inf if stuck else sending
+
+    return trace
+
+
+def _after(response: Any) -> None:
+    """Note a good answer. Before the client tries again, wait as long as the server asks for, within the limit."""
+    if not _operations or _UNLIMITED in response.request.extensions:
+        return
+    key = _key(response.request)
+    if response.status_code not in _TRIED_AGAIN:
+        _waits.pop(key, None)
+        return
+    asked = _asked_wait(response)
+    if asked is None:
+        return
+    end = time.monotonic() + asked
+    if end - _waits.get(key, time.monotonic()) > patience():
+        _waits.pop(key, None)
+        raise HubSilentError(
+            f"{key}: status {response.status_code}, and the server asks to wait {asked} seconds. That is more than "
+            f"{patience():g} ({VARIABLE})."
+        )
+    if response.request.method == "POST":  # which some of the client's functions do not try again
+        return
+    while time.monotonic() < end and not _cut_off:
+        time.sleep(min(_LOOKS, asked))
+    response.headers["Retry-After"] = "0"
+    response.headers.pop("ratelimit", None)
+
+
+def _asked_wait(response: Any) -> int | None:
+    """The seconds that the server asks to wait, by the headers that its client reads; None where it does not."""
+    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
+    if limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds
+    asked = response.headers.get("Retry-After", "").strip()
+    return int(asked) if asked.isdecimal() else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Files of the Hub's cache, compared with the sha256 that the Hub gave for them.
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def check_digest(file: Path, model: str) -> None:
+    """Compare a file of the cache with its digest, once for as long as it stays as it is.
+
+    The cache calls a large file's content by the sha256 that the Hub gives for it, and links to that. Other files, and
+    a cache without links, are not compared.
+
+    Raises:
+        ValueError: it is another file; it is gone from the cache, so the next one to ask fetches it again.
+    """
+    wanted = Path(os.readlink(file)).name if file.is_symlink() else ""
+    if _SHA256.fullmatch(wanted) is None or not file.is_file():
+        return
+    content = file.resolve()
+    stat = content.stat()
+    state = f"{wanted} {stat.st_size} {stat.st_mtime_ns}"
+    mark = _mark(content)
+    if mark is not None and mark.is_file() and mark.read_text(encoding="utf-8") == state:
+        return
+    with content.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != wanted:
+        for part in (file, file.parent / os.readlink(file), content):
+            part.unlink(missing_ok=True)
+        raise ValueError(
+            f"model={model!r}: {file.name} came damaged. Its sha256 is {found}, that on the Hub is {wanted}. It was "
+            f"removed from the cache ({file}): start again, which fetches it anew. If that does not help, something "
+            "between here and the Hub (a proxy, a mirror, the disk) changes files."
+        )
+    if mark is not None:
+        with contextlib.suppress(OSError):  # nowhere to note it: it is compared again
+            mark.write_text(state, encoding="utf-8")
+
+
+def _mark(content: Path) -> Path | None:
+    """The file that notes what was compared; None where none can be written."""
+    try:
+        folder = huggingface_hub.cached_assets_path("trl_jax", "digests", "compared")
+    except OSError:
+        return None
+    return Path(folder) / hashlib.sha256(str(content).encode()).hexdigest()[:32]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Signals while the Hub is waited for, outside of train(), which handles them itself.
+
+
+_ENDING = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+_ALL = _ENDING | {signal.SIGINT: signal.default_int_handler}
+
+
+@contextlib.contextmanager
+def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> Iterator[None]:
+    """Within the block, a signal that would end the process says which operations that cuts off.
+
+    SIGINT raises KeyboardInterrupt, after `cut_off`: the client's threads would be waited for. The others end the
+    process, as without us, with the exit status 128 + n. Handlers of the script, or of a run, stay in place.
+    """
+    before = _handled(_ALL, operations, cut_off)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def told_from_now_on(operations: Callable[[], list[str]]) -> None:
+    """As `leaving_told`, without an end and without SIGINT, which leaves the script's threads alone."""
+    _handled(_ENDING, operations, lambda: None)
+
+
+def _handled(defaults: dict, operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> dict:
+    """Handle signals that have these handlers, and return what was replaced; nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for operation in operations():
+            say(f"{signal.Signals(number).name}: leaving while {operation}. That is cut off.")
+        if number == signal.SIGINT:
+            cut_off()
+            raise KeyboardInterrupt
+        os._exit(128 + number)
+
+    taken = [number for number, default in defaults.items() if signal.getsignal(number) == default]
+    return {number: signal.signal(number, leave) for number in taken}

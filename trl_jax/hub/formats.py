@@ -1,0 +1,363 @@
+"""File formats: safetensors, pickles, and a diagnosis of files that are neither."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from trl_jax.core import files, text
+from trl_jax.core.files import Pieces, in_order, replacing, write_tensors, write_whole
+from trl_jax.core.text import brief, listed, printable
+from trl_jax.hub import torch_bridge
+from trl_jax.hub.torch_bridge import PICKLED
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints that are pytorch_model.bin: torch reads their tensors, no code in them is run.
+
+
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+
+
+def only_pickled(folder: Path) -> bool:
+    """Whether a folder has its weights as pytorch_model.bin alone, and torch is here to read them."""
+    safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return not safe and torch_bridge.available() and any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+
+
+class PickledFiles:
+    """The tensors of pytorch_model.bin, single or sharded, with the methods of `CheckpointFiles`."""
+
+    def __init__(self, folder: Path):
+        self._tensors: dict[str, Any] = {}
+        self.shards: dict[str, list[str]] = {}
+        names = [PICKLED] if (folder / PICKLED).is_file() else indexed_shards(folder, PICKLED_INDEX)
+        for name in names:
+            with text.naming(folder / name):
+                tensors = torch_bridge.unpickled(folder / name)
+            if twice := tensors.keys() & self._tensors.keys():
+                raise ValueError(f"{folder / name} holds the tensor {min(twice)}, which an earlier shard holds too.")
+            self.shards[name] = list(tensors)
+            self._tensors |= tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: torch_bridge.dtype_name(tensor.dtype) for name, tensor in self._tensors.items()}
+        self._folder = folder
+
+    def check_dtypes(self, tensors: Iterable[str]) -> None:
+        """Refuse the first of these tensors that is in a dtype which cannot be read."""
+        for tensor in tensors:
+            if self.dtypes[tensor] not in DTYPES.values():
+                raise ValueError(
+                    f"{self._folder}: tensor {tensor} has dtype {self.dtypes[tensor]}; trl_jax reads "
+                    f"{', '.join(DTYPES.values())}. Save the checkpoint again in one of these."
+                )
+
+    def read(self, tensor: str) -> np.ndarray:
+        """The values of one tensor, in the dtype of the file."""
+        return torch_bridge.as_array(self._tensors[tensor])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Safetensors on disk: checked, read one tensor at a time, and written in the shards they came in.
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_MAPPED = 2**28  # bytes read of a file until its pages are released
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint folder, by name. Headers are read at once, data only when asked for.
+
+    Attributes:
+        shards: file name -> the tensors it holds, in the file's order.
+        shapes: tensor -> shape.
+        dtypes: tensor -> "float32", "bfloat16" or "float16"; of others the file's own word.
+    """
+
+    def __init__(self, folder: Path):
+        self.shards: dict[str, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._folder, self._shard_of, self._handles, self._read = folder, {}, {}, {}
+        for name in _shard_names(folder):
+            self._open(folder / name)
+
+    def _open(self, path: Path) -> None:
+        handle = _opened(path)
+        self.shards[path.name] = list(handle.keys())
+        for tensor in self.shards[path.name]:
+            if tensor in self._shard_of:
+                raise ValueError(f"{path} holds the tensor {tensor}, which an earlier shard holds too.")
+            header = handle.get_slice(tensor)
+            dtype = header.get_dtype()
+            self.dtypes[tensor], self.shapes[tensor] = DTYPES.get(dtype, dtype), tuple(header.get_shape())
+            self._shard_of[tensor] = path.name
+        self._handles[path.name] = handle
+
+    def check_dtypes(self, tensors: Iterable[str]) -> None:
+        """Refuse the first of these tensors that is in a dtype which cannot be read."""
+        for tensor in tensors:
+            if self.dtypes[tensor] not in DTYPES.values():
+                raise ValueError(
+                    f"{self._folder / self._shard_of[tensor]}: tensor {tensor} has dtype {self.dtypes[tensor]}; "
+                    f"trl_jax reads {', '.join(DTYPES)}. Dequantise the checkpoint, or save it again in one of these."
+                )
+
+    def read(self, tensor: str) -> np.ndarray:
+        """The values of one tensor, in the dtype of the file."""
+        with text.naming(self._folder / self._shard_of[tensor]):
+            return self._handles[self._shard_of[tensor]].get_tensor(tensor)
+
+    def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The values of a part of it; no other is read from the disk."""
+        with text.naming(self._folder / self._shard_of[tensor]):
+            return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
+
+    def release(self, tensor: str, count: int) -> None:
+        """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
+        closed, so now and then it is opened anew; not after loading, when it may have been overwritten."""
+        shard = self._shard_of[tensor]
+        self._read[shard] = self._read.get(shard, 0) + count
+        if self._read[shard] > _MAPPED:
+            self._handles[shard], self._read[shard] = safe_open(self._folder / shard, framework="numpy"), 0
+
+
+def shape_of(path: Path, name: str) -> tuple[int, ...] | None:
+    """The shape of a tensor of one file; None where it has none of this name."""
+    handle = _opened(path)
+    return tuple(handle.get_slice(name).get_shape()) if name in handle.keys() else None  # noqa: SIM118 - no mapping
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The names of the tensors of one file."""
+    return list(_opened(path).keys())
+
+
+def read_one(path: Path, name: str) -> np.ndarray:
+    """One tensor of a file."""
+    return _opened(path).get_tensor(name)
+
+
+def open_tensors(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of one small file.
+
+    Raises:
+        ValueError: it cannot be read, or has a tensor of another dtype.
+    """
+    handle = _opened(path)
+    names = list(handle.keys())
+    strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
+    if strange:
+        raise ValueError(f"{path}: {brief(strange[0])} is no floating-point tensor of {', '.join(DTYPES)}.")
+    with text.naming(path):
+        return {name: handle.get_tensor(name) for name in names}
+
+
+def _opened(path: Path) -> Any:
+    """A handle of safetensors', whose reader takes the last of two tensors of one name without a word."""
+    try:
+        with text.naming(path):
+            handle = safe_open(path, framework="numpy")
+            check_names(path)
+    except (SafetensorError, ValueError) as error:
+        fault = diagnose(path) or printable(str(error)[:300])
+        raise ValueError(f"{path} is not a readable safetensors file: {fault}.") from error
+    return handle
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():  # transformers, too, reads this one where both are
+        return [SINGLE]
+    if not (folder / INDEX).is_file():
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        raise unconverted(str(folder), "folder") if pickled else no_weights(str(folder))
+    names = indexed_shards(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {listed(missing, 100)}. Download "
+            "them."
+        )
+    return names
+
+
+def unconverted(where: str, model: str) -> ValueError:
+    return ValueError(
+        f"{where} has its weights only as pytorch_model.bin, which trl_jax reads only where torch is installed: pip "
+        f"install 'trl_jax[torch]'. Or convert them: AutoModel.from_pretrained({model}).save_pretrained(folder)."
+    )
+
+
+def no_weights(where: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{where} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+
+
+def indexed_shards(folder: Path, index: str = INDEX) -> list[str]:
+    """The file names in the index, each a plain one of that folder; they need not exist."""
+    path = folder / index
+    try:
+        weight_map = files.read(path)["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not an index: wanted a JSON object with weight_map, tensor to file. Reading it: "
+            f"{brief(error, 200)}."
+        ) from error
+    strange = [name for name in names if not isinstance(name, str) or not _plain(name)]
+    if strange or not names:
+        raise ValueError(
+            f"{path} names shards outside its folder or none at all: {brief(strange, 500)}. Nothing was opened. "
+            "Shards are plain file names: download the index again."
+        )
+    return names
+
+
+def _plain(name: str) -> bool:
+    fits = Path(name).name == name and len(name) <= 255  # the longest that file systems have
+    return fits and name not in ("", "..") and "\\" not in name and "\0" not in name
+
+
+def write_checkpoint(
+    folder: Path, shards: dict[str, list[str]], tensor: Callable[[str], Pieces], *, writes: bool = True
+) -> None:
+    """Write `shards` (file name -> tensors) and, for more than one, the index; one piece of a tensor is in memory at a
+    time.
+
+    Where not `writes`, each tensor is read and nothing kept: several processes gather a tensor together, one writes it.
+    A file replaces an earlier one when it is complete, for tensors may be read from that. Other files that an earlier
+    save left in `folder` are removed at the end: a reader would take their weights for these.
+    """
+    weight_map, parameters, size = {}, 0, 0
+    for name, tensors in shards.items():
+        pieces = {one: tensor(one) for one in tensors}
+        if not writes:
+            for one in in_order(pieces):
+                deque(pieces[one].read(), maxlen=0)
+            continue
+        _write(folder / name, pieces)
+        weight_map |= dict.fromkeys(tensors, name)
+        counts = [(math.prod(one.shape), one.dtype.itemsize) for one in pieces.values()]
+        parameters += sum(count for count, _ in counts)
+        size += sum(count * width for count, width in counts)
+    if not writes:
+        return
+    if len(shards) > 1:
+        index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+        write_whole(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    written = {*shards, INDEX} if len(shards) > 1 else set(shards)
+    for path in folder.iterdir():
+        if path.name not in written and (path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)):
+            path.unlink()
+
+
+def _write(path: Path, tensors: dict[str, Pieces]) -> None:
+    with replacing(path) as unfinished:
+        write_tensors(unfinished, tensors, {"format": "pt"})
+
+
+def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:
+    """The shards to write: those of the source without tensors that are left out, new tensors in the last one."""
+    groups = [[tensor for tensor in tensors if tensor in kept] for tensors in source.values()]
+    groups = [group for group in groups if group] or [[]]
+    groups[-1] = groups[-1] + added
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds the fault of a file that safetensors refuses; its own errors seldom name the tensor.
+
+
+_OPENINGS = {
+    b"version https://git-lfs": "this is a git-LFS pointer, not the weights: run `git lfs pull`",
+    **dict.fromkeys(
+        (b"<!", b"<?", b"<h", b"<H"),
+        "this is an HTML or XML page, probably an error page saved in place of the file: download it again",
+    ),
+    b"PK\x03\x04": "this is a zip archive, probably a PyTorch .bin under another name: convert it",
+    b"Entry not found": "this is an answer of the Hub, which has no such file",
+    b"\x80\x02\x8a": "this is a pickle, probably a PyTorch .bin under another name: convert it",
+}
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+}
+_ANOTHER = "download it again"
+
+
+def diagnose(path: Path) -> str | None:
+    """The fault of a file that is no safetensors file, and the way out; None if it looks like a good one."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        opening = file.read(64)
+        if size < 8:
+            return f"it has {size} bytes, an interrupted download perhaps: {_ANOTHER}"
+        known = next((text for mark, text in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
+        if known is not None:
+            return known
+        if opening.isascii() and b"\0" not in opening:
+            return f"it is text: {_ANOTHER}"  # which is not shown: a link may lead to any file
+        length = int.from_bytes(opening[:8], "little")
+        if length > min(size - 8, 100_000_000):
+            return f"its header should have {length:,} bytes, the file has {size:,}: {_ANOTHER}"
+        file.seek(8)
+        return _faulty_header(file.read(length), size - 8 - length)
+
+
+def check_names(path: Path) -> None:
+    """Raise ValueError where a file that safetensors can read has two tensors of one name in its header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        files.loads(file.read(length))
+
+
+def _faulty_header(text: bytes, data: int) -> str | None:
+    """The first fault of a header before `data` bytes of tensors."""
+    try:
+        tensors = {name: entry for name, entry in files.loads(text).items() if name != "__metadata__"}
+        spans = {name: tuple(entry["data_offsets"]) for name, entry in tensors.items()}
+        ordered = sorted(tensors, key=lambda name: spans[name])
+        reached = 0
+        for name in ordered:
+            start, end = spans[name]
+            fault = _faulty_tensor(tensors[name]["dtype"], tensors[name]["shape"], end - start)
+            if fault is None and start != reached:
+                fault = f"begins at byte {start:,}, the tensor before it ends at {reached:,}"
+            if fault is None and end > data:
+                fault = f"ends at byte {end:,} of {data:,}: the file is cut short, {_ANOTHER}"
+            if fault is not None:
+                return f"tensor {listed([name])} {fault}"
+            reached = end
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its header is not a JSON object of tensors ({str(error)[:300]}): {_ANOTHER}"
+    return f"{data - reached:,} bytes after its last tensor belong to none: {_ANOTHER}" if reached < data else None
+
+
+def _faulty_tensor(dtype: str, shape: list[int], size: int) -> str | None:
+    if dtype not in _BITS:
+        known = "which safetensors does not know or cannot size; save it as F32, BF16 or F16"
+        return f"has dtype {listed([dtype])}, {known}"
+    if not all(type(axis) is int for axis in shape):  # a product with a list or a text would be as long as it says
+        return f"has shape {brief(shape)}, wanted whole numbers: {_ANOTHER}"
+    wanted = math.prod(shape) * _BITS[dtype] // 8
+    if wanted == size:
+        return None
+    return f"of dtype {dtype} and shape {brief(shape)} takes {wanted:,} bytes, but has {size:,}"

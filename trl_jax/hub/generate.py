@@ -1,0 +1,532 @@
+"""`generate`: transformers' arguments, batches and results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from trl_jax.core.torch_random import TorchGenerator, default_generator
+from trl_jax.generation import generator
+from trl_jax.generation.decode import Weights
+from trl_jax.generation.generator import Completed, Completions, Progress, Request, Watch
+from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps, random_key
+from trl_jax.generation.sampling import Processor, Text
+from trl_jax.hub.generation_hooks import Caller, StepWatch, criteria_of
+from trl_jax.hub.generation_inputs import (
+    Prompts,
+    Settings,
+    decoded,
+    encoded_prompt,
+    ids_of_tokenizer,
+    left_padded,
+    max_length,
+    processors_of,
+    read_prompts,
+    refuse_arguments,
+    resolve,
+)
+from trl_jax.nn.platform import platform
+
+# ----------------------------------------------------------------------------------------------------
+# transformers' `generate` of a native model.
+
+
+class GenerationApi:
+    """transformers' `generate`, of a model with a language model's head. Needs `backend`, `config`,
+    `generation_config`, `graph` and `arrays`."""
+
+    generation_config: Any
+
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        logits_processor: Sequence[Callable] | None = None,
+        stopping_criteria: Sequence[Callable] | None = None,
+        prefix_allowed_tokens_fn: Callable | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: Any = None,
+        negative_prompt_attention_mask: Any = None,
+        custom_generate: Any = None,
+        *,
+        seed: int | None = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Complete prompts, with transformers' arguments and, on a CPU in float32, its tokens.
+
+        Args:
+            inputs: token ids `[rows, T]`, as lists, NumPy's, JAX's or torch's; or as `input_ids`, with an
+                `attention_mask`, as in `generate(**tokenizer(...))`.
+            generation_config: transformers' object; fields that are None come from the model's own.
+            logits_processor: functions of the caller that change scores, called on the host in each step with NumPy's
+                arrays, or torch's tensors where they or the prompts are of that kind.
+            stopping_criteria: likewise, functions that say which rows end.
+            prefix_allowed_tokens_fn: likewise, a function of a prompt's number and a row that lists what may follow.
+            synced_gpus: has no effect: all processes of a mesh run one program.
+            streamer: gets the prompts and each step's tokens.
+            seed: of the tokens that are drawn; None goes on with the process's stream, which `trl_jax.set_seed` seeds.
+            dtype: that the model computes in. None: on a CPU float32; elsewhere the 16-bit type that it is stored in,
+                if it is.
+            kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`.
+
+        Returns int64 `[rows, T + new]`, torch's where the prompts are; with return_dict_in_generate=True a
+        GenerateOutput.
+
+        Raises:
+            ValueError: an argument that is not in this release or out of its range.
+            RuntimeError: the model's logits are not finite.
+        """
+        del synced_gpus
+        check_generates(self)
+        named = {
+            "assistant_model": assistant_model, "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask, "custom_generate": custom_generate,
+        }  # fmt: skip
+        tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
+        settings, others = resolve(self, generation_config, kwargs)
+        refuse_arguments(named | others)
+        prompts = read_prompts(*_inputs(inputs, others), settings, self.backend.vocab_size)
+        text = text_of(self, settings, prompts.width)
+        caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
+        with caller.processors(*processors_of(settings, text)) as processors:
+            watch = caller.watch(text, streamer, tokenizer)
+            request = request_of(settings, text, *prompts.grouped(settings.completions), processors)
+            request = replace(request, logps=bool(settings.config.return_dict_in_generate))
+            drawing = drawing_of(settings, _stream(seed), dtype)
+            completions = run(self, request, drawing, dtype=dtype, watch=watch)
+        if watch is not None:
+            watch.end()
+        return caller.result(completions)
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: Any = None,
+        *,
+        seed: int | None = None,
+        batch_size: int = 64,
+        progress_bar: bool = False,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Completion]:
+        """Complete any number of prompts, `batch_size` completions at a time: where those of a prompt have ended, the
+        next one takes its place.
+
+        A completion's tokens depend on the seed and its number alone, whatever `batch_size`, but are not those of
+        `generate`.
+
+        Args:
+            inputs: token ids of each prompt, without padding.
+            batch_size: completions that are computed at once.
+            progress_bar: show how many tokens were drawn, and how many a second.
+            generation_config: as in `generate`, like `seed`, `dtype` and `kwargs`.
+
+        Returns a Completion by its request_id, "req_0", "req_1", ..., those of a prompt side by side. After a Ctrl-C
+        these are as many as are there.
+        """
+        if not len(inputs):
+            return {}
+        tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
+        settings, others = resolve(self, generation_config, kwargs)
+        _check_unused(others, ())
+        options = {"batch_size": batch_size, "dtype": dtype, "tokenizer": tokenizer}
+        batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
+        done = collected(batches, len(inputs) * settings.completions, progress_bar=progress_bar)
+        return {one.request_id: one for one in done}
+
+    def generate_text(
+        self,
+        prompts: Sequence[str | Sequence[dict[str, Any]]],
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Complete texts or conversations: a string for each prompt, or a list of them with num_return_sequences.
+
+        Args:
+            tokenizer: the model's; its EOS and pad ids count where the model's generation_config has none.
+            arguments: those of `generate_batch`.
+        """
+        options = chat_template_kwargs or {}
+        ids = [encoded_prompt(prompt, tokenizer, f"Prompt {row}", **options) for row, prompt in enumerate(prompts)]
+        arguments = ids_of_tokenizer(self, tokenizer, arguments)
+        done = list(self.generate_batch(ids, tokenizer=tokenizer, **arguments).values())
+        texts, group = [decoded(one.generated_tokens, tokenizer) for one in done], len(done) // max(1, len(ids))
+        return texts if group <= 1 else [texts[start : start + group] for start in range(0, len(texts), group)]
+
+
+def _stream(seed: int | None) -> TorchGenerator:
+    return default_generator() if seed is None else TorchGenerator(seed)
+
+
+def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
+    """input_ids and attention_mask.
+
+    Raises:
+        ValueError: ids are given twice, or there is something else.
+    """
+    ids = others.get("input_ids")
+    if inputs is not None and ids is not None:
+        raise ValueError(
+            f"`inputs`: {inputs}` were passed alongside input_ids which is not allowed. Make sure to either pass "
+            f"{inputs} or input_ids=..."
+        )
+    if np.any(others.get("token_type_ids")):
+        raise ValueError("token_type_ids has other types than 0, but each row is a single text. Leave it out.")
+    _check_unused(others, ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code"))
+    return inputs if ids is None else ids, others.get("attention_mask")
+
+
+def _check_unused(others: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unused = [name for name, value in others.items() if value is not None and name not in known]
+    if unused:
+        raise ValueError(
+            f"The following `model_kwargs` are not used by the model: {unused} (note: typos in the generate arguments "
+            "will also show up in this list)"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Many prompts, so many at a time: tokens that do not depend on which are computed together.
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion of a prompt, with transformers' names.
+
+    number: among all of the call. generated_tokens: with the id that ends it, where one does. logprobs: of each, by the
+    model's logits as they were.
+    """
+
+    number: int
+    prompt_ids: list[int]
+    generated_tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def request_id(self) -> str:
+        """ "req_0", "req_1", ..."""
+        return f"req_{self.number}"
+
+
+class Batches:
+    """Completes prompts, so many at a time, those of like length together. Where all completions of a prompt have ended
+    the next one takes its place; with stop strings or a time limit, which the host looks at, a batch ends as a whole.
+
+    Args:
+        prompts: token ids of all of them: the longest decides how much room for new tokens `max_length` leaves.
+        stream: the generator whose next two words are the key that tokens are drawn with.
+        batch_size: completions that are computed at once. tokenizer: for stop strings.
+        window: how many prompts in a row are sorted by length; None: all of them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Settings,
+        prompts: Sequence[Sequence[int]],
+        *,
+        stream: TorchGenerator,
+        batch_size: int,
+        dtype: Any = jnp.float32,
+        tokenizer: Any = None,
+        window: int | None = None,
+    ):
+        check_generates(model)
+        _check_prompts(prompts, model.vocab_size)
+        self._model, self._settings, self._dtype, self._tokenizer = model, settings, dtype, tokenizer
+        self._prompts = [np.asarray(ids, np.int32) for ids in prompts]
+        self._text: Text = text_of(model, settings, max(map(len, prompts)))
+        before, behind = processors_of(settings, self._text)
+        self._processors = (*before.values(), *behind.values())
+        self._key = random_key(stream) if settings.config.do_sample else None
+        self._size, self._window = max(1, batch_size // settings.completions), window or len(prompts)  # prompts
+
+    def __call__(self, done: Callable[[list[Completion]], None], first: int = 0) -> None:
+        """Complete the prompts from this number on; `done` gets completions as they end."""
+        numbers = np.concatenate([
+            start + np.argsort([-len(ids) for ids in self._prompts[start : start + self._window]], kind="stable")
+            for start in range(first, len(self._prompts), self._window)
+        ])  # fmt: skip
+        if not criteria_of(self._settings.config, self._tokenizer):
+            request, drawing, taken = self._asked(numbers, done)
+            run_queue(self._model, request, drawing, taken, slots=self._size, dtype=self._dtype)
+        else:
+            self.in_batches(numbers, done)
+
+    def in_batches(self, numbers: np.ndarray, done: Callable[[list[Completion]], None]) -> None:
+        """Complete the prompts of these numbers, each batch until its last completion has ended."""
+        for start in range(0, len(numbers), self._size):
+            request, drawing, taken = self._asked(numbers[start : start + self._size], done)
+            completions = run(self._model, request, drawing, dtype=self._dtype, watch=self._watch(request.prompts))
+            taken(completions.rows())
+
+    def _asked(
+        self, numbers: np.ndarray, done: Callable[[list[Completion]], None]
+    ) -> tuple[Request, KeyedDrawing | None, Callable[[Sequence[Completed]], None]]:
+        """The request of the prompts of these numbers, how its tokens are drawn, and what takes its completions."""
+        group = self._settings.completions
+        rows = (numbers[:, None] * group + np.arange(group)).reshape(-1)
+        prompts = [self._prompts[number] for number in numbers]
+        request = replace(request_of(self._settings, self._text, prompts, group, self._processors), logps=True)
+
+        def taken(completed: Sequence[Completed]) -> None:
+            done([
+                Completion(int(rows[one.row]), prompts[one.row // group].tolist(), one.tokens.tolist(),
+                           one.logps.tolist())
+                for one in completed
+            ])  # fmt: skip
+
+        return request, None if self._key is None else KeyedDrawing(self._key, rows), taken
+
+    def _watch(self, prompts: list[np.ndarray]) -> StepWatch | None:
+        criteria = criteria_of(self._settings.config, self._tokenizer)
+        padded = Prompts(left_padded(prompts, self._settings.pad), prompts)
+        room = padded.width + self._text.max_length - self._text.prompt_length
+        return StepWatch(padded, self._settings.completions, room, criteria=criteria) if criteria else None
+
+
+def collected(batches: Batches, total: int, *, progress_bar: bool) -> list[Completion]:
+    """All completions by their number; as many as are there when a Ctrl-C comes, unless there is none."""
+    done: dict[int, Completion] = {}
+    with tqdm(unit=" tokens", disable=not progress_bar) as bar:
+
+        def take(completions: list[Completion]) -> None:
+            done.update({one.number: one for one in completions})
+            bar.update(sum(len(one.generated_tokens) for one in completions))
+
+        try:
+            batches(take)
+        except KeyboardInterrupt:
+            if not done:
+                raise
+            logger.warning("Interrupted: %d of %d completions are there, and are returned.", len(done), total)
+    return [done[number] for number in sorted(done)]
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    for number, ids in enumerate(prompts):
+        if len(ids) == 0 or not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(
+                f"Prompt {number} has {len(ids)} tokens: wanted at least one, and ids of the vocabulary, from 0 to "
+                f"{vocabulary - 1}."
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Completions of prompts by a model: the settings of one generation, its random numbers, and its checks.
+
+
+class Drawing(Protocol):
+    """How tokens are drawn."""
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        """Random numbers for at most `new` steps of so many rows, in chunks of `steps`."""
+
+
+@dataclass(frozen=True)
+class ExactDrawing:
+    """As transformers draws on a CPU, with torch's generator, which then stands behind the numbers that were used."""
+
+    stream: TorchGenerator
+
+    def steps(self, rows: int, vocabulary: int) -> int:
+        """Of a chunk, whose words are made ahead of it."""
+        return chunk_steps(rows, vocabulary, generator.STEPS)
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        return PrefetchedWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
+
+
+@dataclass(frozen=True)
+class KeyedDrawing:
+    """By a key, the numbers of the rows and the positions of their tokens alone; rows are numbered from 0 on, where
+    `numbers`, int `[R]`, does not say otherwise."""
+
+    key: jax.Array
+    numbers: np.ndarray | None = None
+
+    def steps(self, rows: int, vocabulary: int) -> int:
+        """Of a chunk: a step's numbers are made in it, whatever their count."""
+        return generator.STEPS
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers)
+
+
+def exact_draws(dtype: Any) -> bool:
+    """Whether this machine draws transformers' tokens: on a CPU, in float32."""
+    return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and jax.local_device_count() == 1
+
+
+def computing_dtype(model: Any, dtype: Any) -> jnp.dtype:
+    """The type that a generation computes in: as its caller says; else, on a CPU, float32, which is exact, and
+    elsewhere the 16-bit type that the model is stored in, as transformers does."""
+    if dtype is not None:
+        return jnp.dtype(dtype)
+    stored = jnp.dtype(model.backend.main_dtype)
+    return stored if platform() != "cpu" and stored.itemsize == 2 else jnp.dtype(jnp.float32)
+
+
+def complete(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
+    *,
+    group: int,
+    stream: TorchGenerator,
+    dtype: Any = jnp.float32,
+    head_dtype: Any = None,
+    logps: bool = True,
+    progress: Progress | None = None,
+) -> Completions:
+    """Complete prompts, each `group` times, the completions of a prompt side by side.
+
+    Args:
+        model: a PreTrainedModel with a language model's head.
+        options: fields of a GenerationConfig, `eos_token_id` and `pad_token_id` among them; where one is None, that of
+            the model's generation_config counts.
+        stream: the generator that tokens are drawn with; it goes on behind them.
+        dtype: that the model computes in. head_dtype: its head; None: `dtype`.
+        logps: whether log-probabilities are kept: of the model's own logits, divided by the temperature.
+        progress: is told how far it is, as by `generation.generator.generate`.
+
+    Raises:
+        ValueError: options that are not in this release or out of their range, or no room for a token.
+        RuntimeError: the model's logits are not finite.
+    """
+    from transformers import GenerationConfig
+
+    check_generates(model)
+    settings, _ = resolve(model, GenerationConfig(**options), {})
+    prompts = [np.asarray(ids, np.int32) for ids in prompt_ids]
+    text = text_of(model, settings, max(map(len, prompts)))
+    before, behind = processors_of(settings, text)
+    request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
+    temperature = settings.config.temperature if settings.config.do_sample else 1.0
+    request = replace(request, temperature=temperature, logps=logps)
+    drawing = drawing_of(settings, stream, dtype)
+    return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress)
+
+
+def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
+    """The lengths and ids of a generation.
+
+    Raises:
+        ValueError: no room for a token.
+    """
+    positions = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    return Text(settings.eos, prompt_length, max_length(settings, prompt_length, positions), model.vocab_size)
+
+
+def request_of(
+    settings: Settings, text: Text, prompts: list[np.ndarray], group: int, processors: tuple[Processor, ...]
+) -> Request:
+    """The request of `group` completions of each of these prompts, which are as wide as `text` says."""
+    new = text.max_length - text.prompt_length
+    return Request(prompts, group, settings.eos, settings.pad or 0, new, processors, width=text.prompt_length)
+
+
+def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawing | None:
+    """How tokens are drawn; None where the likeliest are taken."""
+    if not settings.config.do_sample:
+        return None
+    return ExactDrawing(stream) if exact_draws(dtype) else KeyedDrawing(random_key(stream))
+
+
+def run(
+    model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, head_dtype: Any = None,
+    watch: Watch | None = None, progress: Progress | None = None,
+) -> Completions:  # fmt: skip
+    """Generate; the stream stands behind the steps that were taken, or where it was if that fails.
+
+    Raises:
+        ValueError: the model has no positions for the longest completion.
+        RuntimeError: the model's logits are not finite.
+    """
+    _check_positions(model, request)
+    request = replace(request, virtual=model.backend.virtual)
+    weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
+    steps = generator.STEPS if drawing is None else drawing.steps(request.rows, model.vocab_size)
+    steps = steps if watch is None else 1
+    options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
+    source, used = None if drawing is None else drawing.source(request.rows, **options), 0
+    try:
+        with _precision(weights):
+            completions = generator.generate(weights, request, source, steps=steps, watch=watch, progress=progress)
+        used = completions.tokens.shape[1]
+    finally:
+        if source is not None:
+            source.close(used)
+    _check_drawn(completions.tokens)
+    return completions
+
+
+def run_queue(
+    model: Any, request: Request, drawing: KeyedDrawing | None, done: Callable[[Sequence[Completed]], None], *,
+    slots: int, dtype: Any,
+) -> None:  # fmt: skip
+    """Generate, `slots` prompts at a time; `done` gets completions as they end.
+
+    Raises:
+        ValueError, RuntimeError: as `run`.
+    """
+    _check_positions(model, request)
+    request = replace(request, virtual=model.backend.virtual)
+    weights = Weights.of(model.graph, model.arrays, dtype)
+    options = {"vocabulary": model.vocab_size, "steps": generator.STEPS, "new": request.max_new_tokens}
+    source = None if drawing is None else drawing.source(request.rows, **options)
+
+    def checked(completed: Sequence[Completed]) -> None:
+        for one in completed:
+            _check_drawn(one.tokens)
+        done(completed)
+
+    with _precision(weights):
+        generator.generate_queue(weights, request, source, checked, slots=slots)
+
+
+def _precision(weights: Weights) -> Any:
+    """Products as precise as the dtype that is computed in."""
+    return jax.default_matmul_precision("float32" if weights.dtype == jnp.float32 else "default")
+
+
+def _check_drawn(tokens: np.ndarray) -> None:
+    if (tokens < 0).any():
+        raise RuntimeError(
+            "probability tensor contains either `inf`, `nan` or element < 0: the model's logits are not finite, or no "
+            "token is left to be drawn."
+        )
+
+
+def check_generates(model: Any) -> None:
+    """Raises ValueError where the model is no native decoder with a language model's head."""
+    if model.backend.head != "lm" or not model.backend.causal:
+        raise ValueError(
+            f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend and has a "
+            f"{model.backend.head!r} head; wanted a native decoder with a language model's head. Load it with "
+            "AutoModelForCausalLM, or generate with transformers."
+        )
+
+
+def _check_positions(model: Any, request: Request) -> None:
+    longest = max(map(len, request.prompts)) + request.max_new_tokens
+    if model.max_positions is not None and longest > model.max_positions:
+        raise ValueError(
+            f"The longest prompt and its new tokens are {longest} tokens, but {model.name_or_path} has positions for "
+            f"{model.max_positions}. Lower max_new_tokens, or shorten the prompt."
+        )

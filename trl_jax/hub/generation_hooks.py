@@ -1,0 +1,311 @@
+"""Streamers, stopping criteria and logits processors of the caller during generation."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from trl_jax.generation.generator import Completions
+from trl_jax.generation.sampling import History, Processor, Text
+from trl_jax.hub.generation_inputs import Prompts, Settings, StopStrings, is_torch
+from trl_jax.hub.torch_bridge import as_array, as_tensors
+
+# ----------------------------------------------------------------------------------------------------
+# The functions that a caller of `generate` gives, and the values of each step that it asks for.
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """The result of `generate` with return_dict_in_generate=True; by attribute or by name.
+
+    sequences: int64 `[rows, prompt + new]`.
+    scores, logits: a tuple of float32 `[rows, V]`, one a step: processed, and as the model gave them; None where not
+    asked for.
+    logprobs: float32 `[rows, new]`, of each new token by the model's logits as they were; 0 behind a text's end.
+    """
+
+    sequences: Any
+    scores: tuple | None
+    logits: tuple | None
+    logprobs: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name]
+
+
+class Caller:
+    """The functions of a caller, which change scores and end texts, and the values of each step that it wants."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: Prompts,
+        processors: Sequence[Callable],
+        criteria: Sequence[Callable],
+        prefix_allowed: Callable | None,
+    ):
+        self._settings, self._prompts, self._criteria = settings, prompts, criteria
+        self._own, in_torch, self._failures = list(processors), prompts.in_torch, Failures()
+        self._prefix = prefix_allowed and PrefixConstraint(prefix_allowed, settings.completions, in_torch)
+        wanted = ("output_logits", "output_scores") if settings.config.return_dict_in_generate else ()
+        self._recorders = {name: Recorder() for name in wanted if vars(settings.config)[name]}
+
+    @contextmanager
+    def processors(self, before: dict[str, Processor], behind: dict[str, Processor]) -> Iterator[tuple[Processor, ...]]:
+        """All processors in their order, ours and the caller's."""
+        functions = [Called(one, self._prompts.in_torch) for one in self._own]
+        functions += [self._prefix] if self._prefix else []
+        with on_host([*functions, *self._recorders.values()], self._failures) as called:
+            own, rest = called[: len(self._own)], called[len(self._own) :]
+            if self._prefix:
+                before = in_order(before | {"prefix_allowed_tokens_fn": rest.pop(0)})
+            keep = dict(zip(self._recorders, rest, strict=True))
+            chain = [*merged(before, list(zip(self._own, own, strict=True))), *behind.values()]
+            first = [keep["output_logits"]] if "output_logits" in keep else []
+            last = [keep["output_scores"]] if "output_scores" in keep else []
+            yield (*first, *chain, *last)
+
+    def watch(self, text: Text, streamer: Any, tokenizer: Any) -> StepWatch | None:
+        """None where nothing has to be looked at in each step."""
+        criteria = [self._failures] if self._own or self._prefix else []
+        criteria += criteria_of(self._settings.config, tokenizer)
+        criteria += [Called(one, self._prompts.in_torch) for one in self._criteria]
+        if not (criteria or streamer is not None or self._recorders):
+            return None
+        scores = self._recorders["output_scores"].steps if "output_scores" in self._recorders else None
+        options = {"streamer": streamer, "criteria": criteria, "scores": scores}
+        return StepWatch(self._prompts, self._settings.completions, text.max_length, **options)
+
+    def result(self, completions: Completions) -> Any:
+        """The sequences, or all that was asked for."""
+        prompts = self._prompts
+        sequences = prompts.sequences(completions.tokens, self._settings.completions)
+        if not self._settings.config.return_dict_in_generate:
+            return sequences
+        kept = {name: tuple(map(prompts.back, recorder.steps)) for name, recorder in self._recorders.items()}
+        logprobs = prompts.back(completions.logps)
+        return GenerateOutput(sequences, kept.get("output_scores"), kept.get("output_logits"), logprobs)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A caller's own processors among ours: compiled steps call them on the host.
+
+
+OnHost = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (ids [B, T], scores [B, V]) -> scores
+_running: dict[int, OnHost] = {}  # by number, so that another call of `generate` compiles nothing anew
+_numbers = itertools.count()
+
+# Field of GenerationConfig -> transformers' class for it, which a caller's processor of that class replaces.
+_CLASSES = {
+    "sequence_bias": "SequenceBiasLogitsProcessor",
+    "encoder_repetition_penalty": "EncoderRepetitionPenaltyLogitsProcessor",
+    "repetition_penalty": "RepetitionPenaltyLogitsProcessor",
+    "no_repeat_ngram_size": "NoRepeatNGramLogitsProcessor",
+    "encoder_no_repeat_ngram_size": "EncoderNoRepeatNGramLogitsProcessor",
+    "bad_words_ids": "NoBadWordsLogitsProcessor",
+    "min_length": "MinLengthLogitsProcessor",
+    "min_new_tokens": "MinNewTokensLengthLogitsProcessor",
+    "prefix_allowed_tokens_fn": "PrefixConstrainedLogitsProcessor",
+    "forced_bos_token_id": "ForcedBOSTokenLogitsProcessor",
+    "forced_eos_token_id": "ForcedEOSTokenLogitsProcessor",
+    "remove_invalid_values": "InfNanRemoveLogitsProcessor",
+    "exponential_decay_length_penalty": "ExponentialDecayLengthPenalty",
+    "suppress_tokens": "SuppressTokensLogitsProcessor",
+    "begin_suppress_tokens": "SuppressTokensAtBeginLogitsProcessor",
+}
+
+
+class HostProcessor(NamedTuple):
+    """Calls a function of the host, by its number."""
+
+    number: jax.Array
+
+    def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct(scores_RV.shape, jnp.float32)
+        return io_callback(_dispatch, shape, self.number, history.ids, history.length, scores_RV)
+
+
+def _dispatch(number: Any, ids: Any, lengths: Any, scores: Any) -> np.ndarray:
+    """All rows are as long: none takes the place of another where functions are called."""
+    return _running[int(number)](np.asarray(ids)[:, : int(np.max(lengths))].astype(np.int64), np.array(scores))
+
+
+class Failures:
+    """Raises in the loop what functions raised when they were called from compiled code, which would hide it."""
+
+    def __init__(self):
+        self.errors: list[Exception] = []
+
+    def caught(self, function: OnHost) -> OnHost:
+        """The function, which leaves no score to draw by where it raises."""
+
+        def call(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+            try:
+                return function(ids, scores)
+            except Exception as error:  # whatever it is, it is raised again where users see it
+                self.errors.append(error)
+                return np.full_like(scores, np.nan)
+
+        return call
+
+    def __call__(self, ids: np.ndarray, scores: Any) -> np.ndarray:
+        """A criterion that ends no row."""
+        if self.errors:
+            raise self.errors[0]
+        return np.zeros(len(ids), bool)
+
+
+@contextmanager
+def on_host(functions: Iterable[OnHost], failures: Failures) -> Iterator[list[HostProcessor]]:
+    """The processors that call these functions, for as long as it is open."""
+    numbers = {next(_numbers): failures.caught(function) for function in functions}
+    _running.update(numbers)
+    try:
+        yield [HostProcessor(np.int32(number)) for number in numbers]
+    finally:
+        for number in numbers:
+            del _running[number]
+
+
+class Recorder:
+    """Keeps the scores of every step, float32 `[B, V]` each."""
+
+    def __init__(self):
+        self.steps: list[np.ndarray] = []
+
+    def __call__(self, ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        self.steps.append(scores)
+        return scores
+
+
+class Called:
+    """A caller's processor or criterion, given torch's tensors where it is of transformers' classes or the prompts are
+    torch's, NumPy's arrays elsewhere."""
+
+    def __init__(self, function: Callable[..., Any], in_torch: bool):
+        self._function = function
+        self._in_torch = in_torch or any(kind.__module__.startswith("transformers.") for kind in type(function).mro())
+
+    def __call__(self, ids: np.ndarray, scores: Any) -> np.ndarray:
+        result = self._function(*(as_tensors([ids, scores]) if self._in_torch else (ids, scores)))
+        return as_array(result) if is_torch(result) else np.asarray(result)
+
+
+class PrefixConstraint:
+    """transformers' `prefix_allowed_tokens_fn(row, ids)`: a list of the ids that may follow.
+
+    Args:
+        completions: rows of a prompt, which share its number.
+    """
+
+    def __init__(self, allowed: Callable[[int, Any], Any], completions: int, in_torch: bool):
+        self._allowed, self._completions, self._in_torch = allowed, completions, in_torch
+
+    def __call__(self, ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        mask = np.full_like(scores, -np.inf)
+        for row, own in enumerate(ids):
+            prompt = row // self._completions
+            listed = self._allowed(prompt, as_tensors(own) if self._in_torch else own)
+            if len(listed) == 0:
+                raise ValueError(
+                    f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {prompt}. This means that the "
+                    "constraint is unsatisfiable. Please check your implementation of `prefix_allowed_tokens_fn`."
+                )
+            mask[row, np.asarray(listed)] = 0
+        constrained = scores + mask
+        impossible = np.isneginf(constrained.max(axis=1)).reshape(-1, self._completions).all(axis=1)
+        return np.where(impossible.repeat(self._completions)[:, None], mask, constrained)
+
+
+def merged(built: dict[str, Processor], own: list[tuple[Any, Processor]]) -> list[Processor]:
+    """Our processors by field, and the caller's: one of transformers' class for a field in its place, others behind.
+
+    Args:
+        own: each as it was given, and as it is called.
+    """
+    in_place = {type(given).__name__: processor for given, processor in own}
+    names = {name: _CLASSES[name] for name in built}
+    chain = [in_place.get(names[name], processor) for name, processor in built.items()]
+    return chain + [processor for given, processor in own if type(given).__name__ not in names.values()]
+
+
+def in_order(built: dict[str, Processor]) -> dict[str, Processor]:
+    """By transformers' order of fields."""
+    return {name: built[name] for name in _CLASSES if name in built}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Looks at each token as it is drawn: streamers, and whatever ends texts but their EOS and their length.
+
+
+# (ids [B, T], scores) -> whether each row ends, bool [B] or one for all
+Criterion = Callable[[np.ndarray, Any], np.ndarray]
+
+
+class MaxTime:
+    """Ends all rows once so many seconds have passed since it was made."""
+
+    def __init__(self, seconds: float):
+        self._end = time.monotonic() + seconds
+
+    def __call__(self, ids: np.ndarray, scores: Any) -> np.ndarray:
+        return np.full(len(ids), time.monotonic() > self._end)
+
+
+def criteria_of(config: Any, tokenizer: Any) -> list[Criterion]:
+    """Those of a GenerationConfig that are asked on the host.
+
+    Raises:
+        ValueError: stop strings and no tokenizer, in transformers' words.
+    """
+    criteria: list[Criterion] = [] if config.max_time is None else [MaxTime(config.max_time)]
+    return criteria if config.stop_strings is None else [*criteria, StopStrings(config.stop_strings, tokenizer)]
+
+
+class StepWatch:
+    """Shows a streamer each step's tokens, and asks criteria which rows end with them.
+
+    Args:
+        prompts, completions: of the generation, and of each prompt.
+        max_length: of prompts and new tokens.
+        scores: those of all steps so far, for the criteria; None where they are not kept.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        completions: int,
+        max_length: int,
+        *,
+        streamer: Any = None,
+        criteria: Sequence[Criterion] = (),
+        scores: list[np.ndarray] | None = None,
+    ):
+        rows = prompts.ids.repeat(completions, axis=0)
+        self._ids, self._length = np.pad(rows, ((0, 0), (0, max_length - prompts.width))), prompts.width
+        self._prompts, self._streamer, self._criteria, self._scores = prompts, streamer, criteria, scores
+        if streamer is not None:
+            streamer.put(prompts.back(rows))
+
+    def tokens(self, drawn: np.ndarray, alive: np.ndarray) -> np.ndarray:
+        self._ids[:, self._length] = drawn
+        self._length += 1
+        if self._streamer is not None:
+            self._streamer.put(self._prompts.back(drawn.astype(np.int64)))
+        ends, scores = np.zeros(len(drawn), bool), None if self._scores is None else tuple(self._scores)
+        for criterion in self._criteria:
+            ends |= criterion(self._ids[:, : self._length], scores)
+        return ~ends
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()

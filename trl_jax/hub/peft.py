@@ -1,0 +1,202 @@
+"""Models with adapters: attaching and merging them."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.native_backend import NativeBackend, untied
+from trl_jax.hub.peft_adapters import (
+    PREFIX,
+    AdapterPlan,
+    full_tensors,
+    initial,
+    make_adapter_plan,
+    pass_over_towers,
+    principal_parts,
+    saved_in,
+)
+from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
+from trl_jax.hub.peft_config import PISSA, AdapterConfig, LoraConfig, PromptLearningConfig
+from trl_jax.hub.prompt_tuning import virtual_backend, with_virtual
+from trl_jax.hub.tensor_map import TensorSlice
+from trl_jax.mesh.mesh import fetched, owned
+from trl_jax.models.adapters import Adapter, Layers, leaf
+
+# ----------------------------------------------------------------------------------------------------
+# Puts an adapter on a native model: a new one, or one that a folder has. Virtual tokens go before its texts.
+
+
+logger = logging.getLogger(__name__)
+
+
+def adapt(
+    base: NativeBackend,
+    arrays: dict[str, Any],
+    config: AdapterConfig,
+    seed: int | TorchGenerator,
+    folder: Path | None = None,
+) -> tuple[dict[str, jax.Array], AdaptedBackend, dict[str, Any]]:
+    """The arrays that train, the backend, and the frozen arrays: with a new adapter, drawn as PEFT draws it, or with
+    the one in `folder`.
+
+    Raises:
+        ValueError: the config or the folder does not go with the model.
+    """
+    generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
+    if isinstance(config, PromptLearningConfig):
+        return with_virtual(base, arrays, config, generator, folder)
+    plan = _plan_for(base, config, folder)
+    if plan.unties:
+        base, arrays = untied(base, arrays)
+    trained, frozen = _split_trained(plan, arrays)
+    shapes = _shapes(plan, trained)
+    factors: dict[str, np.ndarray] = {}
+    if plan.config.init_lora_weights == PISSA:
+        factors, frozen = principal_parts(plan, base, frozen)
+    backend = LoraBackend(base, plan, _tables(plan, base, arrays), shapes)
+    if folder is not None:
+        frozen = frozen | backend.restore_tables(folder, frozen)
+        defaults = {} if plan.note is None else _head_tensors(plan, base, trained)
+        return backend.load(folder, 0, defaults=defaults), backend, frozen
+    pass_over_towers(config, plan, base.source.carried, generator)
+    drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors)
+    params = {name: owned(array) for name, array in drawn.items()} | trained
+    return params, backend, frozen
+
+
+def outline_adapted(
+    base: NativeBackend, shapes: dict[str, Any], config: AdapterConfig, folder: Path | None
+) -> tuple[dict[str, Any], AdaptedBackend, dict[str, Any]]:
+    """The result of `adapt`, of shapes: those of a new adapter, or of the one in `folder`."""
+    if isinstance(config, PromptLearningConfig):
+        backend = virtual_backend(base, config, folder)
+        return backend.shapes, backend, shapes
+    plan = _plan_for(base, config, folder)
+    if plan.unties:
+        base, shapes = untied(base, shapes)
+    trained, frozen = jax.eval_shape(partial(_split_trained, plan), shapes)
+    outlined = _shapes(plan, trained)
+    return outlined, LoraBackend(base, plan, {}, outlined), frozen
+
+
+def _tables(plan: AdapterPlan, base: NativeBackend, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of `plan.saved_tables` by path, on the host, in the dtype that they are held in."""
+    paths = set(plan.saved_tables.values())
+    return {path: fetched(arrays[path] if path in arrays else base.weight(arrays, path)) for path in sorted(paths)}
+
+
+def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> AdapterPlan:
+    """The plan of a new adapter, or of the one in a folder, whose file may have tables of tokens."""
+    source = base.source
+    if folder is None:
+        plan = make_adapter_plan(lora, source.config, source.drawn, resized=source.resized)
+    else:
+        plan = make_adapter_plan(lora, source.config, resized=True)
+        plan = plan if source.resized else saved_in(folder, plan)
+    if plan.note is not None:
+        logger.warning("LoraConfig: %s", plan.note)
+    return plan
+
+
+def _shapes(plan: AdapterPlan, trained: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of all that trains."""
+    return plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
+
+
+def _head_tensors(plan: AdapterPlan, base: NativeBackend, trained: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """The base's head as an adapter would save it: PEFT leaves it out where its config does not name it."""
+    heads = tuple(PREFIX + prefix for prefix in base.source.config.head.prefixes)
+    return {name: tensor for name, tensor in full_tensors(plan, trained).items() if name.startswith(heads)}
+
+
+def _split_trained(plan: AdapterPlan, arrays: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Copies of the model's own parameters that train, float32, and the others as they are."""
+    trained, frozen = {}, dict(arrays)
+    for path, layers in plan.full.layers.items():
+        if layers is None:
+            trained[path] = jnp.array(frozen.pop(path), jnp.float32)
+        else:
+            trained[Layers(path, layers).name] = jnp.array(arrays[path][jnp.asarray(layers)], jnp.float32)
+    return trained, frozen
+
+
+# ----------------------------------------------------------------------------------------------------
+# Merges an adapter into plain weights.
+
+
+def merged(
+    backend: LoraBackend, params: dict[str, jax.Array], frozen: dict[str, Any]
+) -> tuple[dict[str, jax.Array], NativeBackend]:
+    """Arrays that compute the same without the adapter, float32, all of them new, and their backend. A head that is
+    tied to a table with an adapter gets a weight of its own, for it has none of the table's adapter."""
+    plan, plain = backend.plan, NativeBackend(backend.base.source)
+    arrays = backend.base.weights(frozen)
+    if plain.source.config.is_tied and any(one.module.kind == "embedding" for one in plan.modules):
+        plain, arrays = untied(plain, arrays)
+    for path, layers in plan.full.layers.items():
+        if layers is None:
+            arrays[path] = jnp.array(params[path])
+        else:
+            arrays[path] = arrays[path].at[jnp.asarray(layers)].set(params[Layers(path, layers).name])
+    for one in plan.modules:
+        adapter = one.adapter
+        leaves = {kind: params[leaf(adapter.name, kind)] for kind in ("a", "b", *adapter.has)}
+        for path, rows in adapter.parts:
+            if adapter.experts:
+                arrays[path] = _merged_experts(adapter, rows, leaves, arrays[path])
+            elif one.module.kind == "embedding":
+                arrays[f"{path}.weight"] = _merged_table(adapter, leaves, arrays[f"{path}.weight"])
+            else:
+                arrays |= _merged_matrix(adapter, path, rows, leaves, arrays)
+    return arrays, plain
+
+
+def _merged_experts(
+    adapter: Adapter, rows: TensorSlice | None, leaves: dict[str, jax.Array], weight: jax.Array
+) -> jax.Array:
+    a, b = adapter.matrices_of(rows, leaves["a"], leaves["b"])
+    scales = jnp.asarray(adapter.scales).reshape(-1, *[1] * (b.ndim - 1))
+    return weight + scales * b @ a
+
+
+def _scale(adapter: Adapter) -> jax.Array | float:
+    return jnp.asarray(adapter.scales)[:, None, None] if adapter.stacked else adapter.scales[0]
+
+
+def _merged_table(adapter: Adapter, leaves: dict[str, jax.Array], weight: jax.Array) -> jax.Array:
+    return weight + _scale(adapter) * (leaves["b"] @ leaves["a"]).swapaxes(-1, -2)
+
+
+def _merged_matrix(
+    adapter: Adapter,
+    path: str,
+    rows: TensorSlice | None,
+    leaves: dict[str, jax.Array],
+    arrays: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """The weight, and the bias where the adapter has one."""
+
+    def our_rows(array: jax.Array) -> jax.Array:
+        if rows is None:
+            return array
+        return jax.vmap(rows.rows)(array) if adapter.stacked else rows.rows(array)
+
+    scale, weight = _scale(adapter), f"{path}.weight"
+    moved = arrays[weight] + scale * our_rows(leaves["b"]) @ leaves["a"]
+    changed = {weight: moved}
+    if "magnitude" in leaves:
+        scaled = (our_rows(leaves["magnitude"]) / jnp.linalg.norm(moved, axis=-1))[..., None] * moved
+        there = jnp.asarray(adapter.there)[:, None, None] if adapter.stacked else adapter.there[0]
+        changed[weight] = jnp.where(there, scaled, moved)
+    if "bias" in leaves:
+        of_bias = jnp.squeeze(scale, -1) if adapter.stacked else scale
+        changed[f"{path}.bias"] = arrays[f"{path}.bias"] + of_bias * our_rows(leaves["bias"])
+    return changed

@@ -1,0 +1,664 @@
+"""Adapters to and from PEFT's files, and their initial values."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.core.files import Pieces
+from trl_jax.core.text import brief, listed
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.checkpoint import IndexedEntry, architecture, read_tensor, tables_of_tokens
+from trl_jax.hub.config import NativeConfig
+from trl_jax.hub.formats import open_tensors, read_one, shape_of, tensor_names
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter, refuse_beyond
+from trl_jax.hub.peft_targets import (
+    TENSOR,
+    Module,
+    Targets,
+    current_name,
+    fully_trained,
+    is_all,
+    is_lm_head,
+    is_meant,
+    modules_of,
+    rank_and_alpha,
+    settled,
+    targeted,
+    targeted_parameters,
+    token_tables,
+    with_drawn,
+    with_parameters,
+    with_peft_head,
+)
+from trl_jax.mesh.mesh import owned
+from trl_jax.models.adapters import Adapter, Layers, leaf
+
+# ----------------------------------------------------------------------------------------------------
+# The arrays of an adapter and the tensors of its file, both ways.
+
+
+# Where a table was resized, PEFT saves what is below its own modules, too.
+_OF_THE_BASE = re.compile(r"\.(base_layer|original_module|modules_to_save)\.")
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+logger = logging.getLogger(__name__)
+
+
+def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The content of adapter_model.safetensors, by name; float32 but for `tables`, the arrays of `plan.saved_tables` by
+    path."""
+    tensors = {
+        name: np.asarray(params[leaf(one.adapter.name, kind)][at], np.float32)
+        for one in plan.modules
+        for name, kind, at in one.tensors()
+    }
+    tensors |= {name: tables[path] for name, path in plan.saved_tables.items()}
+    tensors |= full_tensors(plan, params)
+    return tensors | {name: tensors[source] for name, source in plan.copies.items()}
+
+
+def full_tensors(plan: AdapterPlan, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of the model's own parameters that train."""
+    tensors, full = {}, plan.full
+    for name, entries in full.tensors.items():
+        arrays = {entry.path: params[full.array_of(entry.path)] for entry, _ in entries}
+        tensors[name] = read_tensor(arrays, [(entry, full.index_of(entry.path, at)) for entry, at in entries])
+    return tensors
+
+
+def arrays_of(plan: AdapterPlan, tensors: dict[str, np.ndarray], shapes: dict[str, Any]) -> dict[str, jax.Array]:
+    """The inverse: arrays that train, of these shapes, from tensors by name."""
+    arrays = {name: np.zeros(like.shape, np.float32) for name, like in shapes.items()}
+    for one in plan.modules:
+        for name, kind, at in one.tensors():
+            arrays[leaf(one.adapter.name, kind)][at] = tensors[name]
+    for name, entries in plan.full.tensors.items():
+        for entry, at in entries:
+            array, index = plan.full.array_of(entry.path), plan.full.index_of(entry.path, at)
+            arrays[array][index] = entry.take(np.asarray(tensors[name], np.float32))
+    return {name: owned(array) for name, array in arrays.items()}
+
+
+def tokens_of(folder: Path, config: NativeConfig) -> int | None:
+    """How many tokens an adapter's file has rows for, in a table of tokens or a language model's head that it holds
+    whole; None where it holds neither."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        return None
+    tables = [module.name for module in modules_of(config.untied()) if is_lm_head(module) or is_token_table(module)]
+    shapes = (shape_of(path, f"{PREFIX}{name}{inner}.weight") for name in tables for inner in WRAPPED)
+    return next((shape[0] for shape in shapes if shape), None)
+
+
+def saved_in(folder: Path, plan: AdapterPlan) -> AdapterPlan:
+    """The plan, of whose saved tables and copies those stay that an adapter's file has."""
+    path = folder / WEIGHTS
+    there = set(tensor_names(path)) if path.is_file() else set()
+    saved = {name: array for name, array in plan.saved_tables.items() if name in there}
+    return replace(plan, saved_tables=saved, copies={n: source for n, source in plan.copies.items() if n in there})
+
+
+def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """The base's tables of tokens in an adapter's file, by path, in the dtype that they are saved in.
+
+    Args:
+        shapes: of the base's arrays, by path.
+
+    Raises:
+        ValueError: a table has another shape.
+    """
+    path = _weights_in(folder)
+    there, found = set(tensor_names(path)), {}
+    for name, array in plan.saved_tables.items():
+        if array in found or name not in there:
+            continue
+        values = read_one(path, name)
+        if values.shape != tuple(shapes[array]):
+            raise ValueError(
+                f"{path}: {name} is {brief(list(values.shape))}, this base model asks for {list(shapes[array])}. "
+                "Resize its vocabulary as it was when the adapter was trained."
+            )
+        found[array] = values
+    lacking = sorted(name for name, array in plan.saved_tables.items() if array not in found)
+    if lacking:
+        logger.warning("%s has no %s: the base model's own is taken, whose new rows may differ.", path, _some(lacking))
+    return found
+
+
+def wanted_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape, of all that an adapter's file must hold; `shapes` are those of the arrays that train."""
+    wanted = {
+        name: np.empty(shapes[leaf(one.adapter.name, kind)].shape, np.bool_)[at].shape
+        for one in plan.modules
+        for name, kind, at in one.tensors()
+    }
+    for name, entries in plan.full.tensors.items():
+        entry = entries[0][0]
+        wanted[name] = entry.shape_on_disk(shapes[plan.full.array_of(entry.path)].shape)
+    return wanted
+
+
+def read_tensors(
+    folder: Path, plan: AdapterPlan, shapes: dict[str, Any], defaults: dict[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """The tensors of an adapter's file that the plan asks for; from `defaults` those that it lacks.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it is of another model; by name and shape.
+    """
+    path = _weights_in(folder)
+    tensors, wanted = open_tensors(path), wanted_shapes(plan, shapes)
+    lacking = sorted(set(defaults or {}) - set(tensors))
+    if lacking:
+        logger.warning("%s has no %s: the base model's own is taken, and trains from there.", path, _some(lacking))
+    tensors = (defaults or {}) | tensors
+    _check_names(path, plan, set(tensors), set(wanted))
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != tuple(shape):
+            raise ValueError(
+                f"{path}: {name} is {brief(list(tensors[name].shape))}, this base model asks for {list(shape)}: the "
+                "adapter is another model's. Pass the base model that it was trained on."
+            )
+    return {name: tensors[name] for name in wanted}
+
+
+def _weights_in(folder: Path) -> Path:
+    """The file of an adapter's folder. Raises FileNotFoundError or ValueError where there is none."""
+    if not (folder / WEIGHTS).is_file():
+        raise no_adapter(str(folder), (folder / PICKLED).exists())
+    return folder / WEIGHTS
+
+
+def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
+    missing, known = sorted(wanted - names), {*plan.saved_tables, *plan.copies}
+    strange = sorted(name for name in names - wanted - known if not _OF_THE_BASE.search(name))
+    if any(_SINGLE_EXPERT.search(name) for name in strange):
+        raise ValueError(
+            f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "
+            "converts it: PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)."
+        )
+    if missing or strange:
+        raise ValueError(
+            f"{path} does not fit its config and this base model. Missing: {_some(missing)}. Unexpected: "
+            f"{_some(strange)}. Pass the base model that it was trained on."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return listed(names, 4, "; ") or "none"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The initial values of an adapter: PEFT's draws on torch's generator.
+
+
+_NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # tables; and what comes after the text in gemma4
+
+
+def initial(
+    plan: AdapterPlan, weight: Callable[[str], Any], generator: TorchGenerator, factors: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
+    then A is drawn anew. `weight` gives the array at a path, `factors` has arrays that are not drawn."""
+    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | factors
+    for layer, number in plan.order:
+        one = plan.modules[number]
+        places = one.at(layer)
+        for kind, value in _draw(plan.config, one.module, one.ranks[layer], generator).items():
+            arrays[leaf(one.adapter.name, kind)][places[kind]] = value
+    for one in plan.modules:
+        if "magnitude" in one.adapter.has:
+            arrays[leaf(one.adapter.name, "magnitude")][...] = _row_norms(one, weight, arrays)
+    return arrays
+
+
+def pass_over_towers(
+    config: LoraConfig, plan: AdapterPlan, carried: Mapping[str, Pieces], generator: TorchGenerator
+) -> None:
+    """Draw what PEFT draws before the text's adapters: it finds linear maps of these names in the towers for images,
+    too, which no text trains and we leave as they are.
+
+    Args:
+        config: as it was passed. carried: the towers' tensors.
+    """
+    for tensor, pieces in carried.items():
+        name = tensor.removesuffix(".weight")
+        if name == tensor or len(pieces.shape) != 2 or _NO_MAP.search(name):
+            continue
+        if is_all(config.target_modules) or is_meant(plan.config, name):
+            outputs, inputs = pieces.shape
+            module = Module(name, "linear", (), (), 1, 0, inputs, outputs)
+            _draw(plan.config, module, rank_and_alpha(plan.config, name)[0], generator)
+
+
+def _draw(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:
+    ranks = rank * max(module.experts, 1)
+    a, b = (ranks, module.inputs), (module.outputs, ranks)
+    if module.kind == "embedding":
+        first = {"a": generator.normal(math.prod(a), 1.0).reshape(a)}
+        first["b"] = generator.normal(math.prod(b), 1.0).reshape(b)
+        return {"b": generator.normal(math.prod(b), 1.0).reshape(b)} if config.init_lora_weights else first
+
+    def linear(shape: tuple[int, int]) -> np.ndarray:
+        return generator.uniform(math.prod(shape), shape[1] ** -0.5).reshape(shape)
+
+    first = {"a": linear(a), "b": linear(b)}
+    if config.lora_bias:
+        first["bias"] = generator.uniform(module.outputs, rank**-0.5)
+    if config.init_lora_weights is False:
+        return first
+    if config.init_lora_weights == PISSA:
+        return {}
+    if config.init_lora_weights == "gaussian":
+        return {"a": generator.normal(math.prod(a), 1 / rank).reshape(a)}
+    return {"a": linear(a)}
+
+
+def _row_norms(one: ModuleAdapters, weight: Callable[[str], Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Norms of the rows of W + scale B A: the initial magnitudes."""
+    name, module = one.adapter.name, one.module
+    a, b = (arrays[leaf(name, kind)] for kind in "ab")
+    lengths = np.zeros(one.shapes()["magnitude"], np.float32)
+    for path, rows in module.parts:
+        whole = weight(f"{path}.weight")
+        for layer in range(module.layers):
+            at = (layer,) if module.stacked else ()
+            our_b = b[at] if rows is None else rows.rows(b[at])
+            norms = np.linalg.norm(np.asarray(whole[at]) + one.adapter.scales[layer] * (our_b @ a[at]), axis=1)
+            view = lengths[at] if rows is None else rows.view(lengths[at])
+            view[...] = norms.reshape(view.shape)
+    return lengths
+
+
+# ----------------------------------------------------------------------------------------------------
+# PiSSA (Meng et al. 2024, arXiv:2404.02948): the initial adapter is the principal part of its matrix, the base keeps
+# the rest.
+
+
+def principal_parts(
+    plan: AdapterPlan, base: NativeBackend, frozen: dict[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(A and B by name, padded like those of `plan`; the frozen arrays with the rest in place of their matrices).
+
+    Raises:
+        ValueError: the matrices are quantised, or a rank is larger than its matrix.
+    """
+    factors, rest = {}, dict(frozen)
+    for one in plan.modules:
+        if one.module.kind == "embedding":  # tables are drawn as ever
+            continue
+        leaves = {leaf(one.adapter.name, kind): np.zeros(one.shapes()[kind], np.float32) for kind in "ab"}
+        matrices = {path: np.array(base.weight(frozen, f"{path}.weight")) for path, _ in one.module.parts}
+        for layer in [layer for layer, rank in enumerate(one.ranks) if rank]:
+            for kind, values in _split(one, layer, matrices).items():
+                leaves[leaf(one.adapter.name, kind)][one.at(layer)[kind]] = values
+        for path, values in matrices.items():
+            rest |= base.replaced(frozen, f"{path}.weight", values)
+        factors |= leaves
+    return factors, rest
+
+
+def _split(one: ModuleAdapters, layer: int, matrices: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A and B of one layer; the rest of its matrix is put into `matrices`."""
+    module, rank, scale = one.module, one.ranks[layer], one.adapter.scales[layer]
+    if rank > min(module.inputs, module.outputs):
+        raise ValueError(
+            f"LoraConfig: init_lora_weights='pissa' has no {rank} principal parts of {module.name}, a matrix of "
+            f"{module.outputs} x {module.inputs}. Take a smaller r."
+        )
+    at = (layer,) if module.stacked else ()
+    whole = np.empty((module.outputs, module.inputs), np.float32)
+    rows = {path: ... if part is None else part.rows(np.arange(module.outputs)) for path, part in module.parts}
+    for path, ours in rows.items():
+        whole[ours] = matrices[path][at]
+    left, values, right = np.linalg.svd(whole, full_matrices=False)
+    roots = np.sqrt(values[:rank] / np.float32(scale))
+    a, b = roots[:, None] * right[:rank], left[:, :rank] * roots
+    rest = whole - np.float32(scale) * b @ a
+    for path, ours in rows.items():
+        matrices[path][at] = rest[ours]
+    return {"a": a, "b": b}
+
+
+# ----------------------------------------------------------------------------------------------------
+# An adapter on a model: which arrays train, and their names on disk.
+
+
+PREFIX = "base_model.model."
+_SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
+_SAVED_TABLES = ("embed_tokens", "lm_head")  # PEFT saves the base's own table or head too where one is named so
+_HEAD = "lm_head.weight"  # the path of ours
+# What PEFT puts between a table's name and its weight: nothing; a module with an adapter; one that trains whole; rows.
+WRAPPED = ("", ".base_layer", ".original_module", ".token_adapter.base_layer")
+_TABLE_SUFFIX = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
+
+
+@dataclass(frozen=True)
+class ModuleAdapters:
+    """The adapters of one kind of module: one a layer, `ranks` 0 where there is none, `names` those on disk."""
+
+    module: Module
+    adapter: Adapter
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def rank(self) -> int:
+        return max(self.ranks)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Kind -> shape of the array of all layers."""
+        module, lead = self.module, (self.module.layers,) if self.module.stacked else ()
+        rank = self.rank * max(module.experts, 1)
+        each = {"a": (rank, module.inputs), "b": (module.outputs, rank)}
+        each |= dict.fromkeys(("magnitude", "bias"), (module.outputs,))
+        return {kind: (*lead, *each[kind]) for kind in ("a", "b", *self.adapter.has)}
+
+    def sizes(self) -> dict[str, int]:
+        """Kind -> how many numbers it has, without the padding where ranks are smaller."""
+        ranks, layers = sum(self.ranks) * max(self.module.experts, 1), sum(rank > 0 for rank in self.ranks)
+        each = {"a": ranks * self.module.inputs, "b": ranks * self.module.outputs}
+        each |= dict.fromkeys(("magnitude", "bias"), layers * self.module.outputs)
+        return {kind: each[kind] for kind in ("a", "b", *self.adapter.has)}
+
+    def at(self, layer: int) -> dict[str, tuple]:
+        """Kind -> the index of one layer's in the array of all layers; each expert's A is padded by itself."""
+        rank, experts = self.ranks[layer], max(self.module.experts, 1)
+        rows = slice(rank * experts)
+        if experts > 1 and 0 < rank < self.rank:
+            rows = (np.arange(experts)[:, None] * self.rank + np.arange(rank)).reshape(-1)
+        inner = {"a": (rows,), "b": (slice(None), slice(rank * experts))}
+        lead = (layer,) if self.module.stacked else ()
+        return {kind: (*lead, *inner.get(kind, ())) for kind in (("a", "b", *self.adapter.has) if rank else ())}
+
+    def tensors(self) -> list[tuple[str, str, tuple]]:
+        """(name on disk, kind, index in the array of all layers) of each layer's."""
+        suffixes = _SUFFIX | (_TABLE_SUFFIX if self.module.kind == "embedding" else {})
+        return [
+            (f"{PREFIX}{name}.{suffixes[kind]}", kind, at)
+            for layer, name in enumerate(self.names)
+            for kind, at in self.at(layer).items()
+        ]
+
+
+@dataclass(frozen=True)
+class FullyTrained:
+    """Parameters of the model itself that train.
+
+    Attributes:
+        layers: path -> the layers, or rows of a table, that train; None: all.
+        tensors: name in the adapter's file -> the entries that have a slice in it, each with its layer in our array.
+    """
+
+    layers: dict[str, tuple[int, ...] | None]
+    tensors: dict[str, list[IndexedEntry]]
+
+    def some_layers(self) -> tuple[Layers, ...]:
+        """The stacks of which only some layers train."""
+        return tuple(Layers(path, layers) for path, layers in self.layers.items() if layers is not None)
+
+    def array_of(self, path: str) -> str:
+        """The name of the array of a path that trains, among the params."""
+        layers = self.layers[path]
+        return path if layers is None else Layers(path, layers).name
+
+    def index_of(self, path: str, at: tuple[int, ...]) -> tuple[int, ...]:
+        """The place of a layer in that array; () is all of it."""
+        layers = self.layers[path]
+        return at if layers is None or not at else (layers.index(at[0]),)
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """A LoraConfig on a model, resolved.
+
+    Attributes:
+        modules: the adapters, a kind of module each.
+        order: (layer, number in `modules`) in PEFT's order, modules before parameters.
+        full: the model's own parameters that train.
+        saved_tables: name on disk -> path of the base's tables of tokens, or head, that PEFT saves with the adapter.
+        copies: name on disk -> the name of the tensor that PEFT saves a second time under it.
+        unties: whether a head that the base ties to the table of tokens needs a weight of its own: one of the two
+            trains, and the other does not.
+        note: a line on what the config lacked for the model's head; None for nothing.
+    """
+
+    config: LoraConfig
+    modules: tuple[ModuleAdapters, ...]
+    order: tuple[tuple[int, int], ...]
+    full: FullyTrained
+    saved_tables: dict[str, str]
+    copies: dict[str, str]
+    note: str | None
+    unties: bool = False
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the adapters' arrays."""
+        return {
+            leaf(one.adapter.name, kind): jax.ShapeDtypeStruct(shape, jnp.float32)
+            for one in self.modules
+            for kind, shape in one.shapes().items()
+        }
+
+    def paths(self) -> list[dict[str, str]]:
+        """Kind -> the path of its array among the params, of each of the adapters."""
+        return [{kind: leaf(one.adapter.name, kind) for kind in one.shapes()} for one in self.modules]
+
+
+def make_adapter_plan(
+    lora: LoraConfig, config: NativeConfig, drawn: tuple[str, ...] = (), *, resized: bool = False
+) -> AdapterPlan:
+    """Resolve a LoraConfig on a native model.
+
+    Args:
+        drawn: tensors that are in no file: they train whole.
+        resized: whether the tables of tokens are not those of the base's files, so that the adapter's file needs them.
+
+    Raises:
+        ValueError: it asks for what is not there, or not in this release; by name.
+    """
+    refuse_beyond(lora)
+    modules = modules_of(config.untied())
+    lora, for_head = with_peft_head(lora, modules, config.head.kind)
+    lora, for_drawn = with_drawn(lora, modules, tuple(current_name(tensor, config.family) for tensor in drawn))
+    note = " ".join(line for line in (for_head, for_drawn) if line) or None
+    lora, targets, parameters = resolved(lora, modules, config.family.model_type)
+    if lora.task_type is None:
+        lora = replace(lora, auto_mapping=_auto_mapping(config))
+    full = fully_trained(lora, modules)
+    _check_apart(targets, parameters, full)
+    grouped = {module: group for group in (targets, parameters) for _, module, _ in group}
+    adapters = tuple(_module_adapters(lora, module, group) for module, group in grouped.items())
+    number = {module: at for at, module in enumerate(grouped)}
+    order = tuple((layer, number[module]) for _, module, layer in (*targets, *parameters))
+    adapted = {name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}
+    rows = token_tables(lora, modules)
+    trained = _full_training(lora, modules, adapted, full, rows)
+    unties = config.is_tied and _unties(targets, full)
+    saved, copies = _saved_tables(lora, targets), {}
+    if resized:
+        tied = config.is_tied and not unties
+        whole, some = {name for name, _, _ in full}, {table.name for table, _ in rows}
+        saved, copies = _resized_tables(modules, adapted, whole, some, tied=tied, head=not (tied and saved))
+        saved = {name: path for name, path in saved.items() if name not in trained.tensors}
+    return AdapterPlan(lora, adapters, order, trained, saved, copies, note, unties)
+
+
+def _unties(targets: Targets, full: Targets) -> bool:
+    """Whether the head or the table of tokens trains alone. An adapter of the table is none of the head's."""
+    heads = any(is_lm_head(module) for _, module, _ in (*targets, *full))
+    return heads or any(path.endswith(".embed") for _, module, _ in full for path, _ in module.parts)
+
+
+def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
+    tables = [module for module in dict.fromkeys(m for _, m, _ in targets) if module.kind == "embedding"]
+    for name in ("use_dora", "lora_bias"):
+        if tables and vars(lora)[name]:
+            raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
+    heads = [module for module in dict.fromkeys(m for _, m, _ in targets) if is_lm_head(module)]
+    named = isinstance(lora.target_modules, set) and not lora.target_modules.isdisjoint(_SAVED_TABLES)
+    if isinstance(lora.target_modules, str):
+        named = any(module.name.rpartition(".")[2] in _SAVED_TABLES for module in (*tables, *heads))
+    if not named or lora.trainable_token_indices is not None:
+        return {}
+    saved = [module for module in (*tables, *heads) if not module.parts[0][0].endswith("position_embed")]
+    return {
+        f"{PREFIX}{module.name}.base_layer.{entry.tensor.rpartition('.')[2]}": entry.path
+        for module in saved
+        for entry in module.tensor_map
+    }
+
+
+def _resized_tables(
+    modules: list[Module], adapted: set[str], whole: set[str], some: set[str], *, tied: bool, head: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors that PEFT adds by save_embedding_layers="auto" for a resized vocabulary: base values of each table
+    of tokens and of the head (name on disk -> path), and copies of what trains (name -> name).
+
+    Args:
+        adapted, whole, some: names of the modules with an adapter, that train whole, and of which some rows train.
+        tied: the head is the table. head: whether it is saved then, too.
+    """
+    saved, copies = {}, {}
+    tables = [(one, entry) for one in modules for entry in one.tensor_map if tables_of_tokens([entry.path])]
+    [table] = [entry.path for one, entry in tables if is_token_table(one)]
+    for module, entry in tables:
+        name, kind = PREFIX + module.name, entry.tensor.rpartition(".")[2]
+        tied_head = tied and entry.path == _HEAD
+        if tied_head and not head:
+            continue
+        if module.name in adapted:
+            inner = WRAPPED[1]
+        elif module.name in whole:
+            inner, copies[f"{name}.modules_to_save.{kind}"] = WRAPPED[2], f"{name}.{kind}"
+        else:
+            inner = WRAPPED[3 if module.name in some or (tied_head and some) else 0]
+        saved[f"{name}{inner}.{kind}"] = table if tied_head else entry.path
+        if tied_head and some:
+            [other] = some
+            copies[f"{name}.{TENSOR}"] = f"{PREFIX}{other}.{TENSOR}"
+    return saved, copies
+
+
+def is_token_table(module: Module) -> bool:
+    """Whether it is the table that a trunk looks tokens up in."""
+    return any(path.endswith(".embed") for path, _ in module.parts)
+
+
+def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:
+    """The config as PEFT would write it, the modules that get adapters and the parameters that do.
+
+    Raises:
+        ValueError: it means nothing, or what cannot have one.
+    """
+    lora = settled(with_parameters(lora, modules, model_type), modules, model_type)
+    targets = targeted(lora, modules, model_type)
+    return lora, targets, targeted_parameters(lora, modules, alone=not targets)
+
+
+def _auto_mapping(config: NativeConfig) -> dict[str, str]:
+    """The class of the model, which PEFT writes where no task says it."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    module = model_type_to_module_name(config.family.model_type)
+    library = f"transformers.models.{module}.modeling_{module}"
+    return {"base_model_class": architecture(config.family, config.head.kind), "parent_library": library}
+
+
+def _owner(name: str) -> str:
+    """The module that a parameter belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _check_apart(targets: Targets, parameters: Targets, full: Targets) -> None:
+    whole = {name for name, _, _ in full}
+    both = sorted(whole & ({name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}))
+    if both:
+        raise ValueError(
+            f"LoraConfig: {both[0]} would get an adapter and train whole, too, for modules_to_save go by the ends of "
+            f"names. PEFT refuses that as well: pass exclude_modules=[{both[0].rpartition('.')[2]!r}], or leave it out "
+            "of target_parameters."
+        )
+    modules = {module for _, module, _ in targets}
+    twice = sorted(name for name, module, _ in parameters if module in modules)
+    if twice:
+        raise ValueError(
+            f"LoraConfig: target_parameters means {twice[0]}, and target_modules its module, in this layer or another. "
+            "Name it in one of the two."
+        )
+
+
+def _module_adapters(lora: LoraConfig, module: Module, targets: Targets) -> ModuleAdapters:
+    of_layer = {layer: rank_and_alpha(lora, name) for name, target, layer in targets if target is module}
+    facts = [of_layer.get(layer, (0, 0.0)) for layer in range(module.layers)]
+    roots = [math.sqrt(rank) if lora.use_rslora else rank for rank, _ in facts]
+    scales = tuple(alpha / root if root else 0.0 for (_, alpha), root in zip(facts, roots, strict=True))
+    has = ("magnitude",) * lora.use_dora + ("bias",) * (lora.lora_bias and module.kind != "embedding")
+    there = tuple(rank > 0 for rank, _ in facts)
+    adapter = Adapter(
+        module.adapter_name, module.parts, scales, there, module.stacked, has, module.experts, module.swapped
+    )
+    names = _wrapped_names(module, targets) if module.experts else module.names()
+    return ModuleAdapters(module, adapter, tuple(rank for rank, _ in facts), tuple(names))
+
+
+def _wrapped_names(module: Module, targets: Targets) -> list[str]:
+    """Parameters of one module are wrapped one around the other: the last one's adapter has the module's own name."""
+    every, wrapped = [name for name, _, _ in targets], []
+    for name in module.names():
+        siblings = [one for one in every if _owner(one) == _owner(name)]
+        later = siblings[siblings.index(name) + 1 :] if name in siblings else []
+        wrapped.append(_owner(name) + ".base_layer" * len(later))
+    return wrapped
+
+
+def _full_training(
+    lora: LoraConfig,
+    modules: list[Module],
+    adapted: set[str],
+    full: Targets,
+    tokens: list[tuple[Module, tuple[int, ...]]],
+) -> FullyTrained:
+    """`modules_to_save`, the biases that train, those of `adapted` modules with a longer name, and rows of tables."""
+    meant = [(name, module, layer, entry) for name, module, layer in full for entry in module.tensor_map]
+    if lora.bias != "none":
+        done = {name for name, _, _ in full}
+        others = [
+            (name, module, layer)
+            for module in modules
+            for layer, name in enumerate(module.names())
+            if name not in done and (lora.bias == "all" or name in adapted)
+        ]
+        meant += [(n, m, at, entry) for n, m, at in others for entry in m.tensor_map if entry.tensor.endswith(".bias")]
+    tensors: dict[str, list] = {}
+    layers: dict[str, set[int]] = {}
+    for name, module, layer, entry in meant:
+        inner = ".base_layer" if name in adapted else ""
+        tensor = f"{PREFIX}{name}{inner}.{entry.tensor.rpartition('.')[2]}"
+        if entry.stacked > 1:
+            raise ValueError(f"LoraConfig: {name} holds experts, which do not train whole beside an adapter here.")
+        tensors.setdefault(tensor, []).append((entry, (layer,) if module.stacked else ()))
+        layers.setdefault(entry.path, set()).add(layer)
+    counts = {entry.path: module.layers for _, module, _, entry in meant}
+    some = {path: None if len(at) == counts[path] else tuple(sorted(at)) for path, at in layers.items()}
+    for table, ids in tokens:
+        if table.name in adapted:
+            raise ValueError(
+                f"LoraConfig: {table.name} would get an adapter, and its rows train by trainable_token_indices. Leave "
+                "one out."
+            )
+        entry = next(entry for entry in table.tensor_map if entry.path.endswith(".weight"))
+        tensors[f"{PREFIX}{table.name}.{TENSOR}"] = [(entry, ())]
+        some[entry.path] = ids
+    return FullyTrained(some, tensors)

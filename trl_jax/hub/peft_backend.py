@@ -1,0 +1,173 @@
+"""The backends of native models with an adapter: they write and read adapters alone, in PEFT's format."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from trl_jax.core.files import as_dtype
+from trl_jax.core.torch_random import TorchParamLayout
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.checkpoint import Placement, shard_array
+from trl_jax.hub.freezing import Locations
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_adapters import AdapterPlan, arrays_of, read_tables, read_tensors, tensors_of, wanted_shapes
+from trl_jax.hub.peft_config import WEIGHTS
+from trl_jax.models.adapters import AdaptedGraph, adapted_graph, leaf
+from trl_jax.nn.linear import HALVES
+
+if TYPE_CHECKING:
+    from trl_jax.hub.peft_config import AdapterConfig
+
+
+class AdaptedBackend(Backend):
+    """A native backend beside whose frozen arrays those of an adapter train.
+
+    `base` is the backend without the adapter, `config` the adapter's, and `shapes` are those of all that trains.
+    `saved_config` is written beside the adapter: for whoever loads it upon the base model of its name.
+    """
+
+    log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
+
+    def __init__(self, base: NativeBackend, config: AdapterConfig, shapes: dict[str, Any]):
+        self.base, self.config, self.shapes = base, config, shapes
+        self.saved_config = config
+        self.head = base.head
+        self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
+        self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
+        self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
+        self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
+        self.takes_stripes, self.draws_experts, self.drops_out = base.takes_stripes, base.draws_experts, base.drops_out
+
+    @property
+    def main_dtype(self) -> str:
+        """That of the model without the adapter."""
+        return self.base.main_dtype
+
+    def locations(self, params: dict[str, jax.Array]) -> Locations:
+        """Names alone: a script cannot freeze an adapter's parameters."""
+        return dict.fromkeys(self.dtypes, [])
+
+    def size_of(self, path: str, array: jax.Array) -> int:
+        return self.base.size_of(path, array)
+
+    def floats(self, path: str, array: jax.Array) -> jax.Array:
+        return self.base.floats(path, array)
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        return self.base.weight(arrays, path)
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
+        del config  # the base model's own, which stays where it is
+        tensors = dict(self.on_disk(params))
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        replace(self.saved_config, inference_mode=True).save_pretrained(folder)
+
+    def load(
+        self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None
+    ) -> dict[str, jax.Array]:
+        """`defaults` has tensors, by their names in the file, for those that it lacks."""
+        arrays = self.read(folder, defaults)
+        if place is None:
+            return arrays
+        axes = self.axes
+        return {path: shard_array(place, axes.get(path, ()), array) for path, array in arrays.items()}
+
+    @abc.abstractmethod
+    def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
+        """The arrays that train, of an adapter's folder; `defaults` as in `load`."""
+
+    def resized(self, rows: int) -> Backend:
+        raise ValueError(
+            f"A model with an adapter embeds {self.vocab_size} tokens, wanted {rows}: adapters belong to tables of one "
+            "size. Resize the model first, or call merge_and_unload()."
+        )
+
+
+class LoraBackend(AdaptedBackend):
+    """A native backend beside whose frozen arrays those of `plan` train: low-rank adapters, and parameters of its own.
+
+    `tables` are the base's arrays of `plan.saved_tables`, by path, on the host: they are in the adapter's files, too.
+    """
+
+    def __init__(self, base: NativeBackend, plan: AdapterPlan, tables: dict[str, np.ndarray], shapes: dict[str, Any]):
+        super().__init__(base, plan.config, shapes)
+        self.plan, self.tables = plan, tables
+        self.name = f"{base.name} (with an adapter)"
+        self.drops_out = base.drops_out or plan.config.lora_dropout > 0
+        self.graph = _graph_of(base, plan)
+        self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
+        self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
+
+    def torch_param_layout(self) -> TorchParamLayout:
+        whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
+        joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
+        adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
+        stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
+        stacked |= {name for name, path in paths.items() if path in whole.stacked}
+        return TorchParamLayout(frozenset(stacked), joined)
+
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
+        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+
+    def size_of(self, path: str, array: jax.Array) -> int:
+        return self._sizes[path] if path in self._sizes else self.base.size_of(path, array)
+
+    def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
+        return arrays_of(self.plan, read_tensors(folder, self.plan, self.shapes, defaults), self.shapes)
+
+    def is_as_in_files(self, name: str) -> bool:
+        """Whether a frozen array has the numbers of the base's files, and the adapter's file does not have it."""
+        path, form = name.removesuffix(".codes"), self.base.formats.get(name.rpartition(".")[0])
+        return path not in self.tables and (form is None or form.kind in HALVES)
+
+    def restore_tables(self, folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Take the tables that an adapter's folder has in the place of the base's.
+
+        Args:
+            arrays: the base's.
+
+        Returns:
+            The arrays that are others now, at their places on the devices.
+        """
+        shapes = {path: table.shape for path, table in self.tables.items()}
+        found = read_tables(folder, self.plan, shapes)
+        self.tables = self.tables | found
+        held = {path: table for path, table in found.items() if path in arrays or f"{path}.codes" in arrays}
+        changed = (self.base.replaced(arrays, path, table) for path, table in held.items())
+        return {name: array for one in changed for name, array in one.items()}
+
+    def _tables_on_disk(self) -> dict[str, np.ndarray]:
+        """The tables in the dtypes of the base's files, where these have all of their digits."""
+        source = self.base.source
+        kinds = {entry.path: source.dtypes.get(entry.tensor, source.dtype) for entry in source.tensor_map}
+        return {path: _narrowed(table, as_dtype(kinds[path])) for path, table in self.tables.items()}
+
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        tensors = tensors_of(self.plan, params, self._tables_on_disk())
+        return ((name, np.ascontiguousarray(tensors[name])) for name in sorted(tensors))
+
+
+def _narrowed(table: np.ndarray, kind: np.dtype) -> np.ndarray:
+    narrow = table.astype(kind)
+    return narrow if np.array_equal(narrow.astype(np.float32), table.astype(np.float32)) else table
+
+
+def _graph_of(base: NativeBackend, plan: AdapterPlan) -> AdaptedGraph:
+    adapters = tuple(one.adapter for one in plan.modules)
+    return adapted_graph(base.make, adapters, plan.shapes, plan.full.some_layers(), plan.config.lora_dropout)

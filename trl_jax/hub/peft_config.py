@@ -1,0 +1,505 @@
+"""PEFT's adapter configs: LoRA, prefix and prompt tuning, p-tuning."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trl_jax.config.rules import bool_fields
+from trl_jax.core import files
+from trl_jax.core.files import write_whole
+from trl_jax.core.text import brief, listed
+
+# ----------------------------------------------------------------------------------------------------
+# PEFT's LoraConfig, field by field and key by key, without peft.
+
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PEFT = "0.21.2"  # the release whose format this is
+
+
+class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and format() tells the two apart
+    """PEFT's names for the task of a model with an adapter."""
+
+    SEQ_CLS = "SEQ_CLS"
+    SEQ_2_SEQ_LM = "SEQ_2_SEQ_LM"
+    CAUSAL_LM = "CAUSAL_LM"
+    TOKEN_CLS = "TOKEN_CLS"
+    QUESTION_ANS = "QUESTION_ANS"
+    FEATURE_EXTRACTION = "FEATURE_EXTRACTION"
+
+
+@dataclass
+class PeftConfig:
+    """The fields that PEFT's configs have in common, which come first."""
+
+    task_type: str | TaskType | None = None
+    peft_type: str | None = None
+    auto_mapping: dict | None = None
+    peft_version: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    inference_mode: bool = False
+
+
+@dataclass
+class LoraConfig(PeftConfig):
+    """PEFT's fields, defaults and order. Options without effect here are refused when the model gets the adapter.
+
+    r, lora_alpha: the rank, and the scale before it is divided by the rank (`use_rslora`: by its root).
+    target_modules: names, ends of names, a regular expression of whole names, or "all-linear".
+    modules_to_save: ends of names of modules that train whole; the head is one in any case.
+    rank_pattern, alpha_pattern: regular expressions of the ends of names -> another rank or alpha.
+    """
+
+    r: int = 8
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    use_rslora: bool = False
+    modules_to_save: list[str] | None = None
+    init_lora_weights: bool | str = True
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, int] | None = field(default_factory=dict)
+    alpha_pattern: dict[str, int] | None = field(default_factory=dict)
+    megatron_config: dict | None = None
+    megatron_core: str | None = "megatron.core"
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    loftq_config: dict = field(default_factory=dict)
+    eva_config: Any = None
+    corda_config: Any = None
+    lora_ga_config: Any = None
+    use_dora: bool = False
+    velora_config: Any = None
+    alora_invocation_tokens: list[int] | None = None
+    use_qalora: bool = False
+    qalora_group_size: int = 16
+    monteclora_config: Any = None
+    layer_replication: list[tuple[int, int]] | None = None
+    runtime_config: Any = None
+    lora_bias: bool = False
+    target_parameters: list[str] | None = None
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    ensure_weight_tying: bool = False
+
+    def __post_init__(self):
+        self.peft_type, self.peft_version = "LORA", self.peft_version or PEFT
+        if self.task_type is not None:
+            self.task_type = task_of(self.task_type)
+        check(self)
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(vars(self)[name], list):
+                setattr(self, name, set(vars(self)[name]))
+        self.rank_pattern, self.alpha_pattern = dict(self.rank_pattern or {}), dict(self.alpha_pattern or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as types of JSON; sets are sorted, so that the same adapter is the same file."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "runtime_config"}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write adapter_config.json."""
+        write_config(self.to_dict(), save_directory)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> LoraConfig:
+        """Read the adapter_config.json of a folder. Raises as `read_keys`, or for another type of adapter."""
+        return read_config_of(cls, Path(folder), "LORA")
+
+
+def write_config(values: dict[str, Any], folder: str | Path) -> None:
+    """Write adapter_config.json into a folder, which is made where it is not there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_whole(Path(folder) / CONFIG, json.dumps(values, indent=2, sort_keys=True))
+
+
+def task_of(task: Any) -> str:
+    """PEFT's name of a task. Raises ValueError for another one."""
+    name = task.value if isinstance(task, Enum) else task
+    if not isinstance(name, str) or name not in TaskType.__members__:
+        raise ValueError(f"task_type={brief(name)} is not one of {', '.join(TaskType.__members__)}.")
+    return name
+
+
+def _whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _pattern(value: Any) -> bool:
+    """Whether it is a regular expression."""
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
+def _inner_pattern(value: Any) -> bool:
+    """Whether it is a regular expression that may stand within another."""
+    return _pattern(value) and _pattern(f"(?P<number>.)({value})")
+
+
+def _patterns(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_inner_pattern, value))
+
+
+def _list(value: Any, each: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | set | tuple) and all(map(each, value))
+
+
+def check(config: LoraConfig) -> None:
+    """Raise ValueError on a value that no adapter can have, by field."""
+    values = vars(config)
+
+    def must(good: bool, name: str, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"LoraConfig: {name}={brief(values[name])}, wanted {wanted}.")
+
+    for name in bool_fields(LoraConfig):
+        must(isinstance(values[name], bool), name, "True or False")
+    for name in ("peft_version", "base_model_name_or_path", "revision"):
+        must(isinstance(values[name], str | None), name, "a text or None")
+    must(isinstance(config.auto_mapping, dict | None), "auto_mapping", "a dictionary or None")
+    must(_whole(config.r, 1), "r", "a whole number from 1 on")
+    must(_number(config.lora_alpha), "lora_alpha", "a number")
+    must(_number(config.lora_dropout) and 0 <= config.lora_dropout < 1, "lora_dropout", "a number from 0 to below 1")
+    must(config.bias in ("none", "all", "lora_only"), "bias", "none, all or lora_only")
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    must(_patterns(ranks) and all(_whole(r, 1) for r in ranks.values()), "rank_pattern", "ranks from 1 on")
+    must(_patterns(alphas) and all(map(_number, alphas.values())), "alpha_pattern", "numbers")
+    _check_names(config, must)
+
+
+def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> None:
+    """The fields that name modules and layers."""
+    for name, each in (("modules_to_save", _inner_pattern), ("target_parameters", _text)):
+        value = vars(config)[name]
+        must(value is None or _list(value, each), name, "a list of names")
+    for name in ("target_modules", "exclude_modules"):
+        value = vars(config)[name]
+        must(value is None or _pattern(value) or _list(value, _text), name, "a list of names, or one pattern")
+    tokens = config.trainable_token_indices
+    lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+    good = tokens is None or all(_list(ids, lambda token: _whole(token, 0)) for ids in lists)
+    must(good, "trainable_token_indices", "a list of ids, or such a list for each name of a table")
+    layers, patterns = config.layers_to_transform, config.layers_pattern
+    good = layers is None or _whole(layers, 0) or _list(layers, lambda layer: _whole(layer, 0))
+    must(good, "layers_to_transform", "a layer's number from 0 on, or a list of them")
+    good = patterns is None or _inner_pattern(patterns) or _list(patterns, _inner_pattern)
+    must(good, "layers_pattern", "a pattern, or a list")
+    if isinstance(config.target_modules, str):
+        for name in ("layers_to_transform", "layers_pattern"):
+            must(not vars(config)[name], name, "none beside a pattern: say in target_modules which layers are meant")
+    must(not patterns or layers is not None, "layers_pattern", "layers_to_transform beside it")
+
+
+# Fields that ask for more than LoRA and DoRA, with their values that ask for nothing.
+_BEYOND = {
+    "megatron_config": (None,), "loftq_config": ({}, None), "eva_config": (None,),
+    "corda_config": (None,), "lora_ga_config": (None,), "velora_config": (None,), "alora_invocation_tokens": (None,),
+    "use_qalora": (False,), "monteclora_config": (None,), "layer_replication": (None,), "use_bdlora": (None,),
+    "arrow_config": (None,), "kasa_config": (None,), "ensure_weight_tying": (False,),
+}  # fmt: skip
+PISSA = "pissa"
+_INITIAL = (True, False, "gaussian", PISSA)
+
+
+def refuse_beyond(config: LoraConfig) -> None:
+    """Raise ValueError on options that this release does not compute, by field and with the way out."""
+    for name, idle in _BEYOND.items():
+        value = vars(config)[name]
+        if value not in idle:
+            raise ValueError(f"LoraConfig: {name}={brief(value)} is not in this release of trl_jax. Leave it out.")
+    if config.init_lora_weights not in _INITIAL:
+        raise ValueError(
+            f"LoraConfig: init_lora_weights={brief(config.init_lora_weights)} changes the base model or asks for data, "
+            "which this release of trl_jax does not. Take True, False, 'gaussian' or 'pissa'. Or save an adapter that "
+            "PEFT began and the base model it changed, and say init_lora_weights: true in its adapter_config.json."
+        )
+    if config.lora_bias and (config.use_dora or config.init_lora_weights not in (True, False)):
+        raise ValueError(
+            "LoraConfig: lora_bias=True goes neither with use_dora nor with init_lora_weights='gaussian' or 'pissa'. "
+            "Leave one out."
+        )
+
+
+def begun(config: LoraConfig) -> LoraConfig:
+    """The config of an adapter that has its values, on a base model that PEFT has changed already where it does."""
+    began = {"init_lora_weights": True, "loftq_config": {}}
+    return replace(config, **began, **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config")))
+
+
+def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
+    """The error of an adapter whose weights are not there, or only as a pickle."""
+    way_out = "save it with safe_serialization=True."
+    note = f" It has {PICKLED}, a pickle, which is not read: {way_out}" if pickled else ""
+    return FileNotFoundError(f"{where} has no {WEIGHTS}.{note}")
+
+
+def read_keys(folder: Path) -> dict[str, Any]:
+    """The adapter_config.json of a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it is no JSON of an object.
+    """
+    path = folder / CONFIG
+    try:
+        keys = files.read(path)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(keys, dict):
+        raise ValueError(f"{path} holds a {type(keys).__name__}: wanted an object with peft_type.")
+    return keys
+
+
+def kind_of(keys: dict[str, Any]) -> Any:
+    """PEFT's name of the type of an adapter."""
+    kind = keys.get("peft_type")
+    return kind.value if isinstance(kind, Enum) else kind
+
+
+def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
+    """The config of this class that has these keys. Raises ValueError where there are keys of a later PEFT's."""
+    known = {f.name for f in fields(cls)}
+    unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
+    if unknown:
+        raise ValueError(
+            f"{source} has {listed(unknown)}, which PEFT {PEFT} has not (peft_version is "
+            f"{brief(keys.get('peft_version'))}): they may change what the adapter computes. Save it with that release."
+        )
+    return cls(**{key: _copied(value) for key, value in keys.items() if key in known})
+
+
+def read_config_of(cls: type, folder: Path, kind: str) -> Any:
+    """The config of this class and type that a folder has. Raises as `read_keys`, or for another type of adapter."""
+    keys, source = read_keys(folder), str(folder / CONFIG)
+    if kind_of(keys) != kind:
+        raise ValueError(f"{source}: peft_type={brief(kind_of(keys))}, wanted {kind}.")
+    return config_of(cls, keys, source)
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(value) if isinstance(value, list | set | dict) else value
+
+
+# ----------------------------------------------------------------------------------------------------
+# PEFT's configs of virtual tokens (prompt learning), field by field and key by key, without peft.
+
+
+VECTORS = "prompt_embeddings"  # PEFT's name of the vectors in an adapter's file
+ENCODER = "prompt_encoder.safetensors"  # the arrays that they are made of, which PEFT does not save
+
+
+class PromptTuningInit(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture
+    """PEFT's names for the first values of prompt tuning."""
+
+    TEXT = "TEXT"
+    SAMPLE_VOCAB = "SAMPLE_VOCAB"
+    RANDOM = "RANDOM"
+
+
+class PromptEncoderReparameterizationType(str, Enum):  # noqa: UP042
+    """PEFT's names for the networks of P-tuning."""
+
+    MLP = "MLP"
+    LSTM = "LSTM"
+
+
+@dataclass
+class PromptLearningConfig(PeftConfig):
+    """The fields that all kinds of virtual tokens have. Sizes of the model that are None are taken from it.
+
+    num_virtual_tokens: how many stand before each text.
+    token_dim: channels of a virtual token.
+    """
+
+    num_virtual_tokens: int | None = None
+    token_dim: int | None = None
+    num_transformer_submodules: int | None = None
+    num_attention_heads: int | None = None
+    num_layers: int | None = None
+    modules_to_save: list[str] | None = None
+
+    kind: ClassVar[str]  # PEFT's name of it
+    positive: ClassVar[tuple[str, ...]] = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
+
+    def __post_init__(self):
+        self.peft_type, self.peft_version = self.kind, self.peft_version or PEFT
+        for one in fields(self):
+            if isinstance(value := getattr(self, one.name), Enum):
+                setattr(self, one.name, value.value)
+        if self.task_type is not None:
+            self.task_type = task_of(self.task_type)
+        for name in self.positive:
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            self.must(value is None or whole, name, "a whole number from 1 on")
+
+    def must(self, good: bool, name: str, wanted: str) -> None:
+        """Raise ValueError where the value of a field is not good."""
+        if not good:
+            raise ValueError(f"{type(self).__name__}: {name}={brief(getattr(self, name))}, wanted {wanted}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as types of JSON."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write adapter_config.json."""
+        write_config(self.to_dict(), save_directory)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Any:
+        """Read the adapter_config.json of a folder. Raises as `read_keys`, or for another type of adapter."""
+        return read_config_of(cls, Path(folder), cls.kind)
+
+
+@dataclass
+class PromptTuningConfig(PromptLearningConfig):
+    """PEFT's PromptTuningConfig: a vector for each virtual token trains.
+
+    prompt_tuning_init: RANDOM numbers, the vectors of ids that are drawn (SAMPLE_VOCAB), or those of a TEXT.
+    prompt_tuning_init_text, tokenizer_name_or_path, tokenizer_kwargs: that text, and the tokenizer that reads it.
+    """
+
+    prompt_tuning_init: str | PromptTuningInit = "RANDOM"
+    prompt_tuning_init_text: str | None = None
+    tokenizer_name_or_path: str | None = None
+    tokenizer_kwargs: dict | None = None
+
+    kind: ClassVar[str] = "PROMPT_TUNING"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.must(self.prompt_tuning_init in PromptTuningInit.__members__, "prompt_tuning_init",
+                  " or ".join(PromptTuningInit.__members__))  # fmt: skip
+        if self.prompt_tuning_init == PromptTuningInit.TEXT:
+            for name in ("tokenizer_name_or_path", "prompt_tuning_init_text"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"When prompt_tuning_init='TEXT', {name} can't be None.")
+        elif self.tokenizer_kwargs:
+            raise ValueError("tokenizer_kwargs only valid when using prompt_tuning_init='TEXT'.")
+
+
+@dataclass
+class PrefixTuningConfig(PromptLearningConfig):
+    """PEFT's PrefixTuningConfig: keys and values of virtual tokens train, in each layer.
+
+    token_dim, num_attention_heads: channels and heads of keys.
+    init_weights: "zero" begins with zeros.
+    prefix_projection: a network with `encoder_hidden_size` inner channels makes them.
+    """
+
+    init_weights: str | None = None
+    encoder_hidden_size: int | None = None
+    prefix_projection: bool = False
+
+    kind: ClassVar[str] = "PREFIX_TUNING"
+    positive: ClassVar[tuple[str, ...]] = (*PromptLearningConfig.positive, "encoder_hidden_size")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.must(self.init_weights in (None, "zero"), "init_weights", "None or 'zero'")
+        self.must(isinstance(self.prefix_projection, bool), "prefix_projection", "True or False")
+
+
+@dataclass
+class PromptEncoderConfig(PromptLearningConfig):
+    """PEFT's PromptEncoderConfig (P-tuning): a small network, which trains, makes the vectors of the virtual tokens.
+
+    encoder_reparameterization_type: MLP or LSTM.
+    encoder_hidden_size: its inner channels; None: as many as the model's.
+    encoder_num_layers, encoder_dropout: of an LSTM.
+    """
+
+    encoder_reparameterization_type: str | PromptEncoderReparameterizationType = "MLP"
+    encoder_hidden_size: int | None = None
+    encoder_num_layers: int = 2
+    encoder_dropout: float = 0.0
+
+    kind: ClassVar[str] = "P_TUNING"
+    positive: ClassVar[tuple[str, ...]] = (
+        *PromptLearningConfig.positive, "encoder_hidden_size", "encoder_num_layers",
+    )  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        names = PromptEncoderReparameterizationType.__members__
+        self.must(self.encoder_reparameterization_type in names, "encoder_reparameterization_type", " or ".join(names))
+        rate = self.encoder_dropout
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        self.must(number and 0 <= rate < 1, "encoder_dropout", "a number from 0 to below 1")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The config of an adapter, of whichever type: from an object of ours or of peft's, or from a folder.
+
+
+AdapterConfig = LoraConfig | PromptLearningConfig
+_KINDS = {"LORA": LoraConfig, "PROMPT_TUNING": PromptTuningConfig, "P_TUNING": PromptEncoderConfig,
+          "PREFIX_TUNING": PrefixTuningConfig}  # fmt: skip
+# PEFT's other types -> the nearest that works.
+_NEAREST = {
+    "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
+    "OFT": "LoraConfig(use_dora=True)", "BOFT": "LoraConfig(use_dora=True)", "HRA": "LoraConfig(use_dora=True)",
+    "DELORA": "LoraConfig(use_dora=True)", "LN_TUNING": "LoraConfig(r=1, modules_to_save=['norm'])",
+    "CPT": "PromptTuningConfig", "MULTITASK_PROMPT_TUNING": "PromptTuningConfig",
+    "TRAINABLE_TOKENS": "LoraConfig(modules_to_save=['embed_tokens'])",
+}  # fmt: skip
+
+
+def as_adapter_config(config: Any) -> AdapterConfig:
+    """A new config of ours with the values of ours or of peft's.
+
+    Raises:
+        TypeError, ValueError: it is something else, or of another type of PEFT's.
+    """
+    if isinstance(config, AdapterConfig):
+        return replace(config)
+    if not type(config).__module__.startswith("peft."):
+        names = ", ".join(f"trl_jax.{one.__name__}" for one in _KINDS.values())
+        raise TypeError(f"peft_config is a {type(config).__qualname__}: wanted {names}, or peft's.")
+    return _from_keys(config.to_dict(), "peft_config")
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """The adapter_config.json of a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, it is no JSON, or it is of another kind or of a later PEFT's.
+    """
+    return _from_keys(read_keys(folder), str(folder / CONFIG))
+
+
+def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
+    kind = kind_of(keys)
+    if kind not in _KINDS:
+        nearest = _NEAREST.get(str(kind), "LoraConfig")
+        kind = brief(kind)
+        raise ValueError(f"{source}: peft_type={kind} is not in this release of trl_jax; the nearest is {nearest}.")
+    return config_of(_KINDS[kind], keys, source)
+
+
+def positions_beside(max_positions: int | None, config: AdapterConfig | None) -> int | None:
+    """The positions that virtual tokens leave to texts; None without a limit."""
+    taken = config.num_virtual_tokens if isinstance(config, PromptLearningConfig) else None
+    return max_positions if max_positions is None else max_positions - (taken or 0)

@@ -1,0 +1,611 @@
+"""Which modules and parameters an adapter trains, by PEFT's rules."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from trl_jax.hub.config import NativeConfig
+from trl_jax.hub.families import Family
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.peft_config import PISSA, LoraConfig
+from trl_jax.hub.tensor_map import ExpertRows, Rows, TensorEntry, TensorSlice, make_tensor_map
+from trl_jax.models.adapters import module_at
+from trl_jax.models.model import LmHead
+from trl_jax.nn.linear import Embedding, Linear
+
+# ----------------------------------------------------------------------------------------------------
+# The parameters that a LoraConfig means: of linear maps, and of experts, which share one.
+
+
+logger = logging.getLogger(__name__)
+
+_WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matrices can be meant
+
+# Families whose experts and router target_modules may name by older names; PEFT then adapts the parameters that they
+# have become, and of two that lie in one, both or neither.
+_OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_OF_MIXTRAL = {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+_BECAME = {
+    **dict.fromkeys(("minimax_m2", "mixtral"), _OF_MIXTRAL),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe"), _OF_QWEN),
+    **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen3_moe", "qwen3_next"), _OF_QWEN),
+}
+
+
+def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
+    """The config with parameters in the place of older modules that lie in them now, as PEFT writes it.
+
+    Raises:
+        ValueError: it names one of two that lie in one parameter.
+    """
+    wanted, became = config.target_modules, _BECAME.get(model_type)
+    if became is None:
+        return config
+    if isinstance(wanted, str):
+        wanted = _last_names(config, modules, became)
+        if not wanted:
+            return config
+    named = {name: next((old for old in became if f".{name}".endswith(f".{old}")), None) for name in wanted or ()}
+    rank_pattern, alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
+    for parameter in dict.fromkeys(became.values()):
+        inside = [old for old, new in became.items() if new == parameter]
+        meant = [old for old in inside if old in named.values()]
+        if 0 < len(meant) < len(inside):
+            raise ValueError(
+                f"LoraConfig: target_modules={shown(config.target_modules)} means {meant[0]} of the experts, which "
+                f"lies in one parameter, {parameter}, with the rest of {', '.join(inside)}. Name all of them, or "
+                f"target_parameters=['experts.{parameter}']."
+            )
+        if meant and len(inside) > 1:
+            rank_pattern[rf".*\.{parameter}"] = config.r * len(inside)
+            alpha_pattern[rf".*\.{parameter}"] = config.lora_alpha * len(inside)
+    parameters = {*(config.target_parameters or ()), *(became[old] for old in named.values() if old is not None)}
+    return replace(
+        config,
+        target_modules={name for name, old in named.items() if old is None},
+        target_parameters=sorted(parameters),
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+    )
+
+
+def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str]) -> set[str]:
+    """The last names of all that one pattern means, whichever layers it means them in."""
+    if is_all(config.target_modules):
+        return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(became)
+    places = in_order(modules)
+    parameters = [f"{name}.{last}" for name, module, _ in places for last, _ in module.parameters()]
+    once = [
+        f"{name.rpartition('.')[0]}.{old}"
+        for name in parameters
+        for old, new in became.items()
+        if name.rpartition(".")[2] == new
+    ]
+    meant = [name for name in (*walked(places), *parameters, *once) if is_meant(config, name)]
+    return {name.rpartition(".")[2] for name in meant}
+
+
+def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Targets:
+    """Each parameter that gets an adapter, in order, by its whole name, with the module that has it; PEFT does not look
+    at the layers that are named or modules that are left out. `alone`: no module gets an adapter.
+
+    Raises:
+        ValueError: nothing at all is meant, or no matrix; or an option is set that only modules have.
+    """
+    wanted = tuple(config.target_parameters or ())
+    every = [
+        (f"{name}.{last}", last, owner, layer)
+        for name, module, layer in in_order(modules)
+        for last, owner in module.parameters()
+    ]
+    meant = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
+    for name, last, owner, _ in meant:
+        if owner.kind not in _WITH_MATRICES or last not in ("weight", owner.name.rpartition(".")[2]):
+            raise ValueError(
+                f"LoraConfig: target_parameters={shown(set(wanted))} means {name}, which is no matrix of a linear map "
+                f"or of experts. Those that are: {', '.join(_matrices(every))}."
+            )
+    if wanted and not meant:
+        text = f"target_parameters={shown(set(wanted))} means no parameter of this model. It has "
+        text += f"{', '.join(_matrices(every))}."
+        if alone:
+            raise ValueError(f"LoraConfig: {text}")
+        logger.warning("LoraConfig: %s", text)
+    for field in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
+        if meant and vars(config)[field]:
+            raise ValueError(
+                f"LoraConfig: {field}={vars(config)[field]!r} does not go with adapters of parameters, and this config "
+                f"means {meant[0][0]}. Leave it out, or name target_modules without experts: ['q_proj', 'v_proj']."
+            )
+    if meant and config.init_lora_weights == PISSA:
+        raise ValueError(
+            f"LoraConfig: init_lora_weights='pissa' divides the matrices of modules, and this config means "
+            f"{meant[0][0]}. Take True, or name target_modules without experts: ['q_proj', 'v_proj']."
+        )
+    return [(name, owner, layer) for name, _, owner, layer in meant]
+
+
+def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
+    """Parameters that can be adapted, by their last two names."""
+    names = [name for name, last, owner, _ in every if owner.kind in _WITH_MATRICES and not last.endswith("bias")]
+    return sorted({".".join(name.split(".")[-2:]) for name in names})
+
+
+# ----------------------------------------------------------------------------------------------------
+# PEFT's `trainable_token_indices`: rows of the table of tokens that train, beside an adapter or alone.
+
+
+_TABLE, _HEAD = "embed_tokens", "lm_head"
+TENSOR = "token_adapter.trainable_tokens_delta"  # the rows, after the name of their module
+
+
+def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraConfig:
+    """The config of an adapter that also trains the rows of new tokens, and a language model's head whole, as TRL has
+    it.
+
+    Raises:
+        ValueError: beside this type of adapter no rows train.
+    """
+    if not isinstance(lora, LoraConfig):
+        raise ValueError(
+            f"The chat template brings {len(ids)} new tokens, whose rows would have to train: a {type(lora).__name__} "
+            "trains virtual tokens alone. Take a LoraConfig, or a template whose tokens the tokenizer has."
+        )
+    asked, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
+    named = isinstance(asked, dict)
+    asked = asked | {_TABLE: [*asked.get(_TABLE, ()), *ids]} if named else [*(asked or ()), *ids]
+    if head == "lm" and _HEAD not in saved:
+        saved.append(_HEAD)
+        logger.warning(
+            "Cloning chat template added new tokens to the tokenizer, but 'lm_head' is not in `modules_to_save` of the "
+            "adapter: it is added, as otherwise the model may not learn to write these tokens. "
+            "LoraConfig(modules_to_save=['lm_head']) says so."
+        )
+    return replace(lora, trainable_token_indices=asked, modules_to_save=saved or None)
+
+
+def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, tuple[int, ...]]]:
+    """Each table of which rows train, with their ids.
+
+    Raises:
+        ValueError: a name that is no table of tokens, an id beyond it, or a table that trains whole as well.
+    """
+    asked = lora.trainable_token_indices
+    if not asked:
+        return []
+    tables = [module for module in modules if module.kind == "embedding" or is_lm_head(module)]
+    if not isinstance(asked, dict):
+        asked = {tables[0].name: asked}
+    found = []
+    for name, ids in asked.items():
+        table = next((one for one in tables if one.name.endswith(name)), None)
+        if table is None:
+            names = ", ".join(one.name.rpartition(".")[2] for one in tables)
+            raise ValueError(f"LoraConfig: trainable_token_indices names {name!r}, no table of tokens: {names}.")
+        _check(lora, name, table, ids)
+        found.append((table, tuple(ids)))
+    return found
+
+
+def _check(lora: LoraConfig, name: str, table: Module, ids: list[int]) -> None:
+    last = name.rpartition(".")[2]
+    if last in (lora.modules_to_save or []):
+        raise ValueError(
+            f"The embedding layer is already marked to be trained fully, either specify `modules_to_save=[..., "
+            f"\"{last}\", ...]` or `trainable_tokens={{'{last}': x}}` but not both."
+        )
+    rows = table.outputs if is_lm_head(table) else table.inputs
+    wrong = [token for token in ids if not 0 <= token < rows]
+    if wrong or len(set(ids)) < len(ids):
+        raise ValueError(
+            f"LoraConfig: trainable_token_indices of {name!r} are {list(ids)!r:.80}, wanted ids from 0 to {rows - 1}, "
+            "each once."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# PEFT's names for the heads of models.
+
+
+_TASKS = {"score": "SEQ_CLS", "lm": "CAUSAL_LM"}  # PEFT's names for models with these heads
+_LM_HEAD = "lm_head"  # our module
+_PEFT_HEADS = ("score", "classifier")  # attributes that PEFT takes for the head of such a model
+_PEFT_SAVED = ["classifier", "score"]  # what PEFT appends to its modules_to_save
+
+
+def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> tuple[LoraConfig, str | None]:
+    """The adapter's config as PEFT makes it for a model with a head of this kind, and a line on what was changed: under
+    another task PEFT would make another model. The head of a classifier trains too, and is in `modules_to_save`."""
+    if kind == "lm":
+        return _of_causal_lm(lora)
+    saved, task, own = list(lora.modules_to_save or []), lora.task_type, _TASKS[kind]
+    if task is not None:
+        changed = f"task_type={task!r} becomes {own!r}, with which the head trains too."
+        saved = saved if saved[-2:] == _PEFT_SAVED else [*saved, *_PEFT_SAVED]
+        return replace(lora, task_type=own, modules_to_save=saved), None if task == own else changed
+    head = next(name for name in _PEFT_HEADS if _has(modules, name))
+    if any(head.endswith(name) for name in saved):
+        return lora, None
+    added = f"the head {head!r} is added to modules_to_save, so that it trains and is saved."
+    return replace(lora, modules_to_save=[*saved, head]), added
+
+
+def _of_causal_lm(lora: LoraConfig) -> tuple[LoraConfig, str | None]:
+    task, own = lora.task_type, _TASKS["lm"]
+    if task in (None, own):
+        return lora, None
+    return replace(lora, task_type=own), f"task_type={task!r} becomes {own!r}: the model predicts tokens."
+
+
+def is_lm_head(module: Module) -> bool:
+    """Whether it is the head of a language model."""
+    return any(path == _LM_HEAD for path, _ in module.parts)
+
+
+def peft_head(lora: LoraConfig, modules: list[Module]) -> str | None:
+    """The head that PEFT leaves out of "all-linear": a language model's, or of a classifier an attribute of that name,
+    whatever is in it."""
+    head = next((module.name for module in modules if is_lm_head(module)), None)
+    if head is not None:
+        return head
+    if lora.task_type != _TASKS["score"]:
+        return None
+    return next((name for name in _PEFT_HEADS if _has(modules, name)), None)
+
+
+def _has(modules: list[Module], name: str) -> bool:
+    return any(module.name.split(".")[0] == name for module in modules)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The modules of a model in transformers' names and order, and the places of our arrays in them.
+
+
+_ROUTER = re.compile(r"\.router$")  # a class of its own there, no linear map
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # no rows of these are looked up
+# The parameters of experts there, in order, and those of ours that lie in each, one below the other.
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module with parameters; with `{}` in its name, one of each layer.
+
+    Attributes:
+        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", "router", "experts" or "other".
+        parts: our modules whose weights lie in its weight, each with its slice of it.
+        tensor_map: its parameters.
+        layers: how many, 1 without `{}`; `first` is the number of the first.
+        inputs, outputs: of the whole matrix; of an embedding rows and columns.
+        experts: how many matrices lie in one parameter; 0 where it is a matrix. swapped: they lie there as (in, out),
+            and PEFT takes the one for the other.
+        inside: parameters of experts, each with a name of its own, `<module>.<parameter>`.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[tuple[str, TensorSlice | None], ...]
+    tensor_map: tuple[TensorEntry, ...]
+    layers: int
+    first: int
+    inputs: int
+    outputs: int
+    experts: int = 0
+    inside: tuple[Module, ...] = ()
+    swapped: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        return "{}" in self.name
+
+    @property
+    def adapter_name(self) -> str:
+        """The name of its adapters' arrays, which tells layers of one run from those of another."""
+        return self.name.replace("{}", f"{{{self.first}+}}") if self.first else self.name
+
+    def names(self) -> list[str]:
+        return [self.name.format(self.first + layer) for layer in range(self.layers)]
+
+    def parameters(self) -> list[tuple[str, Module]]:
+        """Each by its last name, with the module, or the one inside of it, that has it."""
+        if self.inside:
+            return [(one.name.rpartition(".")[2], one) for one in self.inside]
+        return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
+
+
+def modules_of(config: NativeConfig) -> list[Module]:
+    """The modules of a model in transformers' order; a layer's are next to each other, wherever `names` has them."""
+    names = config.names
+    _, shapes = config.abstract
+    model = nnx.eval_shape(config.model)
+    entries = {entry.path: entry for entry in make_tensor_map(shapes, names)}
+    groups: dict[tuple[str, int], list[TensorEntry]] = {}
+    for key in names:
+        for path in [key] if key in entries else [f"{key}.weight", f"{key}.bias"]:
+            if path not in entries:
+                continue
+            entry = entries[path]
+            group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
+            if entry not in group:
+                group.append(entry)
+    made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
+    if config.family.linear_router:
+        made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
+    return made
+
+
+def _owner(tensor: str) -> str:
+    """The module that has this tensor; all experts are one module."""
+    if tensor.count("{}") > 1:
+        return tensor[: tensor.rindex(".{}")]
+    return tensor.rpartition(".")[0]
+
+
+def current_name(name: str, family: Family) -> str:
+    """The name in transformers of a module or tensor, whose name on disk may be an older one."""
+    if family.other_head is not None and name.removesuffix(".weight") == family.lm_head.names[0][1]:
+        name = name.replace(family.lm_head.names[0][1], family.other_head)
+    for old, new in family.moved:
+        name = name.replace(old, new)
+    for prefix in family.other_prefixes:
+        name = prefix + name.removeprefix(family.base_prefix) if name.startswith(family.base_prefix) else name
+    return name
+
+
+def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) -> Module:
+    if tensor_map[0].stacked > 1 or name.endswith(".experts"):
+        return _experts(name, tensor_map, shapes)
+    weights = [entry for entry in tensor_map if entry.path.endswith(".weight") and entry.tensor.endswith(".weight")]
+    kind, ours = "other", [entry.path.removesuffix(".weight") for entry in weights]
+    first = tensor_map[0]
+    layers = shapes[first.path].shape[0] if "{}" in name else 1
+    inputs = outputs = 0
+    if weights:
+        kind = _kind(module_at(model, ours[0]), ours[0], weights[0])
+    if kind != "other":
+        whole = weights[0].shape_on_disk(shapes[weights[0].path].shape)
+        outputs, inputs = whole[::-1] if kind in ("conv1d", "embedding") else whole
+    parts = tuple((path, entry.tensor_slice) for path, entry in zip(ours, weights, strict=True))
+    return Module(name, kind, parts, tuple(tensor_map), layers, first.first, inputs, outputs)
+
+
+def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
+    """The module of all experts; its parameters have a first axis for them."""
+    entries, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
+    for parameter, ours in (_EXPERTS if "gate" in entries else _UNGATED).items():
+        layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
+        total = rows * len(ours)
+        of = tuple(entries[one] for one in ours)
+        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        if of[0].tensor_slice is not None:  # they lie so on disk, too
+            slices = [entry.tensor_slice for entry in of]
+        parts = tuple((entry.path, rows) for entry, rows in zip(of, slices, strict=True))
+        swapped = isinstance(slices[0], ExpertRows) and slices[0].transposed
+        sizes = (total, inputs) if swapped else (inputs, total)
+        whole = f"{name}.{parameter}"
+        inside.append(Module(whole, "experts", parts, of, layers, of[0].first, *sizes, experts, swapped=swapped))
+    return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
+
+
+def _kind(module: Any, path: str, entry: TensorEntry) -> str:
+    if isinstance(module, Embedding):
+        return "other" if _READ_WHOLE.search(path) else "embedding"
+    if not isinstance(module, Linear | LmHead):
+        return "other"
+    if _ROUTER.search(path):
+        return "router"
+    return "conv1d" if isinstance(entry.tensor_slice, Rows) and entry.tensor_slice.transposed else "linear"
+
+
+def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
+    """Every module by its whole name, with its layer counted from 0, in the order of `named_modules`."""
+    at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
+    before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
+    stacked = [module for module in modules if module.stacked]
+    single = [[(module.name, module, 0) for module in group] for group in (before, after)]
+    numbers = sorted({module.first + layer for module in stacked for layer in range(module.layers)})
+    layered = [
+        (module.name.format(number), module, number - module.first)
+        for number in numbers
+        for module in stacked
+        if 0 <= number - module.first < module.layers
+    ]
+    return single[0] + layered + single[1]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The modules that a LoraConfig means: PEFT's rules for names, patterns and layers.
+
+
+ADAPTABLE = ("linear", "conv1d", "embedding")
+_ALL = "all-linear"
+_MANY = 20  # from so many names on, PEFT looks for ends of names that mean the same
+
+# The modules that PEFT adapts where none are named.
+_USUAL = {
+    "bert": ("query", "value"), "deberta": ("in_proj",), "deberta-v2": ("query_proj", "value_proj"),
+    "electra": ("query", "value"), "gemma4": r".*language_model\..*\.(q_proj|v_proj)", "gpt2": ("c_attn",),
+    "gpt_neox": ("query_key_value",), "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"), "roberta": ("query", "value"), "xlm-roberta": ("query", "value"),
+} | dict.fromkeys(
+    "gemma gemma2 gemma3_text gptj llama llama4 mistral mixtral opt qwen2 qwen3 stablelm".split(), ("q_proj", "v_proj")
+)  # fmt: skip
+
+# Families whose kernels of Mamba take the weights of these modules themselves, past an adapter: PEFT refuses them.
+_PAST_ADAPTERS = {"falcon_h1": {"out_proj", "conv1d"}, "nemotron_h": {"out_proj", "conv1d"}}
+
+Targets = list[tuple[str, Module, int]]
+
+
+def with_drawn(config: LoraConfig, modules: list[Module], drawn: tuple[str, ...]) -> tuple[LoraConfig, str | None]:
+    """The config with the modules that the base checkpoint lacks in `modules_to_save`, too: nobody could load the
+    adapter otherwise, for they would be drawn anew."""
+    saved = {module.name for _, module, _ in fully_trained(config, modules)}
+    owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in drawn)
+    lost = [name for name in owners if name not in saved]
+    if not lost:
+        return config, None
+    line = f"the base checkpoint has no {', '.join(lost)}: added to modules_to_save, or nobody could load the adapter."
+    return replace(config, modules_to_save=[*lost, *(config.modules_to_save or [])]), line
+
+
+def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
+    """The config with the names of modules in `target_modules`: the usual ones where it names none, all for all-linear.
+
+    Raises:
+        ValueError: it names none, and there are no usual ones of this model_type.
+    """
+    wanted, places = config.target_modules, in_order(modules)
+    if wanted is None and not (config.target_parameters and model_type not in _USUAL):
+        if model_type not in _USUAL:
+            raise ValueError(
+                f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
+                f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
+            )
+        usual = _USUAL[model_type]
+        wanted = usual if isinstance(usual, str) else set(usual)
+    if is_all(wanted):
+        wanted = linear_maps(config, modules)
+    if isinstance(wanted, set) and len(wanted) >= _MANY:
+        wanted = _shortest(wanted, _every_name(places))
+    conv = any(module.kind == "conv1d" for _, module, _ in places)
+    return replace(config, target_modules=wanted, fan_in_fan_out=config.fan_in_fan_out or conv)
+
+
+def is_all(wanted: Any) -> bool:
+    return isinstance(wanted, str) and wanted.lower() == _ALL
+
+
+def linear_maps(config: LoraConfig, modules: list[Module]) -> set[str]:
+    """Every linear map by name, except the head."""
+    head = peft_head(config, modules)
+    return {name for name, module, _ in in_order(modules) if module.kind in ("linear", "conv1d") and name != head}
+
+
+def candidates(modules: list[Module]) -> list[str]:
+    """Last names of the modules that can be adapted."""
+    return sorted({module.name.rpartition(".")[2] for module in modules if module.kind in ADAPTABLE})
+
+
+def _every_name(places: Targets) -> set[str]:
+    """Names of modules with parameters, and of those they are in."""
+    return {".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)}
+
+
+def _shortest(wanted: set[str], names: set[str]) -> set[str]:
+    """Ends of names that mean these modules and no others; PEFT shortens long lists so."""
+    others = {name for name in names if name not in wanted and not name.endswith(tuple(f".{w}" for w in wanted))}
+    ends = {end for name in others for end in _ends(name)}
+    kept: set[str] = set()
+    for name in sorted(wanted, key=_ends):
+        for end in _ends(name):
+            if end not in kept and end not in ends and not any(name.endswith(f".{one}") for one in kept):
+                kept.add(end)
+                break
+    return kept if kept and len(kept) < len(wanted) else wanted
+
+
+def _ends(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))][::-1]
+
+
+def targeted(config: LoraConfig, modules: list[Module], model_type: str) -> Targets:
+    """Each module that gets an adapter, in order; `config` is settled.
+
+    Raises:
+        ValueError: none is meant, and no parameter either; or one that cannot have an adapter.
+    """
+    places, wanted = in_order(modules), config.target_modules
+    known = {name: (name, module, layer) for name, module, layer in places}
+    meant = [name for name in walked(places) if is_meant(config, name)]
+    past = _PAST_ADAPTERS.get(model_type, set())
+    incompatible = next((name for name in meant if name.rpartition(".")[2] in past), None)
+    if incompatible is not None:
+        raise ValueError(
+            f"LoraConfig: target_modules={shown(wanted)} means {incompatible}. PEFT: Module "
+            f"{incompatible.rpartition('.')[2]!r} is incompatible with Mamba-based models (model_type="
+            f"{model_type!r}). Name others of {', '.join(candidates(modules))}, or exclude_modules=['out_proj']."
+        )
+    wrong = [name for name in meant if name not in known or known[name][1].kind not in ADAPTABLE]
+    if wrong:
+        raise ValueError(
+            f"LoraConfig: target_modules={shown(wanted)} means {wrong[0]} (and {len(meant) - 1} more), which is no "
+            f"linear map or embedding. Those that are: {', '.join(candidates(modules))}."
+        )
+    if not meant and not config.target_parameters:
+        raise ValueError(
+            f"LoraConfig: target_modules={shown(wanted)} means no module of this model, or only what exclude_modules, "
+            f"modules_to_save or layers_to_transform leave out. It has {', '.join(candidates(modules))}."
+        )
+    return [known[name] for name in meant]
+
+
+def shown(value: Any) -> str:
+    return repr(sorted(value) if isinstance(value, set) else value)
+
+
+def walked(places: Targets) -> list[str]:
+    """Every name in order, that of an outer module before those inside."""
+    return list(
+        dict.fromkeys(
+            ".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)
+        )
+    )
+
+
+def is_meant(config: LoraConfig, name: str) -> bool:
+    if config.exclude_modules and _matches(config.exclude_modules, name):
+        return False
+    if any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or []):
+        return False
+    wanted = config.target_modules
+    if wanted is None or isinstance(wanted, str):
+        return wanted is not None and re.fullmatch(wanted, name) is not None
+    if name in wanted:  # a whole name means that module, whichever layers are named
+        return True
+    return _matches(wanted, name) and _in_layers(config, name)
+
+
+def _matches(wanted: Any, name: str) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return name in wanted or any(name.endswith(f".{end}") for end in wanted)
+
+
+def _in_layers(config: LoraConfig, name: str) -> bool:
+    layers, patterns = config.layers_to_transform, config.layers_pattern
+    if layers is None or layers == []:
+        return True
+    if not patterns:
+        found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", name)
+    else:
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        tried = (re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", name) for pattern in patterns)
+        found = next((match for match in tried if match), None)
+    if found is None or found["number"] is None:  # an alternative in the pattern may have no number
+        return False
+    return int(found["number"]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:
+    """The modules that `modules_to_save` means by the ends of their names, and those inside of them."""
+    wanted = tuple(config.modules_to_save or ())
+    places = in_order(modules)
+    meant = [name for name in walked(places) if wanted and name.endswith(wanted)]
+    return [place for place in places if any(place[0] == name or place[0].startswith(f"{name}.") for name in meant)]
+
+
+def rank_and_alpha(config: LoraConfig, name: str) -> tuple[int, float]:
+    """The rank and alpha of the module of this name: those of the first pattern that fits, or the usual ones."""
+
+    def lookup(patterns: dict, usual: Any) -> Any:
+        return next((patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", name)), usual)
+
+    return lookup(config.rank_pattern, config.r), lookup(config.alpha_pattern, config.lora_alpha)

@@ -1,0 +1,392 @@
+"""Model cards, and pushing folders to the Hub while a run trains."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+import yaml
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+from trl_jax.core.files import write_whole
+from trl_jax.core.secrets import as_token, masked, scrubbed
+from trl_jax.hub import fetch
+from trl_jax.hub.fetch import client_said, told_from_now_on
+from trl_jax.hub.heads import HeadName
+
+# ----------------------------------------------------------------------------------------------------
+# The README.md of a repository: a description of the model and how to call it.
+
+
+CARD, CURVE = "README.md", "training_loss.svg"
+_MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
+_TAGS = ("generated_from_trainer", "trl_jax")
+_LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
+
+
+class _Kind(NamedTuple):
+    """The words of a card for models with one of the heads."""
+
+    subject: str
+    meaning: str
+    loader: str
+    pipeline: str
+
+
+_KINDS: dict[str, _Kind] = {
+    "score": _Kind(
+        "a reward model", ": one score a text, the higher the better", "ForSequenceClassification",
+        "text-classification",
+    ),
+    "lm": _Kind("a language model", "", "ForCausalLM", "text-generation"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that a model was trained in.
+
+    Attributes:
+        arguments: those that were set, by name.
+        metrics: the last value of each.
+        losses: (step, loss) of every log.
+    """
+
+    arguments: dict[str, object]
+    metrics: dict[str, float]
+    losses: list[tuple[int, float]]
+
+
+_ADAPTERS = {
+    "LORA": "LoRA", "PROMPT_TUNING": "prompt tuning", "P_TUNING": "P-tuning", "PREFIX_TUNING": "prefix tuning",
+}  # fmt: skip
+
+
+def write_card(
+    folder: Path,
+    *,
+    model_name: str,
+    base_model: str | None,
+    datasets: list[str],
+    tags: list[str],
+    run: Run | None = None,
+    adapter: str | None = None,
+    head: HeadName = "score",
+    paper: tuple[str, str] | None = None,
+    **facts: object,
+) -> None:
+    """Write README.md unless there is one that this function did not write.
+
+    Args:
+        base_model: a repository's name; None where training began from a folder.
+        adapter: PEFT's type of the adapter that the repository holds alone; None of a whole model.
+        head: the model's.
+        paper: title and arXiv number of the paper that has the method.
+        run: the training to describe; None for a model that has not been trained.
+        facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
+    """
+    path = folder / CARD
+    own = not path.is_symlink() and path.is_file() and _MARK.encode() in path.read_bytes()  # a card in any encoding
+    if os.path.lexists(path) and not own:
+        return
+    metadata = {
+        "library_name": "peft" if adapter else "transformers",
+        "model_name": model_name,
+        "base_model": base_model,
+        "datasets": datasets or None,
+        "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model, adapter) if adapter else ())])),
+        "pipeline_tag": _KINDS[head].pipeline,
+        **facts,
+    }
+    kept = {key: masked(value, key) for key, value in metadata.items() if value is not None}
+    front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter, head, paper)}"
+    text += _run_section(folder, run)
+    write_whole(path, scrubbed(text))
+
+
+def _adapter_tags(base_model: str | None, adapter: str) -> list[str]:
+    own = ["lora"] if adapter == "LORA" else []  # PEFT tags no other type
+    return [*own, *([f"base_model:adapter:{base_model}"] if base_model else [])]
+
+
+def _text(
+    model_name: str,
+    base_model: str | None,
+    datasets: list[str],
+    adapter: str | None,
+    head: HeadName,
+    paper: tuple[str, str] | None,
+) -> str:
+    library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
+    kind = _KINDS[head]
+    subject = f"An adapter ({_ADAPTERS[adapter]}) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
+    options = ", num_labels=1" if adapter and head == "score" else ""
+    origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    data = f" on {', '.join(datasets)}" if datasets else ""
+    method = f"\n\nThe method is that of [{paper[0]}](https://huggingface.co/papers/{paper[1]})." if paper else ""
+    libraries = "\n".join(f"- {name} {version(name)}" for name in _LIBRARIES)
+    return f"""# {model_name}
+
+{subject}{origin}{data} with trl_jax{kind.meaning}.{method}
+
+```python
+from {library} import {loader}{kind.loader}
+
+model = {loader}{kind.loader}.from_pretrained("{model_name}"{options})
+```
+
+Trained with
+
+{libraries}
+"""
+
+
+def _run_section(folder: Path, run: Run | None) -> str:
+    """The run's arguments, last metrics, and its loss as a picture in the same folder."""
+    if run is None:
+        return ""
+    sections = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
+    losses = [(step, loss) for step, loss in run.losses if math.isfinite(loss)]
+    if len(losses) > 1:
+        write_whole(folder / CURVE, curve(losses))
+        sections.insert(0, f"![Training loss]({CURVE})\n")
+    return "\n" + "\n".join(section for section in sections if section)
+
+
+def _table(title: str, rows: dict[str, object]) -> str:
+    if not rows:
+        return ""
+    lines = "\n".join(f"| {name} | {_short(value)} |" for name, value in rows.items())
+    return f"{title}\n\n| | |\n| --- | --- |\n{lines}\n"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def curve(losses: list[tuple[int, float]]) -> str:
+    """An SVG of a line through (step, loss), at least one, all of them finite."""
+    last, low, high = losses[-1][0], min(loss for _, loss in losses), max(loss for _, loss in losses)
+    first, height, width = losses[0][0], 160, 480
+    points = " ".join(
+        f"{(step - first) / max(last - first, 1) * width:.1f},{(high - loss) / ((high - low) or 1) * height:.1f}"
+        for step, loss in losses
+    )
+    size = f'width="{width}" height="{height + 24}" font-family="sans-serif" font-size="12"'
+    caption = f'<text y="{height + 18}">loss {losses[0][1]:.4f} to {losses[-1][1]:.4f}, steps {first} to {last}</text>'
+    line = f'<polyline points="{points}" fill="none" stroke="#48a" stroke-width="1.5"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{line}{caption}</svg>\n'
+
+
+# ----------------------------------------------------------------------------------------------------
+# Uploads to a repository on the Hub: retried, in the background where asked; failures are kept and logged.
+
+
+logger = logging.getLogger(__name__)
+
+_WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
+_LONGEST_WAIT = 60.0  # however long the Hub asks for
+_HOPELESS = (400, 401, 403, 404, 413)  # statuses that another try would not change
+
+
+class _UploadError(Exception):
+    """A file did not arrive; its cause is the client's."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One commit: these files of a folder, by their paths in it, to a path in the repository."""
+
+    folder: Path
+    message: str
+    files: list[str]
+    path_in_repo: str = ""
+
+
+class Publisher:
+    """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs,
+    `uploading` which one.
+
+    The token is passed to the client and to nothing else: errors do not show it.
+
+    Raises:
+        TypeError, ValueError: the token cannot be one.
+    """
+
+    def __init__(
+        self, name: str, *, token: str | None, private: bool | None, revision: str | None, repo_type: str = "model"
+    ):
+        self._token, self._revision = as_token("hub_token", token), revision
+        self.repo_id, self.failures = name, []
+        self._private, self._repo_type, self._opened = private, repo_type, False
+        self.uploading: str | None = None
+        # Of the last background push. No join, which in Python 3.11 takes a thread for ended that a signal came by.
+        self._ended: threading.Event | None = None
+
+    def open(self) -> str:
+        """Make the repository (and the branch) if there is none, and return its full name.
+
+        Raises:
+            PermissionError: the token is missing, wrong, or may not write there.
+            ConnectionError: the Hub cannot be reached, or answers with an error.
+        """
+        if not self._opened:
+            api = huggingface_hub.HfApi(token=self._token)
+            try:
+                with fetch.limited(f"opening the repository {self.repo_id!r} on the Hub"):
+                    url = api.create_repo(self.repo_id, private=self._private, exist_ok=True, repo_type=self._repo_type)
+                    if self._revision is not None:
+                        api.create_branch(url.repo_id, branch=self._revision, exist_ok=True)
+            except (HTTPError, HFValidationError, OSError) as error:
+                raise self._failure(error, "cannot be opened") from None
+            self.repo_id, self._opened = url.repo_id, True
+        return self.repo_id
+
+    @property
+    def running(self) -> bool:
+        return self._ended is not None and not self._ended.is_set()
+
+    def wait(self) -> None:
+        if self._ended is not None:
+            self._ended.wait()
+
+    def push(self, uploads: list[Upload], *, revision: str | None = None) -> Any:
+        """Upload now, and return the last commit.
+
+        Raises:
+            PermissionError, ConnectionError: not even the last try succeeded.
+        """
+        self.open()
+        return [self._upload(upload, revision or self._revision) for upload in uploads][-1]
+
+    def push_in_background(
+        self, uploads: list[Upload], *, done: Callable[[bool], None], revision: str | None = None, daemon: bool = True
+    ) -> Future:
+        """Upload after the uploads under way. At the end `done` is called with True or False; a failure is logged.
+
+        A daemon's upload is cut off when the process ends. Other uploads the process waits for at its end; a signal
+        that ends it says what that cuts off.
+        """
+        future, before, ended = Future(), self._ended, threading.Event()
+        fetch.begin_again()
+        if not daemon:
+            told_from_now_on(fetch.under_way)
+
+        def run():
+            if before is not None:
+                before.wait()
+            try:
+                self._push_told(uploads, revision, done, future)
+            finally:
+                ended.set()
+
+        self._ended = ended
+        threading.Thread(target=run, name="push to the Hub", daemon=daemon).start()
+        return future
+
+    def _push_told(
+        self, uploads: list[Upload], revision: str | None, done: Callable[[bool], None], future: Future
+    ) -> None:
+        """Push, and tell `done` and `future` what came of it."""
+        try:
+            result = self.push(uploads, revision=revision)
+        except Exception as error:  # of a thread: whoever waits for `future` gets it, whatever it is
+            self.failures.append(str(error))
+            done(False)
+            future.set_exception(error)
+            if not isinstance(error, OSError):  # none of the Hub's: shown with its traceback
+                raise
+            if not fetch.is_cut_off():
+                logger.warning("%s", error)
+        else:
+            done(True)
+            future.set_result(result)
+
+    def cut_off(self) -> None:
+        """Break off what is under way, because the process is leaving."""
+        fetch.cut_off()
+
+    def _upload(self, upload: Upload, revision: str | None) -> Any:
+        self.uploading = upload.message
+        try:
+            for wait in (*_WAITS, None):
+                try:
+                    return self._try(upload, revision)
+                except (HTTPError, OSError, _UploadError) as error:
+                    if wait is None or not _may_pass(error) or fetch.is_cut_off():
+                        raise self._failure(error, f'did not take "{upload.message}"') from None
+                    wait = _retry_after(error) or wait
+                    logger.info("%s Trying again in %g seconds.", self._failure(error, "did not answer"), wait)
+                time.sleep(wait)
+        finally:
+            self.uploading = None
+
+    def _try(self, upload: Upload, revision: str | None) -> Any:
+        """Upload once.
+
+        Raises:
+            _UploadError: the client names a file that it could not upload.
+        """
+        with fetch.limited(f'uploading "{upload.message}" to {self.repo_id}'):
+            try:
+                return huggingface_hub.HfApi(token=self._token).upload_folder(
+                    repo_id=self.repo_id,
+                    folder_path=upload.folder,
+                    path_in_repo=upload.path_in_repo,
+                    commit_message=upload.message,
+                    allow_patterns=[glob.escape(name) for name in upload.files],
+                    revision=revision,
+                    repo_type=self._repo_type,
+                )
+            except RuntimeError as error:  # as which the client raises errors of its transport, in threads of its own
+                if isinstance(error.__cause__, HTTPError | OSError):
+                    raise _UploadError(str(error)) from error.__cause__
+                raise
+
+    def _failure(self, error: Exception, problem: str) -> OSError:
+        """The error of a request that failed; `problem` says which one."""
+        status = _status(error)
+        text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
+        kind = PermissionError if status in (401, 403) else ConnectionError
+        way_out = (
+            "Log in with `hf auth login`, or pass a hub_token that may write there."
+            if kind is PermissionError
+            else "What is saved here is complete: push again later."
+        )
+        return kind(scrubbed(f"The repository {self.repo_id!r} on the Hub {problem}: {text} {way_out}"))
+
+
+def _status(error: Exception) -> int | None:
+    """The status that the Hub answered with; None where it did not."""
+    answered = error.__cause__ if isinstance(error, _UploadError) else error
+    return answered.response.status_code if isinstance(answered, HfHubHTTPError) else None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may succeed: not after a refusal, nor for a file that cannot be read, nor in time."""
+    cause = error.__cause__ if isinstance(error, _UploadError) else error
+    if isinstance(cause, fetch.HubSilentError):
+        return False
+    if isinstance(cause, HTTPError):
+        return _status(cause) not in _HOPELESS
+    return isinstance(cause, ConnectionError | TimeoutError)
+
+
+def _retry_after(error: Exception) -> float | None:
+    """The seconds that the Hub asks to wait; None where it does not."""
+    if not isinstance(error, HfHubHTTPError):
+        return None
+    asked = error.response.headers.get("Retry-After", "")
+    return min(float(asked), _LONGEST_WAIT) if asked.isdecimal() else None

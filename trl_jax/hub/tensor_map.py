@@ -1,0 +1,238 @@
+"""Map tensors of a checkpoint to arrays of the model: names, fused tensors, per-head slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+# ----------------------------------------------------------------------------------------------------
+# The parts that our arrays are of tensors on disk which hold several of them.
+
+
+class TensorSlice(Protocol):
+    """The place of one of our arrays in a tensor on disk that holds several."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Our numbers in our order, as a view of the tensor's memory; axes may be split."""
+
+    def rows(self, array: Any) -> Any:
+        """Our rows of an array of NumPy or JAX with one row for each output of the whole matrix."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`count` rows from `start` on of a tensor with `total`; `transposed`: it is stored as (in, out)."""
+
+    start: int
+    count: int
+    total: int
+    transposed: bool = False
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        whole = (self.total, *ours[1:])
+        return whole[::-1] if self.transposed else whole
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        rows = tensor.T if self.transposed else tensor
+        return self.rows(rows)
+
+    def rows(self, array: Any) -> Any:
+        return array[self.start : self.start + self.count]
+
+
+@dataclass(frozen=True)
+class ExpertRows(Rows):
+    """Such rows of each expert's matrix, in a tensor of all experts: `[E, total, in]`, transposed `[E, in, total]`."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (ours[0], *super().shape(ours[1:]))
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        matrices = tensor.swapaxes(1, 2) if self.transposed else tensor
+        return matrices[:, self.start : self.start + self.count]
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """A vector of ours that is a matrix with one row."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *ours)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor[0]
+
+    def rows(self, array: Any) -> Any:
+        return array[0]
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """Query, key or value (`which` is 0, 1 or 2) of a tensor that holds the three of each head together."""
+
+    which: int
+    heads: int
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (3 * ours[0], *ours[1:])
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(self.heads, 3, -1, *tensor.shape[1:])[:, self.which]
+
+    def rows(self, array: Any) -> Any:
+        return self.view(array).reshape(-1, *array.shape[1:])
+
+
+@dataclass(frozen=True)
+class ExpertColumns:
+    """Every `step`-th column from `start` on of all experts' matrices, stored as `[E, in, out]`, or biases `[E, out]`.
+
+    Ours are `[E, out, in]` and `[E, out]`.
+    """
+
+    start: int = 0
+    step: int = 1
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        experts, outputs, *inputs = ours
+        return (experts, *inputs, outputs * self.step)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        columns = tensor[..., self.start :: self.step]
+        return columns.swapaxes(1, 2) if tensor.ndim == 3 else columns
+
+    def rows(self, array: Any) -> Any:
+        return array[self.start :: self.step]
+
+
+@dataclass(frozen=True)
+class PartOfEach:
+    """Of a tensor with as many rows for each of `groups`, `total`, the `count` from `start` on of every one."""
+
+    groups: int
+    start: int
+    count: int
+    total: int
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.groups * self.total, *ours[1:])
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(self.groups, self.total, *tensor.shape[1:])[:, self.start : self.start + self.count]
+
+    def rows(self, array: Any) -> Any:
+        return self.view(array).reshape(-1, *array.shape[1:])
+
+
+def interleaved(module: str, groups: int, sizes: dict[str, int]) -> dict[str, tuple[str, TensorSlice]]:
+    """Names for a module whose weight has for each of `groups` the rows of several of ours, `sizes` (our module -> its
+    rows of one group), one below the other."""
+    total, names, start = sum(sizes.values()), {}, 0
+    for ours, count in sizes.items():
+        names[ours] = (module, PartOfEach(groups, start, count, total))
+        start += count
+    return names
+
+
+def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, TensorSlice]]:
+    """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
+    total, names, start = sum(sizes.values()), {}, 0
+    for ours, count in sizes.items():
+        names[ours] = (module, Rows(start, count, total, transposed))
+        start += count
+    return names
+
+
+# ----------------------------------------------------------------------------------------------------
+# The two-way table between our arrays and the tensors on disk; loading and saving walk the same list.
+
+
+# Our module (or parameter) -> theirs; beside it the slice that is ours, if it is not all of it, and the number of the
+# layer there that is our first, if it is not 0. Norms aside, in the order in which transformers makes the modules: that
+# is the order in which adapters are drawn.
+Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int] | tuple[str, TensorSlice, int]]
+
+
+def in_runs(runs: Iterable[Any], names_of: Callable[[Any], Names]) -> Names:
+    """The names of a model whose layers are of several kinds, from those of a model whose layers are all of one.
+
+    Args:
+        runs: each a `models.arch.Run`.
+        names_of: from a `models.arch.LayerKind`.
+    """
+    return {ours: name for run in runs for ours, name in _of_run(names_of(run.kind), run).items()}
+
+
+def _of_run(names: Names, run: Any) -> Names:
+    found: Names = {}
+    for ours, name in names.items():
+        if ".layers." not in ours:
+            found[ours] = name
+            continue
+        tensor, *place = (name,) if isinstance(name, str) else name
+        found[ours.replace(".layers.", f".{run.name}.", 1)] = (tensor, *place, run.first) if run.first else name
+    return found
+
+
+def ordered(names: Names, *modules: str, before: str) -> Names:
+    """The same names with these modules of ours moved in front of another."""
+    moved = {module: names[module] for module in modules}
+    rest = {module: name for module, name in names.items() if module not in moved}
+    at = list(rest).index(before)
+    return dict([*list(rest.items())[:at], *moved.items(), *list(rest.items())[at:]])
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Our array at `path` and their `tensor`, or its slice that is ours; `first` is the number of the first layer."""
+
+    path: str
+    tensor: str
+    tensor_slice: TensorSlice | None = None
+    first: int = 0
+
+    @property
+    def stacked(self) -> int:
+        """The number of leading axes that count tensors."""
+        return self.tensor.count("{}")
+
+    def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+        """Each tensor and its index in our array of this shape."""
+        places = np.ndindex(shape[: self.stacked])
+        return [(self.tensor.format(*(i + self.first for i in index[:1]), *index[1:]), index) for index in places]
+
+    def shape_on_disk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        ours = shape[self.stacked :]
+        return ours if self.tensor_slice is None else self.tensor_slice.shape(ours)
+
+    def take(self, tensor: np.ndarray) -> np.ndarray:
+        """Our array, or one layer of it, from the tensor."""
+        if self.tensor_slice is None:
+            return tensor
+        ours = self.tensor_slice.view(tensor)
+        if ours.ndim < tensor.ndim:
+            return ours
+        return ours.reshape(-1, *ours.shape[ours.ndim - tensor.ndim + 1 :])
+
+    def put(self, values: np.ndarray, tensor: np.ndarray) -> None:
+        """Write our array, or one layer of it, to its place in the tensor."""
+        view = tensor if self.tensor_slice is None else self.tensor_slice.view(tensor)
+        view[...] = values.reshape(view.shape)
+
+
+def make_tensor_map(paths: Iterable[str], names: Names) -> list[TensorEntry]:
+    """An entry for each of our parameters, by its own name in `names` or by its module's and `.weight` or `.bias`."""
+    tensor_map = []
+    for path in paths:
+        module, _, kind = path.rpartition(".")
+        name, suffix = (names[path], "") if path in names else (names[module], f".{kind}")
+        tensor, *place = (name,) if isinstance(name, str) else name
+        first = place.pop() if place and isinstance(place[-1], int) else 0
+        tensor_map.append(TensorEntry(path, tensor + suffix, place[0] if place else None, first))
+    return tensor_map

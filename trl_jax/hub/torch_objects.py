@@ -1,0 +1,506 @@
+"""Torch and PEFT models that the user passes: read, checked, and given the trained weights."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from trl_jax.hub.auto import Checkpoint, find_checkpoint
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.peft_config import ENCODER, LoraConfig, begun, positions_beside, read_adapter_config
+from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
+from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.models.adapters import PREFIX
+
+# ----------------------------------------------------------------------------------------------------
+# torch models that a script passes: their weights in, and the trained ones back out.
+
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FOLDER = "adapter"
+
+
+def is_torch_model(value: Any) -> bool:
+    """Whether it is a module of torch's; torch is not imported to find out."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
+
+
+@contextmanager
+def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[Path]:
+    """A folder, for as long as it is needed, with the model as transformers saves it.
+
+    Args:
+        dropout: whether its dropout counts: it will train with it.
+
+    Raises:
+        TypeError, ValueError: it is no model of transformers with this head, or quantised by another library than
+            bitsandbytes.
+    """
+    base = model.get_base_model() if is_adapted(model) else model
+    _check(base, head)
+    if base is model:
+        _check_no_adapter(model)
+    if head == "score" and not dropout:
+        unwrap_head(base)
+    check_unaltered(model, base, plain=base is model and not _in_few_bits(base), dropout=dropout)
+    quantization_of(base)
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        if base is model:
+            _save(base, base.state_dict(), folder)
+        else:
+            _save_adapted(model, base, Path(folder))
+        yield Path(folder)
+
+
+@contextmanager
+def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[Checkpoint]:
+    """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one; arguments as
+    of `as_folder`."""
+    name = name_of(model)
+    with as_folder(model, head, dropout=dropout) as folder, _errors_naming(name, folder):
+        checkpoint = replace(find_checkpoint(str(folder), head=head, dtype="auto"), name=name)
+        base = model.get_base_model() if is_adapted(model) else model
+        checkpoint = _with_untrained_row(checkpoint, base)
+        if is_adapted(model):
+            adapter = folder / ADAPTER_FOLDER
+            config = read_adapter_config(adapter)
+            config = begun(config) if isinstance(config, LoraConfig) else config
+            positions = positions_beside(checkpoint.max_positions, config)
+            checkpoint = replace(checkpoint, adapter=adapter, lora=config, max_positions=positions)
+        yield replace(checkpoint, quantization=quantization_of(base))
+
+
+def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
+    """The row of the embedding that never trains is the one with which it was made: of a pad token that a script has
+    named in the config since, torch knows nothing."""
+    if checkpoint.native is None:
+        return checkpoint
+    import torch
+
+    tables = (one for one in base.get_input_embeddings().modules() if isinstance(one, torch.nn.Embedding))
+    arch = replace(checkpoint.native.arch, padding_idx=next(tables).padding_idx)
+    return replace(checkpoint, native=replace(checkpoint.native, arch=arch), max_positions=arch.max_positions)
+
+
+def name_of(model: Any) -> str:
+    """The folder or repository that a torch model was loaded from; its class where it was loaded from none."""
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+
+
+@contextmanager
+def _errors_naming(name: str, folder: Path) -> Iterator[None]:
+    """Errors of a folder that is gone when they are read name the model instead."""
+    try:
+        yield
+    except (TypeError, ValueError, FileNotFoundError) as error:
+        told = str(error).replace(str(folder), name)
+        if told == str(error):
+            raise
+        kind = next(kind for kind in (TypeError, ValueError, FileNotFoundError) if isinstance(error, kind))
+        raise kind(told).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _check_no_adapter(model: Any) -> None:
+    """Raise ValueError for a base model in whose layers there is an adapter: peft's model of it is wanted."""
+    if "peft_config" in vars(model):
+        raise ValueError(
+            f"model is a {type(model).__qualname__} in whose layers there is an adapter of peft's already. Pass "
+            "peft's model of it, the trainer.model that trained it, or a folder that it was saved to."
+        )
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether it is a model of peft's, with an adapter."""
+    return type(model).__module__.startswith("peft.")
+
+
+def _save_adapted(model: Any, base: Any, folder: Path) -> None:
+    """The base model without peft's modules, and the adapter in a folder below."""
+    if len(model.peft_config) > 1:
+        raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
+    [name] = model.peft_config
+    state = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
+    _save(base, state, folder)
+    model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
+    inner = folder / ADAPTER_FOLDER / name
+    if inner.is_dir():  # where it has another name than peft's default
+        for path in inner.iterdir():
+            path.rename(folder / ADAPTER_FOLDER / path.name)
+    _save_encoder(model, name, folder / ADAPTER_FOLDER)
+
+
+def _save_encoder(model: Any, name: str, folder: Path) -> None:
+    """Write the network that makes the vectors of virtual tokens, where there is one: peft does not."""
+    config = model.peft_config[name]
+    if config.is_prompt_learning and not config.inference_mode:
+        arrays = {key: value.float().numpy() for key, value in model.prompt_encoder[name].state_dict().items()}
+        if len(arrays) > 1:
+            save_file(arrays, folder / ENCODER)
+
+
+def _save(base: Any, state: dict[str, Any], folder: Path | str) -> None:
+    """Save a model with this state, whose keys may be those that peft gives them; of weights in few bits, as floats."""
+    few = _in_few_bits(base)
+    inside = tuple(f"{name}." for name in few)
+    state = {key: value for key, value in state.items() if not key.startswith(inside) or key.endswith(".bias")}
+    plain = {_without_peft(key): value for key, value in (state | _floats(few)).items()}
+    if not few:
+        base.save_pretrained(folder, state_dict=plain)
+        return
+    import torch
+
+    config = copy.deepcopy(base.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        twin = type(base)(config)
+    twin.load_state_dict(plain, strict=False, assign=True)
+    twin.tie_weights()
+    twin.save_pretrained(folder)
+
+
+def _without_peft(key: str) -> str:
+    return key.replace(".token_adapter.base_layer", "").replace(".base_layer", "").replace(".original_module", "")
+
+
+def _in_few_bits(base: Any) -> dict[str, Any]:
+    """The modules whose weights bitsandbytes holds in four or eight bits."""
+    kinds = ("Params4bit", "Int8Params")
+    weights = {name: one.weight for name, one in base.named_modules() if "weight" in vars(one)["_parameters"]}
+    return {name: base.get_submodule(name) for name, one in weights.items() if type(one).__name__ in kinds}
+
+
+def _floats(modules: dict[str, Any]) -> dict[str, Any]:
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    states = {name: vars(one).get("state") for name, one in modules.items()}
+    return {f"{name}.weight": dequantize_bnb_weight(one.weight, states[name]) for name, one in modules.items()}
+
+
+def quantization_of(base: Any) -> BitsAndBytesConfig | None:
+    """How a model's weights were quantised when it was loaded; None where they were not. Scales of scales are unpacked:
+    rounding them once more would change them.
+
+    Raises:
+        ValueError: by another library than bitsandbytes.
+    """
+    if "quantization_config" not in base.config.to_dict():
+        return None
+    config = base.config.quantization_config
+    if type(config).__name__ != "BitsAndBytesConfig":
+        raise ValueError(
+            f"model is a {type(base).__qualname__} that is quantised by a {type(config).__qualname__}: wanted a "
+            "BitsAndBytesConfig, or load it without quantization_config."
+        )
+    return replace(as_quantization(config), bnb_4bit_use_double_quant=False)
+
+
+def _of_adapter(key: str, name: str) -> bool:
+    return ".lora_" in key or ".trainable_tokens_" in key or f".modules_to_save.{name}." in key
+
+
+def _check(model: Any, head: HeadName) -> None:
+    from transformers import PreTrainedModel
+
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {kind}: wanted one of transformers' models, or a checkpoint's folder or Hub name.")
+    if not type(model).__module__.startswith("transformers."):
+        raise TypeError(
+            f"model is a {kind}: its own code would not run, since transformers' models are computed here by JAX. Pass "
+            "one of transformers' own classes, and put what is different into compute_loss."
+        )
+    if head == "lm":
+        if not _is_causal(model):
+            raise TypeError(
+                f"model is a {kind}, which has no causal language model's head: load it with AutoModelForCausalLM, or "
+                "pass its name."
+            )
+        return
+    if model.config.num_labels != 1:
+        raise ValueError(
+            f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`: load "
+            "it with num_labels=1, or pass its name."
+        )
+
+
+def _is_causal(model: Any) -> bool:
+    from transformers.models.auto import modeling_auto
+
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return any(type(model).__name__ in names.values() for names in known)
+
+
+def frozen_names(model: Any) -> list[str]:
+    """Names of parameters with requires_grad=False; those of a base model are frozen by peft itself, and those of a
+    quantised one have an adapter beside them or are refused."""
+    if is_adapted(model) or _in_few_bits(model):
+        return []
+    return [name for name, one in model.named_parameters() if not one.requires_grad]
+
+
+def resize(model: Any, rows: int) -> None:
+    """Give a torch model so many rows of tokens, in its head, too; the new ones are the mean of the old."""
+    import torch
+
+    before = model.get_input_embeddings().num_embeddings
+    if is_adapted(model) or before == rows:
+        return
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    with torch.no_grad():
+        for table in tables if rows > before else []:
+            if table is not None:
+                table.weight[before:] = table.weight[:before].mean(0)
+
+
+def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
+    """Write the parameters into the torch model they came from, in the dtypes it has and on its devices."""
+    import torch
+
+    if isinstance(backend, AdaptedBackend):
+        _give_back_adapter(backend, params, model)
+        return
+    state = model.state_dict()
+    values = dict(backend.on_disk(params))
+    if not values.keys() <= state.keys():  # transformers keeps some tensors in another form than files do
+        values = _as_loaded(backend, params, config, type(model))
+    with torch.no_grad():
+        for name, value in values.items():
+            state[name].copy_(value if isinstance(value, torch.Tensor) else torch.tensor(value))
+
+
+def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
+    """Write an adapter into peft's model, or into the base model itself, in whose layers peft puts it."""
+    import torch
+
+    if backend.virtual.count:
+        if is_adapted(model):  # a base model stays as it is: they are no part of it
+            arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
+            model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
+        return
+    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
+    if not is_adapted(model):
+        if importlib.util.find_spec("peft") is None:
+            logger.warning(
+                "The torch model stays as it was: the adapter is in trainer.model, and in what is saved. Where peft is "
+                "installed, the model gets it, too."
+            )
+            return
+        if "peft_config" not in vars(model):
+            _install(backend.saved_config, model)
+        state = {name.removeprefix("base_model.model."): value for name, value in state.items()}
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, state, adapter_name=next(iter(model.peft_config)))
+
+
+def _install(config: LoraConfig, model: Any) -> None:
+    """Let peft put a new adapter into the layers of a model, which stays the object it is."""
+    from peft import PeftConfig, get_peft_model
+
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        config.save_pretrained(folder)
+        get_peft_model(model, PeftConfig.from_pretrained(folder))
+
+
+def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        backend.save(Path(folder), params, config)
+        return kind.from_pretrained(folder).state_dict()
+
+
+def as_pefts(config: Any) -> Any:
+    """A LoraConfig of ours as peft's; any other config as it is."""
+    if not isinstance(config, LoraConfig):
+        return config
+    from peft import LoraConfig as Theirs
+
+    known, usual = inspect.signature(Theirs).parameters, vars(LoraConfig())
+    return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Torch models in which a script has changed more than weights and config: JAX computes by these alone.
+
+
+# Whose functions, put on a module, leave what it computes as it is.
+_KNOWN = ("transformers", "accelerate", "peft", "trl", "torch", "liger_kernel")
+# Of scripts, by the names that peft's and transformers' documents give them; they only ask for gradients.
+_HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NEAR = 0.02  # relative: a buffer that was cast to sixteen bits is the same
+
+
+def unwrap_head(base: Any) -> None:
+    """Let a score head be its linear layer again where a script has put dropout around it, in a model whose dropout
+    does not count: they compute the same, and `score.weight` is what transformers reads, `score.1.weight` is not."""
+    import torch
+
+    for name, module in list(base.named_children()):
+        if type(module) is not torch.nn.Sequential:
+            continue
+        layers = [part for part in module if type(part) not in (torch.nn.Dropout, torch.nn.Identity)]
+        if len(layers) == 1 and type(layers[0]) is torch.nn.Linear:
+            setattr(base, name, layers[0])
+            logger.warning(
+                "model.%s has dropout around its linear layer, which disable_dropout=True leaves out: it is that layer "
+                "now, and saved as %s.weight.", name, name,
+            )  # fmt: skip
+
+
+def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True) -> None:
+    """Raise ValueError for a model that would compute, or train, otherwise than one of its config with its weights.
+
+    Args:
+        base: the model without an adapter of peft's.
+        plain: whether its modules are those of transformers: it has no adapter, and no weights in few bits.
+        dropout: whether its dropout counts.
+    """
+    found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
+    if plain:
+        found += _modules(base, dropout)
+    if found:
+        raise ValueError(
+            f"model is a {type(base).__qualname__} that was changed after it was made: {found[0]}. JAX computes what "
+            "its config says, with its weights, and would pass this over. Say it in the config that the model is "
+            "loaded with, or leave it out."
+        )
+
+
+def _functions(model: Any) -> Iterator[str]:
+    for name, module in model.named_modules():
+        own = vars(module)
+        if "forward" in own and "_hf_hook" not in own and not _is_known(own["forward"]):
+            yield f"{name}.forward is a function of the script's"
+        for kind in _HOOKS:
+            for hook in own[kind].values():
+                if not _is_known(hook):
+                    yield f"{name} has a hook of the script's, {_name_of(hook)}"
+
+
+def _gradient_hooks(model: Any) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if name.startswith("prompt_encoder."):
+            continue  # where peft has hooks of its own
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield f"the gradient of {name} has a hook"
+
+
+def _tied(base: Any) -> Iterator[str]:
+    head, table = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is not None and head.weight is table.weight and not base.config.get_text_config().tie_word_embeddings:
+        yield "its head and its embedding are one, and its config has tie_word_embeddings=False"
+
+
+def _modules(base: Any, dropout: bool) -> Iterator[str]:
+    """Modules and constants that another model of its config has otherwise; that one has no numbers, nor memory."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        twin = dict(type(base)(copy.deepcopy(base.config)).named_modules())
+    for name, module in base.named_modules():
+        if name not in twin:
+            continue  # whose weights, if it has any, do not fit
+        if type(module) is not type(twin[name]):
+            yield f"{name} is a {type(module).__qualname__}, and by its config a {type(twin[name]).__qualname__}"
+            continue
+        for key, value in vars(twin[name]).items():
+            drops = isinstance(module, torch.nn.Dropout) or "dropout" in key
+            if type(value) is float and vars(module).get(key) != value and (dropout or not drops):
+                yield f"{name}.{key} is {vars(module).get(key)}, and by its config {value}"
+        yield from _buffers(name, module)
+
+
+def _buffers(name: str, module: Any) -> Iterator[str]:
+    """Of a module that is made of a config alone, those of its buffers that are not saved and are others by now."""
+    import torch
+
+    wanted = [key for key in module._non_persistent_buffers_set if vars(module)["_buffers"][key] is not None]
+    if not wanted or "config" not in vars(module) or _needs_more_than_a_config(type(module)):
+        return
+    if any(word in str(vars(module).get("rope_type")) for word in ("dynamic", "longrope")):
+        return  # which follow the longest text
+    with torch.random.fork_rng(devices=[]):
+        made = type(module)(copy.deepcopy(module.config))
+    for key in wanted:
+        ours, theirs = (dict(one.named_buffers(recurse=False))[key].float().cpu() for one in (module, made))
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_NEAR, atol=0.0):
+            yield f"{name}.{key} has other numbers than by its config"
+
+
+def _needs_more_than_a_config(kind: type) -> bool:
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return needed != ["config"]
+
+
+def _is_known(function: Any) -> bool:
+    if isinstance(function, partial):
+        function = function.func
+    return str(function.__module__).partition(".")[0] in _KNOWN or _name_of(function) in _HARMLESS
+
+
+def _name_of(function: Any) -> str:
+    return function.__name__ if "__name__" in dir(function) else type(function).__qualname__
+
+
+# ----------------------------------------------------------------------------------------------------
+# Losses that a script writes in torch: a model's outputs as tensors that ask for a gradient, and the gradient.
+
+
+def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    """A batch as torch's collators give it: token ids, masks and labels are int64."""
+    return as_tensors({name: _as_long(np.array(values)) for name, values in arrays.items()})
+
+
+def _as_long(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.int64) if values.dtype.kind in "iu" else values
+
+
+def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors of these arrays that take up a gradient, and what a script gets of them and may write into."""
+    leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
+    return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
+
+
+def _copied(outputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.array(values) for name, values in outputs.items()}
+
+
+def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+    """The derivative of a loss by each of these tensors; zeros where it does not depend on one."""
+    loss.backward()
+    return [{name: _gradient_of(leaf) for name, leaf in of_call.items()} for of_call in leaves]
+
+
+def _gradient_of(leaf: Any) -> np.ndarray:
+    return np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy()
+
+
+def is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def without_gradient() -> Any:
+    """A context in which torch keeps nothing for a gradient."""
+    import torch
+
+    return torch.no_grad()

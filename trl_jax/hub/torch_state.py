@@ -1,0 +1,151 @@
+"""Read optimizer.pt and rng_state.pth of TRL's checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from trl_jax.core import text
+from trl_jax.core.text import brief
+from trl_jax.core.torch_random import GeneratorState
+from trl_jax.hub.formats import SINGLE
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.peft_config import CONFIG as ADAPTER
+from trl_jax.hub.peft_config import VECTORS, WEIGHTS
+
+# ----------------------------------------------------------------------------------------------------
+# Optimizer states that torch wrote. Torch is imported where one is read, and nowhere else.
+
+
+OPTIMIZER = "optimizer.pt"
+
+
+def write_adamw_moments(
+    checkpoint: Path, folder: Path, config: Any, head: HeadName, decays: Callable[[str], bool]
+) -> int:
+    """Write the moments of a Trainer's checkpoint as if they were weights: `folder`/mu and `folder`/nu, for `load`.
+
+    torch numbers an optimizer's tensors; their names follow from the order of the model's, those that decay first. For
+    an adapter, peft is needed to know that order.
+
+    Args:
+        config: transformers' object, of the model or of an adapter's base model.
+        head: the model's.
+
+    Returns:
+        How many steps AdamW has taken.
+
+    Raises:
+        ValueError: it is no AdamW over this model's tensors, or not one that can be read without running code.
+    """
+    saved = _read(checkpoint / OPTIMIZER)
+    names, files = _parameter_names(checkpoint, config, head), (checkpoint / ADAPTER, checkpoint / "config.json")
+    described, weights = (files[0], WEIGHTS) if files[0].is_file() else (files[1], SINGLE)
+    groups = [[name for name in names if decays(name)], [name for name in names if not decays(name)]]
+    groups = [group for group in groups if group]
+    try:
+        sizes = [len(group["params"]) for group in saved["param_groups"] if group["params"]]
+        states = [saved["state"][index] for index in range(len(names))]
+        parts = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+        moments = {part: [state[key].float().contiguous().numpy() for state in states] for part, key in parts.items()}
+        [count] = {int(state["step"]) for state in states}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        text = brief(error, 300)
+        raise ValueError(f"{checkpoint / OPTIMIZER} is not AdamW's state of this model: {text}.") from error
+    if sizes != [len(group) for group in groups]:
+        raise ValueError(
+            f"{checkpoint / OPTIMIZER} has groups of {sizes} tensors, the model {[len(group) for group in groups]}."
+        )
+    order = [name for group in groups for name in group]
+    for part, values in moments.items():
+        (folder / part).mkdir()
+        shutil.copy(described, folder / part)
+        save_file({_on_disk(name): value for name, value in zip(order, values, strict=True)}, folder / part / weights)
+    return count
+
+
+def _read(path: Path) -> Any:
+    import torch
+
+    try:
+        with text.naming(path):
+            return torch.load(path, map_location="cpu", weights_only=True)  # which runs no code of the file's
+    except MemoryError:
+        raise
+    except Exception as error:  # its reader stumbles over a damaged file in many ways
+        said = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+        raise ValueError(
+            f"{path}, of {path.stat().st_size:,} bytes, cannot be read ({said[:200]}). Copy it again, or pass the "
+            "folder as model= to begin anew from its weights."
+        ) from error
+
+
+def _parameter_names(checkpoint: Path, config: Any, head: HeadName) -> list[str]:
+    """The names of the parameters that train, in torch's order."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = {"score": AutoModelForSequenceClassification, "lm": AutoModelForCausalLM}[head]
+    with torch.device("meta"):
+        model = kind.from_config(config, attn_implementation="eager", trust_remote_code=False)
+        if (checkpoint / ADAPTER).is_file():
+            model = _adapted(model, checkpoint)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _adapted(model: Any, checkpoint: Path) -> Any:
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(checkpoint)
+    config.inference_mode = config.init_lora_weights = False  # its values are not asked for
+    config.prompt_tuning_init = "RANDOM"
+    return get_peft_model(model, config)
+
+
+def _on_disk(name: str) -> str:
+    """The name under which PEFT saves a parameter of its one adapter; other names as they are."""
+    if name == "prompt_encoder.default.embedding.weight":
+        return VECTORS
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+    return name.replace(".modules_to_save.default", "").replace(".default", "")
+
+
+# ----------------------------------------------------------------------------------------------------
+# torch's stream of random numbers: its place that transformers' Trainer keeps in a checkpoint, and its seed.
+
+
+_WORDS, _LEFT, _NEXT, _FIRST = 624, 8, 16, 24  # of the twister, and where torch's generator has them, in bytes
+
+
+def random_state(checkpoint: Path, rank: int, ranks: int) -> GeneratorState | None:
+    """That of one of so many processes, of torch's generator on the CPU; None where its file is not there."""
+    path = checkpoint / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth")
+    if not path.is_file():
+        return None
+    import torch
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():
+        return place_of(torch.load(path, weights_only=True)["cpu"].numpy())
+
+
+def seed_if_imported(seed: int) -> None:
+    """Seed torch's generators where a script has imported torch, and may draw from them."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed)
+
+
+def place_of(state: np.ndarray) -> GeneratorState:
+    """Of what `torch.get_rng_state()` gives, uint8 `[5056]`."""
+    raw = state.tobytes()
+    key = np.frombuffer(raw, np.uint64, _WORDS, _FIRST).astype(np.uint32)
+    [left], [used] = np.frombuffer(raw, np.int32, 1, _LEFT), np.frombuffer(raw, np.uint64, 1, _NEXT)
+    return GeneratorState(key, _WORDS if left == 1 else int(used), 0)

@@ -1,0 +1,173 @@
+"""Reward functions and arguments of GRPO and RLOO before TRL 1.0."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import TrainingArguments
+
+from trl_jax.data.prompts import prompt_ids
+from trl_jax.hub.torch_objects import is_torch_model
+from trl_jax.legacy.arguments import tell
+from trl_jax.rollout.rewards import RewardModel, is_model, reward_model
+from trl_jax.trainer.overrides import check_collator
+
+# ----------------------------------------------------------------------------------------------------
+# The constructor that RLOOTrainer had in TRL up to 0.21: a config, a policy, its reference and a reward model.
+
+
+_RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
+# Each argument of that form -> what to write today.
+OLD_ARGUMENTS = {old: f"pass it as {new}." for old, new in _RENAMED.items()} | {
+    "ref_policy": "it is the reference. Without it, the model as it is before training is.",
+    "data_collator": "leave it out: prompts are padded when they are completed.",
+}
+_DEFAULTS = (
+    "What the config does not set has today's defaults: num_iterations=1 (was 4), max_completion_length=512 (was 53), "
+    "temperature=1.0 (was 0.7). The end of text ends a completion, as stop_token='eos' asked for, and an epoch "
+    "completes each prompt num_generations times (was once)."
+)
+
+
+def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by today's names, with one FutureWarning for all; the reference is left with the trainer.
+
+    Raises:
+        TypeError: an argument by its old and its new name, or the config in the place of the model.
+        ValueError: the policy is its own reference, or there is a collator of the script's own.
+    """
+    if args and isinstance(args[0], TrainingArguments):
+        raise TypeError(
+            f"The first argument is a {type(args[0]).__name__}, as RLOOTrainer took it up to TRL 0.21. Pass it as "
+            "args=, and the others by name: model=, reward_funcs=, train_dataset=, processing_class=."
+        )
+    old = [name for name in given if name in OLD_ARGUMENTS]
+    if not old:
+        return given
+    kept = _renamed(given)
+    collator, reference = kept.pop("data_collator", None), kept.pop("ref_policy", None)
+    if type(collator).__name__ != "DataCollatorWithPadding":
+        check_collator(collator, ())
+    by_name = isinstance(reference, str | os.PathLike)  # which is read twice
+    if reference is not None and not by_name and reference is kept.get("model"):
+        raise ValueError(
+            "`policy` and `ref_policy` cannot be the same object. Leave ref_policy out: the model as it is before "
+            "training is then the reference."
+        )
+    if reference is not None:
+        trainer._given_reference = reference
+    if "reward_model" in given:
+        tokenizer = kept.get("processing_class", kept.get("tokenizer"))
+        kept["reward_funcs"] = _judge(trainer, given["reward_model"], tokenizer)
+    tell(
+        f"RLOOTrainer({', '.join(f'{name}=' for name in old)}) is its form up to TRL 0.21. Pass args=, model= and "
+        f"reward_funcs=; the reference is the model as it is before training. {_DEFAULTS}",
+        above=1,
+    )
+    return kept
+
+
+def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+    for old, new in _RENAMED.items():
+        if old in given and new in given:
+            raise TypeError(f"{old} and {new} are one argument. Leave {old} out.")
+    return {_RENAMED.get(name, name): value for name, value in given.items()}
+
+
+def _judge(trainer: Any, given: Any, tokenizer: Any) -> Any:
+    """Make of `reward_model` what judges as it did: a model by the policy's own tokens, a function by whole texts,
+    unless it is written for today's call."""
+    if not is_model(given):
+        if not callable(given) or takes_completions(given):
+            return given
+        return TextScores(given, functools.partial(_ids, trainer), functools.partial(_decoded, trainer))
+    beyond = not is_torch_model(given) or _rows(given) <= (getattr(tokenizer, "pad_token_id", None) or 0)
+    model = reward_model(given, None if beyond else tokenizer)
+    return TokenScores(model, functools.partial(_ids, trainer))
+
+
+def _rows(model: Any) -> int:
+    return model.get_input_embeddings().num_embeddings
+
+
+def _ids(trainer: Any, prompts: list) -> list[list[int]]:
+    args = trainer.args
+    options = {"template_options": args.chat_template_kwargs, "max_prompt_length": args.max_prompt_length}
+    return prompt_ids(prompts, trainer.processing_class, **options)
+
+
+def _decoded(trainer: Any, ids: list[list[int]]) -> list[str]:
+    return trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Judges of completions in RLOOTrainer up to TRL 0.21: a model or a function, and a penalty for want of an end.
+
+
+@dataclass
+class TokenScores:
+    """A reward model that reads the policy's own tokens: those of the prompt and all that was written, the end too.
+
+    prompt_ids: prompts -> their tokens.
+    """
+
+    model: RewardModel
+    prompt_ids: Callable[[list], list[list[int]]]
+
+    @property
+    def __name__(self) -> str:
+        return self.model.name
+
+    def __call__(self, prompts: list, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
+        return self.model.scores(_whole(self.prompt_ids(prompts), completion_ids)).tolist()
+
+
+@dataclass
+class TextScores:
+    """A function of texts, each a prompt with its completion, without special tokens.
+
+    decode: tokens of texts -> the texts.
+    """
+
+    function: Callable[[list[str]], Any]
+    prompt_ids: Callable[[list], list[list[int]]]
+    decode: Callable[[list[list[int]]], list[str]]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, prompts: list, completion_ids: Sequence[list[int]], **columns: Any) -> Any:
+        return self.function(self.decode(_whole(self.prompt_ids(prompts), completion_ids)))
+
+
+@dataclass
+class MissingEos:
+    """Takes `penalty` off where a completion has no end.
+
+    eos: the id that ends a text.
+    """
+
+    penalty: float
+    eos: Callable[[], int | None]
+    __name__ = "missing_eos_penalty"
+
+    def __call__(self, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
+        eos = self.eos()
+        return np.where([eos in own for own in completion_ids], 0.0, -self.penalty).tolist()
+
+
+def takes_completions(function: Callable[..., Any]) -> bool:
+    """Whether a function is written for today's call, by keyword."""
+    parameters = inspect.signature(function).parameters
+    return "completions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _whole(prompt_ids: list[list[int]], completion_ids: Sequence[list[int]]) -> list[list[int]]:
+    return [[*before, *own] for before, own in zip(prompt_ids, completion_ids, strict=True)]

@@ -1,0 +1,358 @@
+"""The processes of a run: joining, barriers, which of them writes, and accelerate's PartialState."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from trl_jax.core.text import say
+
+# ----------------------------------------------------------------------------------------------------
+# `args.distributed_state`: the attributes and methods of accelerate's PartialState that scripts use.
+
+
+class Places(Protocol):
+    """The arguments that say where a run is."""
+
+    device: Any
+    world_size: int
+    process_index: int
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager: ...
+
+
+class ProcessState:
+    """Which process of how many this is. `num_processes` counts devices: TRL has a process for each."""
+
+    local_process_index = 0
+    is_local_main_process = True
+
+    def __init__(self, args: Places):
+        self._args, self.device = args, args.device
+        self.num_processes, self.process_index = args.world_size, args.process_index
+        self.is_main_process, self.use_distributed = self.process_index == 0, self.num_processes > 1
+        self.is_last_process = self.process_index == jax.process_count() - 1
+        self.distributed_type = "MULTI_DEVICE" if self.use_distributed else "NO"
+
+    def print(self, *values: Any, **options: Any) -> None:
+        if self.is_main_process:
+            print(*values, **options)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here."""
+        barrier("wait_for_everyone")
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the block in the first process before the others."""
+        with self._args.main_process_first(desc="a script's own"):
+            yield
+
+    local_main_process_first = main_process_first
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function that the other processes pass over."""
+        return function if self.is_main_process else _nothing
+
+    on_local_main_process = on_main_process
+
+
+def _nothing(*values: Any, **options: Any) -> None:
+    """Do nothing."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# The processes of one run: joining it, which of them writes, and waiting for each other.
+
+
+HEARTBEAT = 30  # seconds of silence after which a process counts as dead
+GRACE = 8  # seconds that this process has to raise an exception by itself, after another one has
+LAST = 15  # seconds to wait for the other processes at the end
+_SCHEDULERS = {"SLURM_NTASKS": "SLURM", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
+_ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def join(address: str | None, count: int | None, number: int | None) -> None:
+    """Join the run's other processes, if it has any; to be called before JAX is asked for a device.
+
+    Each argument that is None is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES or JAX_PROCESS_ID; without an
+    address, JAX asks SLURM, Open MPI or Cloud TPU for all three.
+
+    Args:
+        address: "host:port" of the first process.
+        count: number of processes.
+        number: of this process, from 0.
+
+    Raises:
+        ValueError: an address without the other two.
+    """
+    if jax.distributed.is_initialized():  # by the script itself
+        _watch.start()
+        return
+    variables = [os.environ.get(name) for name in _ENVIRONMENT]
+    arguments = (address, count, number)
+    address, count, number = (
+        variable if argument is None else argument for argument, variable in zip(arguments, variables, strict=True)
+    )
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT}
+    if address is not None:
+        if count is None or number is None:
+            raise ValueError(
+                f"coordinator_address={address!r} needs num_processes and process_id: how many processes the run has, "
+                "and which this is, from 0."
+            )
+        jax.distributed.initialize(address, int(count), int(number), **options)
+    elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
+        jax.distributed.initialize(**options)
+    if jax.distributed.is_initialized():
+        _watch.start()
+
+
+def _tpu_pod() -> bool:
+    return len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
+
+
+def several() -> bool:
+    """Whether the run has more processes than this one."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process writes files and talks to the Hub."""
+    return not several() or jax.process_index() == 0
+
+
+class AgreedExit(SystemExit):
+    """Every process leaves after the same step, each in its own time."""
+
+
+class _Watch:
+    """Ends this process when another one has left a block of `together` with an exception, or has ended.
+
+    Such a process never comes to the collective in which this one waits, and no Python code can interrupt the wait. So
+    a thread looks at what the processes announce through JAX's coordination service. Blocks are numbered alike in all
+    processes, which run the same code. A process that raises the same exception within GRACE seconds is left alone.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []  # the numbers of the blocks that this process is in
+        self.raising = False  # an exception is on its way out of them
+        self._client: Any = None
+        self._thread: threading.Thread | None = None  # begins with the first block: until then scripts may fork
+        self._count, self._over = 0, threading.Event()
+
+    def start(self) -> None:
+        if self._client is None:
+            self._client = _client()
+            atexit.register(self._stop)  # runs before JAX waits there for all processes
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        if self._thread is None:
+            self.start()
+            self._thread = threading.Thread(target=self._look, name="trl_jax-processes", daemon=True)
+            self._thread.start()
+        self._count += 1
+        number, self.raising = self._count, False
+        self.blocks.append(number)
+        try:
+            yield
+        except AgreedExit:
+            raise
+        except BaseException as error:  # whatever it is, it is raised again
+            self.raising = True
+            self.announce(f"left/{number}", error)
+            raise
+        finally:
+            self.blocks.remove(number)
+
+    def announce(self, what: str, error: BaseException) -> None:
+        if self._client is None:
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first process has gone, and with it the service
+            key = f"trl_jax/{what}/{jax.process_index()}"
+            self._client.key_value_set(key, type(error).__name__, allow_overwrite=True)
+
+    def _look(self) -> None:
+        found, seconds = None, 0
+        while not self._over.wait(1):
+            try:
+                now = self._announced()
+            except jax.errors.JaxRuntimeError:  # the first process has gone: JAX ends this one
+                return
+            seconds = seconds + 1 if now == found and now is not None else 0
+            found = now
+            if found is not None and seconds >= GRACE:
+                _end(*found[1:])
+
+    def _announced(self) -> tuple[int, str, str] | None:
+        """The block that another process does not come back to, the process, and its exception."""
+        for number in [] if self.raising else tuple(self.blocks):
+            for what in (f"left/{number}", "ended"):
+                for key, name in self._client.key_value_dir_get(f"trl_jax/{what}/"):
+                    process = key.rpartition("/")[2]
+                    if process != str(jax.process_index()):
+                        return number, process, name
+        return None
+
+    def _stop(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(2)
+        if "last_value" in vars(sys):  # an exception ends this process: Python has printed it
+            self.announce("ended", sys.last_value)
+
+
+_watch = _Watch()
+
+
+def announce_end(error: Exception) -> None:
+    """Tell the other processes that this exception, which nothing raises any more, ends this one."""
+    _watch.announce("ended", error)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A block in which the processes wait for each other. If one of them leaves it with an exception, the others end
+    within GRACE + LAST seconds, with exit code 1 and a line that names the process."""
+    if not several():
+        yield
+        return
+    with _watch.block():
+        yield
+
+
+def _end(process: str, error: str) -> None:
+    say(
+        f"Process {process} of {jax.process_count()} ended with {error} (its own log says where), so this one, number "
+        f"{jax.process_index()}, ends, too. Checkpoints are whole or absent: start all processes again with "
+        "resume_from_checkpoint=True."
+    )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    # All processes meet here. If this one just ended, JAX would abort the others.
+    last = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    last.start()
+    last.join(LAST)
+    os._exit(1)  # the main thread waits in a collective
+
+
+@together()
+def barrier(name: str) -> None:
+    """Wait until every process is at the barrier of this name."""
+    if several():
+        multihost_utils.sync_global_devices(name)
+
+
+@together()
+def from_first(data: bytes) -> bytes:
+    """The first process's `data`, in all processes; as long in each."""
+    if not several():
+        return data
+    return multihost_utils.process_allgather(np.frombuffer(data, np.uint8))[0].tobytes()
+
+
+@together()
+def from_all(data: bytes) -> list[bytes]:
+    """Every process's `data`, in their order, in all processes."""
+    lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int64)).reshape(-1).tolist()
+    padded = np.frombuffer(data.ljust(max(lengths), b"\0"), np.uint8)
+    found = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes() for row, length in zip(found, lengths, strict=True)]
+
+
+def of_each_process(do: Callable[[], Any]) -> list[Any]:
+    """Call it in every process, and return what all of them got, in their order; it is pickled.
+
+    Raises:
+        Exception: what it raised in this process.
+        RuntimeError: it raised in another one, which is named.
+    """
+    mine, error = None, None
+    try:
+        mine = do()
+    except Exception as raised:  # whatever it is, the others wait to be told of it; then it is raised again
+        error = raised
+    found = [pickle.loads(one) for one in from_all(pickle.dumps((mine, error and f"{type(error).__name__}: {error}")))]
+    if error is not None:
+        raise error
+    for number, (_, text) in enumerate(found):
+        if text is not None:
+            raise RuntimeError(f"Process {number} of this run raised {text} Its own log says where.")
+    return [value for value, _ in found]
+
+
+@together()
+def check_alike(facts: dict[str, int]) -> None:
+    """Check that all processes have the same values.
+
+    Args:
+        facts: what a value is of -> a digest of it, 32 bits.
+
+    Raises:
+        ValueError: in every process, naming those whose values differ.
+    """
+    if not several():
+        return
+    gathered = multihost_utils.process_allgather(np.asarray(list(facts.values()), np.uint32))
+    names = multihost_utils.process_allgather(_letters(socket.gethostname()))
+    for name, values in zip(facts, gathered.T, strict=True):
+        others = [number for number, value in enumerate(values.tolist()) if value != values[0]]
+        if others:
+            shown = ", ".join(f"{number} (on {bytes(names[number]).rstrip(bytes(1)).decode()})" for number in others)
+            raise ValueError(
+                f"The processes of this run differ in {name}: {shown} from process 0. Start the same script with the "
+                "same arguments, data and release on each host."
+            )
+
+
+@contextlib.contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """Explain a collective that fails because another process has ended, within HEARTBEAT seconds of the failure.
+
+    Raises:
+        RuntimeError: naming the processes that have ended. Where a collective hangs instead of failing, JAX ends this
+            process with the same words after HEARTBEAT seconds.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        gone = _gone() if several() else []
+        if not gone:
+            raise
+        raise RuntimeError(
+            f"Process {' and '.join(map(str, gone))} of {jax.process_count()} has gone (its own log says why), so this "
+            f"one, number {jax.process_index()}, cannot go on. Checkpoints are whole or absent: start all processes "
+            "again with resume_from_checkpoint=True."
+        ) from error
+
+
+def _client() -> Any:
+    from jax._src import distributed  # the one place where JAX keeps its connection to the others
+
+    return distributed.global_state.client
+
+
+def _gone() -> list[int]:
+    every = list(range(jax.process_count()))
+    try:
+        alive = _client().get_live_nodes(every)
+    except jax.errors.JaxRuntimeError:  # no answer: the first process gives it
+        return [] if jax.process_index() == 0 else [0]
+    return [number for number in every if number not in alive]
+
+
+def _letters(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode()[:64].ljust(64, bytes(1)), np.uint8)

@@ -1,0 +1,264 @@
+"""Models with adapters: LoRA and virtual tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.models.arch import Run
+from trl_jax.models.decoder import Decoder
+from trl_jax.nn.linear import ExpertsLora, Lora
+from trl_jax.nn.virtual_tokens import Prefix, VectorMaker, VirtualRows
+
+# ----------------------------------------------------------------------------------------------------
+# A model whose arrays are frozen while adapters of them train: its graph, and how both go into it when it is traced.
+
+
+class Part(Protocol):
+    """The part of a matrix on disk that is one of ours."""
+
+    def rows(self, array: jax.Array) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank adapters of one matrix on disk, or of all layers' of one name: stacked then, along a first axis L.
+
+    Attributes:
+        name: of that matrix; its arrays are `<name>.lora_A` `[L, r, in]` and so on, padded with zeros to the largest
+            rank, and all zero in a layer that has none.
+        parts: our modules that lie in it, each with what has its `rows` of a `[out, ...]` array; None: it is all of it.
+        scales, there: what B A is multiplied by, and whether there is an adapter, one a layer where they are stacked.
+        has: the optional arrays that it has, of magnitude and bias.
+        experts: how many matrices each array is for, 0 for one: A is `[E r, in]`, expert by expert, B `[out, r E]`, one
+            of each expert, then the next. swapped: they are of matrices (in, out), A and B the other way round.
+    """
+
+    name: str
+    parts: tuple[tuple[str, Part | None], ...]
+    scales: tuple[float, ...]
+    there: tuple[bool, ...]
+    stacked: bool
+    has: tuple[str, ...] = ()
+    experts: int = 0
+    swapped: bool = False
+
+    def place(self, path: str) -> tuple[str, str]:
+        """The module that holds the adapter of our module or, of experts, parameter `path`; and as what."""
+        if self.experts:
+            owner, _, name = path.rpartition(".")
+            return owner, f"{name}_lora"
+        return path, "lora"
+
+    def matrices(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A `[..., r, in]` and B `[..., out, r]`; with an axis for experts, where they have one, after the layers'."""
+        if not self.experts:
+            return a, b
+        a = a.reshape(*a.shape[:-2], self.experts, -1, a.shape[-1])
+        b = jnp.moveaxis(b.reshape(*b.shape[:-1], -1, self.experts), -1, -3)
+        return (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if self.swapped else (a, b)
+
+    def matrices_of(self, part: Part | None, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same of a part of the experts' matrices."""
+        a, b = self.matrices(a, b)
+        return a, b if part is None else jnp.moveaxis(part.rows(jnp.moveaxis(b, -2, 0)), 0, -2)
+
+
+_KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
+
+
+def leaf(name: str, kind: str) -> str:
+    """The name of an adapter's array among the params: kind a, b, magnitude or bias."""
+    return f"{name}.{_KINDS[kind]}"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`params[<path>@trained]` are the layers `where` of the stack at `path`, or rows of a table; others are frozen."""
+
+    path: str
+    where: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}@trained"
+
+
+@dataclass(frozen=True)
+class AdaptedGraph:
+    """The graph that `models.functional.merge` makes a module of, with frozen and trained arrays.
+
+    `plain` and `dropping` are the graphs of the model with adapters, without and with dropout in front of them.
+    """
+
+    plain: nnx.GraphDef
+    dropping: nnx.GraphDef
+    adapters: tuple[Adapter, ...]
+    layers: tuple[Layers, ...]
+    rate: float
+
+    def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
+        """A graph and its parameters: each adapter at the modules it belongs to."""
+        drops = key is not None and self.rate > 0
+        trained = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
+        arrays = {path: array for path, array in params.items() if path not in trained}
+        for part in self.layers:
+            whole = arrays[part.path]
+            arrays[part.path] = whole.at[jnp.asarray(part.where)].set(params[part.name].astype(whole.dtype))
+        for number, adapter in enumerate(self.adapters):
+            dice = jax.random.fold_in(key, number) if drops else None
+            for path, part in adapter.parts:
+                leaves = _leaves(adapter, part, {kind: params[leaf(adapter.name, kind)] for kind in _kinds(adapter)})
+                if drops:
+                    leaves["key"] = jax.random.split(dice, len(adapter.scales)) if adapter.stacked else dice
+                where = ".".join(adapter.place(path))
+                arrays |= {f"{where}.{name}": value for name, value in leaves.items()}
+        return self.dropping if drops else self.plain, arrays
+
+
+def _kinds(adapter: Adapter) -> tuple[str, ...]:
+    return ("a", "b", *adapter.has)
+
+
+def _leaves(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of one part's `Lora`."""
+
+    if adapter.experts:
+        a, b = adapter.matrices_of(part, arrays["a"], arrays["b"])
+        return {"a": a, "b": jnp.asarray(adapter.scales, b.dtype).reshape(-1, *[1] * (b.ndim - 1)) * b}
+
+    def of_part(kind: str, array: jax.Array) -> jax.Array:
+        if part is None or kind == "a":
+            return array
+        return jax.vmap(part.rows)(array) if adapter.stacked else part.rows(array)
+
+    leaves = {kind: of_part(kind, array) for kind, array in arrays.items()}
+    leaves["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
+    if "magnitude" in leaves:
+        leaves["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])
+    return leaves
+
+
+def adapted_graph(
+    make: Callable[[], nnx.Module],
+    adapters: tuple[Adapter, ...],
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    layers: tuple[Layers, ...],
+    rate: float,
+) -> AdaptedGraph:
+    """The graph of what `make` makes, with adapters whose arrays have these `shapes`."""
+
+    def build(drops: bool) -> nnx.GraphDef:
+        def whole():
+            model = make()
+            for adapter in adapters:
+                for path, part in adapter.parts:
+                    arrays = {k: jnp.zeros(shapes[leaf(adapter.name, k)].shape) for k in _kinds(adapter)}
+                    leaves = _leaves(adapter, part, arrays)
+                    if drops:
+                        keys = jax.random.split(jax.random.key(0), len(adapter.scales))
+                        leaves["key"] = keys if adapter.stacked else keys[0]
+                    owner, name = adapter.place(path)
+                    made = ExpertsLora(leaves) if adapter.experts else Lora(leaves, rate)
+                    setattr(module_at(model, owner), name, made)
+            return model
+
+        return nnx.split(nnx.eval_shape(whole))[0]
+
+    plain = build(False)
+    return AdaptedGraph(plain, build(True) if rate else plain, adapters, layers, rate)
+
+
+def module_at(model: nnx.Module, path: str) -> Any:
+    for name in path.split("."):
+        model = vars(model)[name]
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------
+# A frozen model before whose texts virtual tokens stand, of which the arrays train.
+
+
+PREFIX = "prompt_encoder."  # of the arrays that train
+
+
+class Place(Protocol):
+    """The place in a model with a decoder where the vectors of virtual tokens go."""
+
+    def prepare(self, decoder: Decoder, count: int) -> None:
+        """Give the decoder the modules that hold the vectors of so many virtual tokens."""
+
+    def arrays(self, vectors: jax.Array) -> dict[str, jax.Array]:
+        """The parameters of these modules, by path in the decoder; of vectors `[n, width]`."""
+
+
+@dataclass(frozen=True)
+class AsEmbeddings:
+    """They are the embeddings of the ids from `first` on."""
+
+    first: int
+    width: int
+
+    def prepare(self, decoder: Decoder, count: int) -> None:
+        decoder.virtual = VirtualRows(jnp.zeros((count, self.width)), self.first)
+
+    def arrays(self, vectors: jax.Array) -> dict[str, jax.Array]:
+        return {"virtual.rows": vectors}
+
+
+@dataclass(frozen=True)
+class AsKeysValues:
+    """They are the keys and values of each layer for the ids from `first` on: of the first layer `heads` keys of
+    `channels`, as many values, then those of the next layer."""
+
+    first: int
+    runs: tuple[Run, ...]
+    heads: int
+    channels: int
+
+    def prepare(self, decoder: Decoder, count: int) -> None:
+        decoder.first_virtual = self.first
+        for run in self.runs:
+            zeros = jnp.zeros((run.count, count, self.heads, self.channels))
+            vars(decoder)[run.name].attention.prefix = Prefix(zeros, zeros)
+
+    def arrays(self, vectors: jax.Array) -> dict[str, jax.Array]:
+        by_layer = jnp.moveaxis(vectors.reshape(len(vectors), -1, 2, self.heads, self.channels), 0, 2)
+        return {
+            f"{run.name}.attention.prefix.{name}": by_layer[run.first : run.first + run.count, number]
+            for run in self.runs
+            for number, name in enumerate(("keys", "values"))
+        }
+
+
+@dataclass(frozen=True)
+class VirtualGraph:
+    """The graph that `models.functional.merge` makes a module of: `plain` is that of the model with virtual tokens,
+    whose vectors `maker` makes, and which go to `place`."""
+
+    plain: nnx.GraphDef
+    maker: VectorMaker
+    place: Place
+
+    def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
+        """A graph and its parameters: the virtual tokens' vectors in the place of what they are made of."""
+        own = {path.removeprefix(PREFIX): array for path, array in params.items() if path.startswith(PREFIX)}
+        arrays = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
+        placed = self.place.arrays(self.maker(own, key))
+        return self.plain, arrays | {f"{Decoder.NAME}.{path}": array for path, array in placed.items()}
+
+
+def virtual_graph(make: Callable[[], nnx.Module], maker: VectorMaker, place: Place) -> VirtualGraph:
+    """The graph of what `make` makes, a model with a decoder, with virtual tokens."""
+
+    def whole() -> nnx.Module:
+        model = make()
+        place.prepare(vars(model)[Decoder.NAME], maker.count)
+        return model
+
+    return VirtualGraph(nnx.split(nnx.eval_shape(whole))[0], maker, place)

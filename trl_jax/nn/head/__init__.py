@@ -1,1 +1,0 @@
-"""Computations of a language model's head: logits, and numbers of them where tokens are read."""

@@ -1,0 +1,583 @@
+"""Recurrent mixers: Mamba 2, gated delta nets and short convolutions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.nn.attention.attention import Attention
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.cache import BothKept, ConvolutionCache, ConvolutionInputs, RecurrentCache, RecurrentState
+from trl_jax.nn.layers import Norm
+from trl_jax.nn.linear import Dropout, Linear
+from trl_jax.nn.text_order import PreviousTokens, TextOrder
+
+# ----------------------------------------------------------------------------------------------------
+# Attention and Mamba-2 side by side (Falcon-H1: Zuo et al. 2025, arXiv:2507.22448).
+
+
+class ParallelMixers(nnx.Module):
+    """The sum of what both make of a layer's input; `scales` is a models.arch.MixerScales."""
+
+    def __init__(self, attention: Attention, mamba: Mamba2, scales):
+        self.attention, self.mamba, self.scales = attention, mamba, scales
+
+    def __call__(
+        self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
+    ) -> tuple[jax.Array, BothKept]:
+        """`[R, T, D]` to the same, and what either keeps; `dropout` is attention's."""
+        scales, caches = self.scales, (None, None) if inputs.cache is None else inputs.cache
+        attended, keys_values = self.attention(x_RTD * scales.attention_in, inputs._replace(cache=caches[0]), dropout)
+        mixed, state = self.mamba(x_RTD * scales.mamba_in, inputs._replace(cache=caches[1]))
+        return attended * scales.attention_out + mixed * scales.mamba_out, BothKept(keys_values, state)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The gated delta rule in chunks (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464).
+
+
+def delta_rule(
+    q_RTKC: jax.Array,
+    k_RTKC: jax.Array,
+    v_RTKGV: jax.Array,
+    g_RTKG: jax.Array,
+    beta_RTKG: jax.Array,
+    order: TextOrder | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[R, T, K, G, V]`, and the states after each row's last token `[R, K, G, C, V]`.
+
+    Args:
+        q_RTKC, k_RTKC: queries and keys of each of K heads, as they are multiplied.
+        v_RTKGV: values, of G heads for each key head.
+        g_RTKG: logarithms of decays.
+        order: the texts that lie in each row; None where each row is one.
+    """
+    between = decays(g_RTKG, order)
+    q, k, v, beta = (in_chunks(x, between.size) for x in (q_RTKC, k_RTKC, v_RTKGV, beta_RTKG))
+    u, read = _corrections(k, v, beta, between)
+    out, states = scanned(q, k, u, between, read)
+    return out[:, : q_RTKC.shape[1]], states
+
+
+def _corrections(k, v, beta, decays: Decays) -> tuple[jax.Array, jax.Array]:
+    """`u` of all tokens where states are zero, and what each state's part of it is read with: both of one system."""
+    strength = jnp.moveaxis(beta, 2, -1)
+    system = einsum("rnikc,rnjkc->rnkij", k, k)[:, :, :, None] * decays.between * strength[..., None]
+    given = jnp.moveaxis(v * beta[..., None], 2, 4)
+    read = einsum("rnikc,rnskgi->rnskgic", k, from_states(decays) * strength[:, :, None])
+    count, width = read.shape[2], k.shape[-1]
+    parts = [given, *(read[:, :, state] for state in range(count))]
+    solved = einsum("rnkgij,rnkgjv->rnkgiv", _inverse(system), jnp.concatenate(parts, axis=-1))
+    u, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    return u, jnp.moveaxis(read.reshape(*read.shape[:-1], count, width), -2, 2)
+
+
+@jax.custom_vjp
+def _inverse(system: jax.Array) -> jax.Array:
+    """The inverse of unit lower triangles `[..., I, I]`, whatever stands on and above the diagonal; from blocks of one
+    token to blocks of two, and so on, in products alone. I is a power of two."""
+    size, width = system.shape[-1], 1
+    found = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
+    while width < size:
+        at = jnp.arange(size // (2 * width))
+        halves = system.reshape(*system.shape[:-2], len(at), 2, width, len(at), 2, width)
+        below = jnp.moveaxis(jnp.diagonal(halves[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
+        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corner = -einsum("...ij,...jk,...kl->...il", second, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        found, width = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2), 2 * width
+    return found[..., 0, :, :]
+
+
+def _inverse_forward(system):
+    inverse = _inverse(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, gradient):
+    """Of the inverse X the change is -X dA X, whatever way it was found."""
+    product = -einsum("...ji,...jk,...lk->...il", inverse, gradient, inverse)
+    return (jnp.tril(product, -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def delta_step(q_RKC, k_RKC, v_RKGV, g_RKG, beta_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[R, K, G, V]` of one more token, and the states after it."""
+    state = state_RKGCV * jnp.exp(g_RKG)[..., None, None]
+    u = beta_RKG[..., None] * (v_RKGV - einsum("rkc,rkgcv->rkgv", k_RKC, state))
+    state = state + k_RKC[:, :, None, :, None] * u[..., None, :]
+    return einsum("rkc,rkgcv->rkgv", q_RKC, state), state
+
+
+# ----------------------------------------------------------------------------------------------------
+# The selective state space of Mamba-2 in chunks (Dao and Gu 2024, arXiv:2405.21060).
+
+
+def state_space(
+    C_RTKC: jax.Array, B_RTKC: jax.Array, x_RTKGV: jax.Array, g_RTKG: jax.Array, order: TextOrder | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[R, T, K, G, V]`, and the states after each row's last token `[R, K, G, C, V]`.
+
+    Args:
+        C_RTKC, B_RTKC: of each of K groups of heads.
+        x_RTKGV: inputs times their steps of time, of G heads a group.
+        g_RTKG: logarithms of decays, `dt A`.
+        order: the texts that lie in each row; None where each row is one.
+    """
+    between = decays(g_RTKG, order)
+    C, B, x = (in_chunks(each, between.size) for each in (C_RTKC, B_RTKC, x_RTKGV))
+    out, states = scanned(C, B, jnp.moveaxis(x, 2, 4), between)
+    return out[:, : C_RTKC.shape[1]], states
+
+
+def state_space_step(C_RKC, B_RKC, x_RKGV, g_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[R, K, G, V]` of one more token, and the states after it."""
+    state = state_RKGCV * jnp.exp(g_RKG)[..., None, None] + B_RKC[:, :, None, :, None] * x_RKGV[..., None, :]
+    return einsum("rkc,rkgcv->rkgv", C_RKC, state), state
+
+
+# ----------------------------------------------------------------------------------------------------
+# Scans of layers with a state, in chunks of tokens (Dao and Gu 2024, arXiv:2405.21060, section 6).
+
+
+CHUNK = 64  # tokens
+einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Seen(NamedTuple):
+    """The tokens that those of each chunk follow, all of `[R, N, ...]`, or `[1, N, ...]` where rows are alike.
+
+    mask: bool `[I, J]`, the tokens of the chunk up to itself that are of its text. after_last, after_context: bool
+    `[I]`, whether what it follows ends with the last token before the chunk, or with the end of that token's context.
+    context_row: int32 `[]`, where in this chunk the context ends of its last token; -1 where it ended before, and then
+    `context_kept`, or `context_begins`, for with the last token before the chunk; None where no row has contexts.
+    """
+
+    mask: jax.Array
+    after_last: jax.Array
+    after_context: jax.Array | None = None
+    context_row: jax.Array | None = None
+    context_kept: jax.Array | None = None
+    context_begins: jax.Array | None = None
+
+
+class Decays(NamedTuple):
+    """The decays of the tokens of each chunk, `[R, N, ...]`.
+
+    before: `[I, K, G]`, from the state that a token follows up to itself. between: `[K, G, I, J]`, from token j up to
+    token i; 0 where i does not see j.
+    """
+
+    seen: Seen
+    before: jax.Array
+    between: jax.Array
+
+    @property
+    def size(self) -> int:
+        """Tokens of a chunk."""
+        return self.before.shape[2]
+
+
+def decays(g_RTKG: jax.Array, order: TextOrder | None) -> Decays:
+    """Those of tokens whose own have the logarithms `g_RTKG`, in the rows' texts; None where each row is one."""
+    size = min(CHUNK, 1 << (g_RTKG.shape[1] - 1).bit_length())  # a power of two
+    g = in_chunks(g_RTKG, size)
+    seen = _plain(g.shape[1], size) if order is None else _seen(order, size)
+    before = einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)
+    between = jnp.moveaxis(before[:, :, :, None] - before[:, :, None], (2, 3), (4, 5))
+    between = jnp.exp(jnp.where(seen.mask[:, :, None, None], between, -jnp.inf))
+    return Decays(seen, jnp.exp(before), between)
+
+
+def in_chunks(x: jax.Array, size: int) -> jax.Array:
+    """`[R, T, ...]` as `[R, N, I, ...]`; zeros fill up the last."""
+    more = -x.shape[1] % size
+    x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(len(x), -1, size, *x.shape[2:])
+
+
+def _plain(count: int, size: int) -> Seen:
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (1, count, size, size))
+    return Seen(mask, jnp.broadcast_to(jnp.arange(count)[:, None] > 0, (1, count, size)))
+
+
+def _seen(order: TextOrder, size: int) -> Seen:
+    first = order.first.reshape(len(order.first), -1, size)
+    place = jnp.arange(order.first.shape[1], dtype=jnp.int32).reshape(-1, size)
+    begin = place[:, :1]
+    of_text = place[:, None] >= first[..., None]
+    before = place[:, None] <= place[..., None]
+    if order.context is None:
+        return Seen(of_text & before, first < begin)
+    context, end = (x.reshape(first.shape) for x in (order.context, order.context_end))
+    of_text |= (place[:, None] >= context[..., None]) & (place[:, None] < end[..., None])
+    has = context < end
+    after_last = (first < begin) | (has & (context < begin) & (end >= begin))
+    after_context = has & (end < begin) & ~(first < begin)
+    has, end, begin = has[..., -1], end[..., -1], begin[:, 0]  # of the chunk's last token
+    row = jnp.where(has & (end > begin), end - 1 - begin, -1)
+    return Seen(of_text & before, after_last, after_context, row, has & (end < begin), has & (end == begin))
+
+
+class _Steps(NamedTuple):
+    """The arrays that a scan along chunks takes apart, `[R, N, ...]`: `u` before the states' part is taken off, and
+    `read` the keys that the states are read with for it, `[S, K, G, I, C]` for S states, or None; `queries`
+    `[I, K, C]`, and how much of what they read in each state has decayed, `decay` `[S, K, G, I]`; `attended` the
+    weights of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in
+    each."""
+
+    u: jax.Array
+    read: jax.Array | None
+    queries: jax.Array
+    decay: jax.Array
+    attended: jax.Array
+    keys: jax.Array
+    written: jax.Array
+    kept: jax.Array
+
+
+def scanned(
+    q: jax.Array, k: jax.Array, u: jax.Array, decays: Decays, read: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[R, N x I, K, G, V]` of all chunks, and the states after each row's last token `[R, K, G, C, V]`.
+
+    Args:
+        q, k: queries and keys `[R, N, I, K, C]`.
+        u: the written values `[R, N, K, G, I, V]`; with `read`, what each state gives to these keys is taken off.
+        read: `[R, N, S, K, G, I, C]`; see `from_states`.
+    """
+    attended = einsum("rnikc,rnjkc->rnkij", q, k)[:, :, :, None] * decays.between
+    steps = _Steps(u, read, q, from_states(decays), attended, k, *_handed_on(decays))
+
+    def chunk(states, step):
+        u = step.u if step.read is None else step.u - einsum("rskgic,rskgcv->rkgiv", step.read, states)
+        seen = jnp.sum(step.decay[..., None] * einsum("rikc,rskgcv->rskgiv", step.queries, states), axis=1)
+        kept = einsum("rzskg,rskgcv->rzkgcv", step.kept, states)
+        kept += einsum("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
+        return kept, seen + einsum("rkgij,rkgjv->rkgiv", step.attended, u)
+
+    rows, _, count, heads, group, _ = steps.decay.shape
+    states = jnp.zeros((rows, count, heads, group, k.shape[-1], u.shape[-1]), u.dtype)
+    states, out = jax.lax.scan(chunk, states, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
+    out = jnp.moveaxis(out, (0, 4), (1, 2))  # [N, R, K, G, I, V] -> [R, N, I, K, G, V]
+    return out.reshape(rows, -1, *out.shape[3:]), states[:, 0]
+
+
+def from_states(decays: Decays) -> jax.Array:
+    """The decays `[R, N, S, K, G, I]` from each of the S states to the tokens that follow it; 0 for others."""
+    seen, before = decays.seen, jnp.moveaxis(decays.before, 2, -1)
+    states = [seen.after_last] if seen.after_context is None else [seen.after_last, seen.after_context]
+    return jnp.stack([jnp.where(state[:, :, None, None], before, 0) for state in states], axis=2)
+
+
+def _handed_on(decays: Decays) -> tuple[jax.Array, jax.Array]:
+    """`written` and `kept` of `_Steps`: the state after the last token, and that after its context."""
+    seen, between, decay = decays.seen, decays.between, jnp.moveaxis(decays.before, 2, -1)
+    written, kept = between[..., -1, :], jnp.where(seen.after_last[:, :, None, None, -1], decay[..., -1], 0)
+    if seen.after_context is None:
+        return written[:, :, None], kept[:, :, None, None]
+    of_context = jnp.where(seen.after_context[:, :, None, None, -1], decay[..., -1], 0)
+    row = jnp.maximum(seen.context_row, 0)[:, :, None, None, None]
+    here = (seen.context_row >= 0)[:, :, None, None]
+    written_context = jnp.where(here[..., None], jnp.take_along_axis(between, row[..., None], axis=-2)[..., 0, :], 0)
+    carried = jnp.take_along_axis(jnp.where(seen.after_last[:, :, None, None], decay, 0), row, axis=-1)[..., 0]
+    begins, stays = (x[:, :, None, None].astype(decay.dtype) for x in (seen.context_begins, seen.context_kept))
+    kept_context = jnp.stack([jnp.where(here, carried, begins), jnp.broadcast_to(stays, carried.shape)], axis=2)
+    return jnp.stack([written, written_context], axis=2), jnp.stack(
+        [jnp.stack([kept, of_context], axis=2), kept_context], axis=2
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The gated short convolution of LFM2 (Liquid AI 2025, arXiv:2511.23404), in place of attention.
+
+
+class GatedShortConvolution(nnx.Module):
+    """`o(out_gate(x) * convolved(in_gate(x) * value(x)))`, each channel by itself over a token and those before it.
+
+    `facts` is a models.arch.ShortConvolution. The weight of the convolution lies as on disk, (D, 1, width), that of the
+    token itself last.
+    """
+
+    def __init__(self, features: int, facts):
+        for name in ("in_gate", "out_gate", "value"):
+            setattr(self, name, Linear(features, features, bias=facts.bias, axes=("heads", "embed")))
+        self.o = Linear(features, features, bias=facts.bias, axes=("embed", "heads"))
+        self.weight = nnx.Param(jnp.zeros((features, 1, facts.width), jnp.float32), axes=("heads", "", ""))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32), axes=("heads",)) if facts.bias else None
+        self.width = facts.width
+
+    def __call__(
+        self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
+    ) -> tuple[jax.Array, ConvolutionInputs]:
+        """`[R, T, D]` to the same, and what the tokens that follow need; of `inputs` it takes valid, previous and
+        cache."""
+        del dropout  # no family has any here
+        if inputs.valid is not None:
+            x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
+        gated = self.in_gate(x_RTD) * self.value(x_RTD)
+        convolved, window_RTWD = _convolved(gated, self.weight[:, 0], inputs.previous, inputs.cache)
+        convolved = convolved.astype(gated.dtype)
+        if self.bias is not None:
+            convolved = convolved + self.bias[...].astype(gated.dtype)
+        return self.o(self.out_gate(x_RTD) * convolved), ConvolutionInputs(window_RTWD)
+
+
+def silu_convolved(
+    x_RTD: jax.Array, weight_DW: jax.Array, bias_D: jax.Array | None, inputs: AttentionInputs
+) -> tuple[jax.Array, jax.Array]:
+    """The SiLU of each channel's convolution over a token and those before it, float32 `[R, T, D]`, and the window
+    `[R, T, W, D]` that the next token sees; the convolution of layers with a state."""
+    previous = None if inputs.order is None else inputs.order.previous
+    convolved, window = _convolved(x_RTD, weight_DW, previous, inputs.cache)
+    if bias_D is not None:
+        convolved = convolved + bias_D.astype(x_RTD.dtype).astype(jnp.float32)
+    return jax.nn.silu(convolved.astype(x_RTD.dtype)).astype(jnp.float32), window
+
+
+def _convolved(
+    x_RTD: jax.Array,
+    weight_DW: jax.Array,
+    previous: PreviousTokens | None,
+    cache: ConvolutionCache | RecurrentCache | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums of products, float32 `[R, T, D]`, and the window; `previous` and `cache` as in `AttentionInputs`."""
+    seen = [*_previous(x_RTD, weight_DW.shape[1] - 1, previous, cache), x_RTD]
+    weight = weight_DW.astype(x_RTD.dtype).astype(jnp.float32)
+    convolved = sum(x.astype(jnp.float32) * weight[:, at] for at, x in enumerate(seen))
+    return convolved, jnp.stack(seen[1:], axis=2)
+
+
+def _previous(
+    x_RTD: jax.Array, count: int, previous: PreviousTokens | None, cache: ConvolutionCache | RecurrentCache | None
+) -> list[jax.Array]:
+    """`x_RTD` of the `count` tokens before each, the nearest last, each `[R, T, D]`; zeros before a text's first."""
+    if cache is not None:
+        window = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), 1, count, -1)
+        return [window[:, :, at] for at in range(count)]
+    if previous is not None and previous.places is not None:
+        gathered = jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))
+        return [gathered(x_RTD, previous.places[..., at]) for at in range(count)]
+    padded = jnp.pad(x_RTD, [(0, 0), (count, 0), (0, 0)])
+    earlier = [padded[:, at : at + x_RTD.shape[1]] for at in range(count)]
+    if previous is None:
+        return earlier
+    return [jnp.where(previous.within[..., at, None], x, 0) for at, x in enumerate(earlier)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The common part of layers with a state: linear maps into short convolutions, and a state that each text begins.
+
+
+class Recurrent(nnx.Module):
+    """Parts of the input are mapped and convolved, and scanned along each text by `_scan`, or by `_step` where a cache
+    has the state before a token. Of tokens that others may not see, `_hides_convolved` hides what was convolved, too.
+
+    The weights of the convolutions lie as on disk, (channels, 1, width), that of the token itself last.
+
+    Args:
+        parts: the channels of each convolved part. Those of the one called `values` are of value heads, the others'
+            of key heads.
+        bias, convolution_bias: whether the maps, and the convolutions, have one.
+    """
+
+    _hides_convolved: bool
+    _scan: Callable[..., tuple[jax.Array, jax.Array]]
+    _step: Callable[..., tuple[jax.Array, jax.Array]]
+
+    def __init__(
+        self,
+        features: int,
+        parts: Mapping[str, int],
+        *,
+        values: str,
+        width: int,
+        bias: bool = False,
+        convolution_bias: bool = False,
+    ):
+        for name, size in parts.items():
+            axis = "heads" if name == values else "kv"
+            setattr(self, name, Linear(features, size, bias=bias, axes=(axis, "embed")))
+            weight = jnp.zeros((size, 1, width), jnp.float32)
+            setattr(self, f"{name}_convolution", nnx.Param(weight, axes=(axis, "", "")))
+            if convolution_bias:
+                setattr(self, f"{name}_convolution_bias", nnx.Param(jnp.zeros(size, jnp.float32), axes=(axis,)))
+        self.parts, self.convolution_bias = tuple(parts.items()), convolution_bias
+
+    def __call__(
+        self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
+    ) -> tuple[jax.Array, RecurrentState]:
+        """`[R, T, D]` to the same, and what the tokens that follow need; of `inputs` it takes valid, order, lengths and
+        cache."""
+        del dropout  # no family has any here
+        if inputs.striped is not None:
+            raise ValueError("A layer with a state has the whole of a text on one device: leave sequence at 1.")
+        x_RTD, order = _visible(x_RTD, inputs.valid), inputs.order
+        x_RTD = x_RTD if order is None else order.ordered(x_RTD)
+        parts, window = self._convolved(x_RTD, inputs)
+        given = self._given(x_RTD, parts, inputs.lengths)
+        if inputs.cache is None:
+            out, state = self._scan(*given, order)
+        else:
+            before = inputs.cache.state.reshape(len(x_RTD), *inputs.cache.state.shape[-4:])
+            out, state = self._step(*(y[:, 0] for y in given), before)
+        out = self._closed(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
+        return out if order is None else order.restored(out), RecurrentState(window, state)
+
+    @abstractmethod
+    def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
+        """The result of one of the maps, `[R, T, channels]`."""
+
+    @abstractmethod
+    def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+        """The arguments of `_scan` for all tokens, `[R, T, ...]` each, and `_step` of one; `parts` are convolved."""
+
+    @abstractmethod
+    def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
+        """The layer's results `[R, T, D]`, of outputs `[R, T, channels]`."""
+
+    def _convolved(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[list[jax.Array], jax.Array]:
+        """The convolved parts, float32 `[R, T, channels]` each, and the window of the convolution."""
+
+        def of_all(ending: str) -> jax.Array:
+            return jnp.concatenate([vars(self)[f"{name}_convolution{ending}"][...] for name, _ in self.parts])
+
+        projected = jnp.concatenate([self._projected(name, x_RTD) for name, _ in self.parts], axis=-1)
+        bias = of_all("_bias") if self.convolution_bias else None
+        convolved, window = silu_convolved(projected, of_all("")[:, 0], bias, inputs)
+        ends = [sum(size for _, size in self.parts[:number]) for number in range(1, len(self.parts))]
+        convolved = _visible(convolved, inputs.valid) if self._hides_convolved else convolved
+        return jnp.split(convolved, ends, axis=-1), window
+
+
+def inside(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Numbers `[R, T, ...]` of tokens, zeros behind the texts' ends, where a state then stays as it is."""
+    if lengths is None:
+        return x
+    within = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(within.reshape(*within.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _visible(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    return x if valid is None else x * valid[..., None].astype(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), in place of attention.
+
+
+_LEAST_SQUARE = 1e-6  # is added to the squared length of a query or key
+
+
+class GatedDeltaNet(Recurrent):
+    """Convolved queries, keys and values through the gated delta rule, and its outputs normed and gated.
+
+    `facts` is a models.arch.GatedDelta. The logarithm of a token's decay is `-exp(A_log) * softplus(decay(x) +
+    dt_bias)`, its strength `sigmoid(beta(x))`.
+    """
+
+    _hides_convolved = False
+    _scan, _step = staticmethod(delta_rule), staticmethod(delta_step)
+
+    def __init__(self, features: int, facts, *, eps: float):
+        keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
+        super().__init__(features, {"q": keys, "k": keys, "v": values}, values="v", width=facts.width)
+        self.gate = Linear(features, values, axes=("heads", "embed"))
+        self.beta = Linear(features, facts.value_heads, axes=("heads", "embed"))
+        self.decay = Linear(features, facts.value_heads, axes=("heads", "embed"))
+        self.dt_bias = nnx.Param(jnp.zeros(facts.value_heads, jnp.float32), axes=("heads",))
+        self.A_log = nnx.Param(jnp.zeros(facts.value_heads, jnp.float32), axes=("heads",))
+        self.out_norm = Norm(facts.value_dim, kind="rms", eps=eps)
+        self.o = Linear(values, features, axes=("embed", "heads"))
+        self.facts = facts
+
+    def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
+        return vars(self)[name](x_RTD)
+
+    def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+        facts, (q, k, v) = self.facts, parts
+        q, k = (_unit(y.reshape(*y.shape[:2], facts.key_heads, facts.key_dim)) for y in (q, k))
+        v = v.reshape(*v.shape[:2], facts.key_heads, -1, facts.value_dim)
+        return q * facts.key_dim**-0.5, k, v, *(inside(y, lengths) for y in self._gates(x_RTD))
+
+    def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
+        gate = self.gate(x_RTD).astype(jnp.float32)
+        out = self.out_norm(out.astype(x_RTD.dtype).reshape(*out.shape[:2], -1, self.facts.value_dim))
+        return self.o((out.reshape(gate.shape) * jax.nn.silu(gate)).astype(x_RTD.dtype))
+
+    def _gates(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logarithms of decays and strengths, float32 `[R, T, K, G]`."""
+        shape = (*x_RTD.shape[:2], self.facts.key_heads, -1)
+        decay = jax.nn.softplus(self.decay(x_RTD).astype(jnp.float32) + self.dt_bias[...])
+        g = (-jnp.exp(self.A_log[...]) * decay).reshape(shape)
+        return g, jax.nn.sigmoid(self.beta(x_RTD)).astype(jnp.float32).reshape(shape)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _LEAST_SQUARE)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The mixer of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), in place of attention.
+
+
+_PROJECTED = ("gate", "x", "B", "C", "dt")  # the parts of the first map, in the order of `StateSpace.scales`
+
+
+class Mamba2(Recurrent):
+    """Convolved inputs, and what is written with and read by, through the state space; its outputs gated and normed.
+
+    `facts` is a models.arch.StateSpace. A token's step of time is `softplus(dt(x) + dt_bias)` within
+    `facts.dt_limits`, the logarithm of its decay `-exp(A_log)` times that.
+    """
+
+    _hides_convolved = True
+    _scan, _step = staticmethod(state_space), staticmethod(state_space_step)
+
+    def __init__(self, features: int, facts, *, eps: float):
+        inner, states = facts.heads * facts.head_dim, facts.groups * facts.state_dim
+        parts = {"x": inner, "B": states, "C": states}
+        biases = {"bias": facts.bias, "convolution_bias": facts.convolution_bias}
+        super().__init__(features, parts, values="x", width=facts.width, **biases)
+        self.gate = Linear(features, inner, bias=facts.bias, axes=("heads", "embed"))
+        self.dt = Linear(features, facts.heads, bias=facts.bias, axes=("heads", "embed"))
+        for name in ("dt_bias", "A_log", "D"):
+            setattr(self, name, nnx.Param(jnp.zeros(facts.heads, jnp.float32), axes=("heads",)))
+        self.out_norm = None if facts.norm is None else Norm(inner, kind="rms", eps=eps, groups=facts.groups)
+        self.o = Linear(inner, features, bias=facts.out_bias, axes=("embed", "heads"))
+        self.facts = facts
+
+    def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
+        scale = self.facts.scales[_PROJECTED.index(name)]
+        projected = vars(self)[name](x_RTD)
+        return projected if scale == 1.0 else projected * scale
+
+    def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+        facts, (x, B, C) = self.facts, parts
+        B, C = (y.reshape(*y.shape[:2], facts.groups, facts.state_dim) for y in (B, C))
+        dt = inside(self._steps(x_RTD), lengths)
+        x = x.reshape(*dt.shape, facts.head_dim)
+        return C, B, x * dt[..., None], -jnp.exp(self.A_log[...]).reshape(dt.shape[2:]) * dt
+
+    def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
+        out = out + jnp.repeat(self.D[...], self.facts.head_dim) * parts[0]
+        gate = jax.nn.silu(self._projected("gate", x_RTD).astype(jnp.float32))
+        return self.o(self._gated(out, gate).astype(x_RTD.dtype))
+
+    def _steps(self, x_RTD: jax.Array) -> jax.Array:
+        """Steps of time, float32 `[R, T, K, G]`."""
+        dt = jax.nn.softplus(self._projected("dt", x_RTD).astype(jnp.float32) + self.dt_bias[...])
+        return jnp.clip(dt, *self.facts.dt_limits).reshape(*x_RTD.shape[:2], self.facts.groups, -1)
+
+    def _gated(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+        if self.facts.norm == "before_gate":
+            return self.out_norm(out) * gate
+        return out * gate if self.out_norm is None else self.out_norm(out * gate)

@@ -1,0 +1,116 @@
+"""Packed rows for layers that read every text from its first token on: convolutions, and those with a state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.outputs import Packed
+
+
+class PreviousTokens(NamedTuple):
+    """The W tokens before each token of packed rows in its text, the nearest last, `[R, T, W]`; one of the two is None.
+
+    within: bool, where texts lie end to end: whether the token so many places before is of the text. places: int32,
+    elsewhere: where they lie; T where there is none.
+    """
+
+    within: jax.Array | None
+    places: jax.Array | None
+
+
+class TextOrder(NamedTuple):
+    """The texts of packed rows, each in order, and branches right behind their context; int32 `[R, T]`.
+
+    first, context, context_end: as in `core.packed.Packed`, of rows in this order. previous: those that
+    convolutions see. order: the places in the packed row of the tokens in this order; inverse: the way back. Both None
+    where packed rows lie so, and so are `context` and `context_end` where no row has any.
+    """
+
+    first: jax.Array
+    context: jax.Array | None
+    context_end: jax.Array | None
+    previous: PreviousTokens
+    order: jax.Array | None = None
+    inverse: jax.Array | None = None
+
+    def ordered(self, x: jax.Array) -> jax.Array:
+        """Tokens `[R, T, ...]` of packed rows in this order."""
+        return x if self.order is None else _gathered(x, self.order)
+
+    def restored(self, x: jax.Array) -> jax.Array:
+        """The inverse of `ordered`."""
+        return x if self.inverse is None else _gathered(x, self.inverse)
+
+
+def text_order(packed: Packed, count: int) -> TextOrder:
+    """The order of packed rows, where layers also see the `count` tokens before each.
+
+    Two answers to a prompt, of which one lies before it in reverse order, become branches behind it.
+    """
+    if packed.prompt is None and packed.context is None:
+        return TextOrder(packed.first, None, None, previous_tokens(packed, count))
+    order, inverse, first, *context = jax.vmap(_branches)(packed)
+    behind = Packed(first, packed.end, packed.longest, None, None, *context)
+    return TextOrder(first, *context, previous_tokens(behind, count), order, inverse)
+
+
+def _branches(packed: Packed) -> tuple[jax.Array, ...]:
+    """Of one row `order`, `inverse`, `first`, `context` and `context_end`."""
+    length = len(packed.first)
+    place = jnp.arange(length, dtype=jnp.int32)
+    head, context, end = packed.first, jnp.full_like(place, length), jnp.full_like(place, length)
+    along = place
+    if packed.context is not None:
+        context, end = packed.context, packed.context_end
+    if packed.prompt is not None:
+        first_answer = (place < packed.prompt) & (packed.first < length)
+        stop = jnp.zeros_like(place).at[packed.prompt].max(jnp.where(first_answer, packed.end, 0), mode="drop")
+        stop = stop.at[packed.prompt].get(mode="fill", fill_value=0)  # where the prompt ends that two answers share
+        second_answer = (stop > 0) & (place >= stop)
+        answer = first_answer | second_answer
+        context, end = jnp.where(answer, packed.prompt, context), jnp.where(answer, stop, end)
+        head = jnp.where(first_answer, packed.prompt - 1, jnp.where(second_answer, stop, head))
+        along = jnp.where(first_answer, -place, place)
+    branch = context < end
+    order = jnp.lexsort((along, jnp.where(branch, 1 + head, 0), jnp.where(branch, context, head))).astype(jnp.int32)
+    inverse = jnp.zeros_like(place).at[order].set(place)
+
+    def moved(at: jax.Array) -> jax.Array:
+        return inverse.at[at].get(mode="fill", fill_value=length)
+
+    first, context, end = (
+        moved(head), jnp.where(branch, moved(context), length), jnp.where(branch, 1 + moved(end - 1), length)
+    )  # fmt: skip
+    return order, inverse, *(x[order] for x in (first, context, end))
+
+
+def _gathered(x: jax.Array, places: jax.Array) -> jax.Array:
+    return jax.vmap(lambda row, at: row[at])(x, places)
+
+
+def previous_tokens(packed: Packed, count: int) -> PreviousTokens:
+    """The `count` tokens before each. Before a branch comes its context, before an answer's first token its prompt."""
+    if packed.prompt is not None or packed.context is not None:
+        return PreviousTokens(None, _places_before(packed, count))
+    back = jnp.arange(packed.first.shape[1])[:, None] - jnp.arange(count, 0, -1)
+    return PreviousTokens(back >= packed.first[..., None], None)
+
+
+def _places_before(packed: Packed, count: int) -> jax.Array:
+    length = packed.first.shape[1]
+    place = jnp.arange(length, dtype=jnp.int32)
+    last = jnp.where(place > packed.first, place - 1, length)  # of the token's own range
+    if packed.context is not None:
+        ends = jnp.where(packed.context_end > packed.context, packed.context_end - 1, length)
+        last = jnp.where(place > packed.first, place - 1, ends)
+    if packed.prompt is not None:  # an answer before its prompt lies in reverse order: see core.packed.Packed
+        nearer = jnp.where(place + 1 < packed.prompt, place + 1, packed.end - 1)
+        last = jnp.where(place < packed.prompt, nearer, last)
+    last = jnp.where(packed.first < length, last, length).astype(jnp.int32)  # padding
+    found = [last]
+    while len(found) < count:
+        found.append(jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=length))(last, found[-1]))
+    return jnp.stack(found[::-1], axis=-1)

@@ -1,0 +1,1 @@
+"""Plan a run without running it."""

@@ -1,0 +1,408 @@
+"""Plan the generation of completions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.data.batch import padded_length
+from trl_jax.generation.decode import (
+    Decoding,
+    Stops,
+    Weights,
+    cast_matrices,
+    decodes_by_layer,
+    divided,
+    grown,
+    layer_shapes,
+    part_of_group,
+    prefill,
+)
+from trl_jax.generation.decode import begun as begun_decode
+from trl_jax.generation.generator import FIRST_PLACES, STEPS, Drawing, next_tokens, places
+from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import TENSOR
+from trl_jax.models.arch import LayerKind, turns_of
+from trl_jax.nn.cache import Cache, within
+from trl_jax.plan.chips import Topology
+from trl_jax.plan.compile import Compiled, compiled_program
+from trl_jax.plan.estimate import (
+    FLOAT32,
+    Map,
+    StepArguments,
+    attends,
+    attention_layers,
+    gathered,
+    layers_with,
+    on_device,
+    row_block,
+)
+from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_written
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# The rows of a run that writes them itself, made up: all completions are as long as they may be.
+
+
+TOKEN = 0  # that completions are made of
+
+
+class LongestWriter:
+    """Gives every prompt completions of `tokens` tokens.
+
+    Attributes:
+        longest: tokens of the longest prompt so far.
+    """
+
+    def __init__(self, ids_of: Any, tokens: int):
+        self._ids_of, self._tokens, self.longest = ids_of, tokens, 0
+
+    def write(self, prompts: list, group: int) -> Written:
+        del group
+        ids = self._ids_of(prompts)
+        self.longest = max(self.longest, *map(len, ids))
+        completions = [np.full(self._tokens, TOKEN, np.int32) for _ in ids]
+        return Written(ids, completions, all_written(completions))
+
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        del prompt_ids, completion_ids
+        return prompts
+
+
+def further_arguments(args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
+    """The trainer's teacher, or its reward functions, as many as there are weights of them; each gives 0."""
+    if "reward_weights" not in vars(args):
+        return {"teacher_model": teacher}
+
+    def nothing(completions: list, **columns: Any) -> list[float]:
+        del columns
+        return [0.0] * len(completions)
+
+    return {"reward_funcs": [nothing] * len(args.reward_weights or (1.0,))}
+
+
+def longest_prompts(args: BaseConfig, count: int) -> Dataset:
+    """So many prompts, which `with_longest_completions` takes for texts of `args.max_prompt_length` tokens that begin
+    differently.
+
+    Raises:
+        ValueError: nothing bounds prompts.
+    """
+    if args.max_prompt_length is None:
+        raise ValueError(
+            "max_prompt_length=None bounds no prompt: pass --max_prompt_length, or --dataset_name for real lengths."
+        )
+    return Dataset.from_dict({"prompt": list(map(str, range(count)))})
+
+
+def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestWriter:
+    """Have a trainer's rollout take made-up completions, of no reward, in the place of the policy's.
+
+    Args:
+        made_up: whether prompts are those of `longest_prompts`.
+
+    Returns:
+        The writer that the rollout has now.
+    """
+    run = trainer.parts.run
+    source, args = run.rollout, run.args
+    ids_of = partial(_longest_ids, args.max_prompt_length) if made_up else source.rollout.writer.prompt_ids
+    writer = LongestWriter(ids_of, most_new_tokens(run))
+    judge = None if source.rollout.judge is None else replace(source.rollout.judge, logps=_no_logps)
+    source.rollout = replace(source.rollout, writer=writer, judge=judge, table=None)
+    return writer
+
+
+def most_new_tokens(run: RunState) -> int:
+    """Tokens of the longest completion."""
+    return (run.args.generation_kwargs or {}).get("max_new_tokens") or run.args.max_completion_length
+
+
+def sizes(run: RunState, *, evaluates: bool) -> list[Size]:
+    """The generation of training and, where there is one, that of an evaluation's batch."""
+    task, prompt_length = run.task, run.virtual.count + run.rollout.rollout.writer.longest
+    groups = [(task.cycle.prompts, task.num_generations)]
+    if evaluates:
+        group = task.num_generations_eval
+        groups.append((run.args.per_device_eval_batch_size * run.shards // group, group))
+    return [Size.of(prompts, group, prompt_length, most_new_tokens(run)) for prompts, group in groups]
+
+
+def begun(source: RolloutSteps) -> RolloutSteps:
+    """The steps of the first epoch."""
+    source.begin()
+    source.set_epoch(0)
+    return source
+
+
+def _longest_ids(length: int, prompts: list[str]) -> list[list[int]]:
+    return [[int(prompt)] * length for prompt in prompts]
+
+
+def _no_logps(model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
+    return [np.zeros(len(own), np.float32) for own in completions]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The generation of a run that writes its rows itself: the memory of its two programs, and its cache.
+
+
+_SCORES = 4  # arrays of all completions' scores at once: logits, weights, exponentials and the bits they are made of
+
+
+class Size(NamedTuple):
+    """completions: of `prompts` prompts. prompt_places, new_places: tokens of each that the cache has room for."""
+
+    prompts: int
+    completions: int
+    prompt_places: int
+    new_places: int
+
+    @classmethod
+    def of(cls, prompts: int, group: int, prompt_length: int, new_tokens: int) -> Size:
+        """The room that a generation makes for prompts and completions of at most these lengths."""
+        return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
+
+    def divided(self, shards: int) -> Size:
+        """As so many devices, or groups of them, divide it evenly: completions of a prompt may lie on several, of which
+        each has the prompt."""
+        group = self.completions // self.prompts
+        parts = part_of_group(self.prompts, group, shards)
+        prompts = -(-self.prompts * parts // shards) * shards
+        return self._replace(prompts=prompts, completions=prompts * (group // parts))
+
+    def of_each(self, shards: int) -> Size:
+        """The part of one of these."""
+        all_of_them = self.divided(shards)
+        sizes = {"prompts": all_of_them.prompts // shards, "completions": all_of_them.completions // shards}
+        return self._replace(**sizes)
+
+    @classmethod
+    def parsed(cls, text: str) -> Size:
+        """Of "64x256+128": 64 prompts of 256 tokens, and a completion of 128 for each.
+
+        Raises:
+            ValueError: it is not of that form.
+        """
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if found is None or "0" in (numbers := [number.lstrip("0") or "0" for number in found.groups()]):
+            raise ValueError(f"{text!r}: wanted prompts x tokens of each + tokens of its completion, as in 64x256+128.")
+        prompts, length, new = map(int, numbers)
+        return cls.of(prompts, 1, length, new)
+
+
+class GenerationMemory(NamedTuple):
+    """Bytes of one device.
+
+    parameters, moments: of the run, the reference among them. copies: of the weights, in the type of computation or
+    layer by layer. cache: keys and values of all tokens. prefill: what the prompts take, their keys and values among
+    it. decode: what a step takes besides the cache.
+    """
+
+    parameters: int
+    moments: int
+    copies: int
+    cache: int
+    prefill: int
+    decode: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at once."""
+        return self.parameters + self.moments + self.copies + max(self.prefill, self.cache + self.decode)
+
+
+class Generation(NamedTuple):
+    """The largest generation of a run, on one device.
+
+    compiled: the figures of that of its two programs which takes more; None where nothing was compiled. decode: those
+    of the program of a token; None where it was not compiled.
+    beside: bytes that are there, but no argument of these programs. evaluates: whether it is of an evaluation.
+    """
+
+    size: Size
+    memory: GenerationMemory
+    compiled: Compiled | None
+    decode: Compiled | None
+    beside: int
+    evaluates: bool
+
+
+def cache_bytes(arch: Any, size: Size, dtype: str, tensor: int = 1) -> int:
+    """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what
+    other layers keep for each completion; on one of the `tensor` devices that divide the heads."""
+    keys_values = sum(_key_value_channels(arch, kind, tensor) * _tokens(size, window) for kind, window in _makers(arch))
+    inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
+    convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
+    windows, states = _recurrent_states(arch)
+    channels = keys_values + convolutions + windows * size.completions
+    return channels * jnp.dtype(dtype).itemsize + states * size.completions * FLOAT32
+
+
+def _makers(arch: Any) -> Iterator[tuple[LayerKind, int | None]]:
+    """The kind of each layer that makes keys and values, and how many tokens it sees; None: all."""
+    for run in arch.runs:
+        if attends(run.kind) and not run.kind.reuses:
+            for layers, window in turns_of(arch, run).parts:
+                yield from [(run.kind, window)] * len(layers)
+
+
+def _tokens(size: Size, window: int | None) -> int:
+    """Those that a layer which sees so many keeps."""
+    return size.prompts * within(window, size.prompt_places) + size.completions * within(window, size.new_places)
+
+
+def _key_value_channels(arch: Any, kind: LayerKind, tensor: int) -> int:
+    """Channels of the keys and values of a token in a layer, or of their latents, which are not divided."""
+    if arch.latent is not None:
+        return arch.latent.key_rank + arch.rotary_dim
+    heads = arch.heads_of(kind)
+    return 2 * heads.count * heads.channels // (1 if heads.count % tensor else tensor)
+
+
+def _recurrent_states(arch: Any) -> tuple[int, int]:
+    """Numbers that a completion keeps for its layers with a state: inputs of their convolutions, and their states."""
+    if arch.state_space is not None:
+        facts, layers = arch.state_space, layers_with(arch, "mamba")
+        channels = 2 * facts.groups * facts.state_dim + facts.heads * facts.head_dim
+        return layers * (facts.width - 1) * channels, layers * facts.heads * facts.state_dim * facts.head_dim
+    if arch.gated_delta is None:
+        return 0, 0
+    facts, layers = arch.gated_delta, layers_with(arch, "delta_net")
+    channels = 2 * facts.key_heads * facts.key_dim + facts.value_heads * facts.value_dim
+    return layers * (facts.width - 1) * channels, layers * facts.value_heads * facts.key_dim * facts.value_dim
+
+
+def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, topology: Topology) -> Weights:
+    """`Weights.of` shapes with shardings, on devices of this topology."""
+    cast = cast_matrices(graph, arrays, jnp.dtype(dtype), jnp.dtype(head_dtype))
+    arrays = arrays | {
+        path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
+        for path in cast
+    }
+    arrays, shards = divided(arrays, None if topology.chip is None else int(topology.chip.memory))
+    by_layer = decodes_by_layer(arrays, shards, topology.platform)
+    layers = layer_shapes(graph, arrays) if by_layer else None
+    shards = None if shards is None else replace(shards, by_layer=by_layer)
+    return Weights(graph, arrays, layers, jnp.dtype(dtype), jnp.dtype(head_dtype), shards)
+
+
+def generation_memory(
+    arguments: StepArguments, arrays: dict[str, Any], weights: Weights, size: Size, arch: Any, maps: Sequence[Map]
+) -> GenerationMemory:
+    """The memory of a generation during training, by arithmetic.
+
+    Args:
+        arrays: of the policy, shapes with shardings, of which `weights` are. size: on all devices together.
+    """
+    shards = weights.shards
+    size, tensor = (size, 1) if shards is None else (size.of_each(shards.count), shards.mesh.shape[TENSOR])
+    dtype, width = weights.dtype.name, weights.dtype.itemsize
+    tokens, outputs = size.prompts * size.prompt_places, max((each.used * each.outputs for each in maps), default=0)
+    growing = cache_bytes(arch, size._replace(prompts=0, new_places=size.new_places // 2), dtype, tensor)
+    layer = gathered(arguments, arch, width, gradients=False)
+    first = cache_bytes(arch, size._replace(new_places=FIRST_PLACES), dtype, tensor)
+    as_made = cache_bytes(arch, size._replace(completions=0), dtype, tensor)  # keys and values in the order of layers
+    activations = tokens * (2 * outputs * width + 2 * arch.hidden_size * FLOAT32)
+    block = row_block(size.prompts * arch.num_heads // tensor, size.prompt_places, width)
+    return GenerationMemory(
+        parameters=on_device((arguments.params, arguments.frozen)),
+        moments=on_device(arguments.state),
+        copies=_copies(arrays, weights),
+        cache=cache_bytes(arch, size, dtype, tensor),
+        prefill=first + as_made + layer + activations + block,
+        decode=max(growing, layer + _SCORES * size.completions * arch.vocab_size * FLOAT32),
+    )
+
+
+def _copies(arrays: dict[str, Any], weights: Weights) -> int:
+    def other(path: str) -> bool:
+        own, before = weights.arrays[path], arrays[path]
+        return own.dtype != before.dtype or on_device(own) != on_device(before)
+
+    cast = [weights.arrays[path] for path in arrays if other(path)]
+    layers = jax.tree.leaves(weights.layers)
+    return on_device(cast) + sum(leaf.size * leaf.dtype.itemsize for leaf in layers)
+
+
+class Programs:
+    """The two programs of a generation of this size, which are traced and compiled as for the run's device; the caller
+    sees to that.
+
+    Args:
+        weights: shapes with shardings. vocabulary: ids that are drawn from. exact: whether tokens are transformers'.
+    """
+
+    def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
+        self._weights, self._vocabulary, self._exact = weights, vocabulary, exact
+        self._size = size if weights.shards is None else size.divided(weights.shards.count)
+        self._max_tokens = size.prompt_places + size.new_places
+
+    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None]:
+        """The figures of the program that takes more memory, that of the prompts or that of a step with a full cache;
+        and those of the latter, None where already the prompts take too much."""
+        first, program = compiled_program(self.prefill(), topology)
+        if program is None:
+            return first, None
+        places = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
+        step = compiled_program(self.decode(places), topology)[0]
+        return max(first, step, key=lambda one: one.peak), step
+
+    def prefill(self) -> jax.stages.Traced:
+        """The prompts' pass."""
+        weights, size = self._weights, self._size
+        tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
+        return prefill.trace(
+            weights.graph, weights.arrays, tokens, _ints(size.prompts), _ints(),
+            group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_PLACES),
+            max_tokens=self._max_tokens, dtype=weights.dtype,
+            head_dtype=weights.head_dtype, by_layer=by_layer, shards=weights.shards,
+        )  # fmt: skip
+
+    def decode(self, cache: Cache) -> jax.stages.Traced:
+        """Steps with a full cache, which is divided as this one, of the prompts' pass, is."""
+        weights, size = self._weights, self._size
+        number, each = _ints(), _ints(size.completions)
+        drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
+        return next_tokens.trace(
+            weights.graph, weights.arrays, weights.layers, self._full(cache), Stops(_ints(1), number, number),
+            self._noise(), drawing, number, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
+            max_tokens=self._max_tokens, shards=weights.shards,
+        )  # fmt: skip
+
+    def _full(self, cache: Cache) -> Decoding:
+        size = self._size
+        alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
+        begin = partial(begun_decode, alive=alive, capacity=capacity, logps=False)
+        state = jax.eval_shape(partial(grown, capacity=size.new_places), jax.eval_shape(begin, cache))
+        return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
+
+    def _noise(self) -> Noise:
+        size, vocabulary = self._size, self._vocabulary
+        if self._exact:
+            steps = chunk_steps(size.completions, vocabulary, STEPS)
+            return TorchNoise(_struct((steps, size.completions, vocabulary, 2), np.uint32))
+        return KeyedNoise(jax.eval_shape(jax.random.key, 0), _ints(size.completions), _ints(size.completions))
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return _struct(shape, np.int32)
+
+
+def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

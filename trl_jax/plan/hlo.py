@@ -1,0 +1,266 @@
+"""Count FLOPs and collectives in compiled HLO text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+# ----------------------------------------------------------------------------------------------------
+# FLOPs of one matrix product in HLO text, two for each multiplication, whose result is added to a sum.
+
+
+def dot_flops(one: Instruction, body: Computation) -> int:
+    """FLOPs of a `dot`."""
+    left = sizes_of(one.operand_shapes(body)[0])
+    summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
+    return 2 * math.prod(sizes_of(one.shape)) * math.prod(left[int(axis)] for axis in summed.split(",") if axis)
+
+
+def convolution_flops(one: Instruction, body: Computation) -> int:
+    """FLOPs of a `convolution`, which is how TPUs compute products: spatial axes stand for batch or contracted axes."""
+    left, right = (sizes_of(shape) for shape in one.operand_shapes(body)[:2])
+    of_left, of_right, of_out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
+    out, window = sizes_of(one.shape), _window(one.rest)
+    flops = 2 * out[of_out.index("b")] * out[of_out.index("f")] * right[of_right.index("i")]
+    for axis in range(len(of_out) - 2):
+        sizes = [side[labels.index(str(axis))] for side, labels in ((left, of_left), (right, of_right), (out, of_out))]
+        flops *= _products(*sizes, *window(axis))
+    return flops
+
+
+def _window(rest: str) -> Callable[[int], tuple[int, int, int, int]]:
+    """A function from a spatial axis to its stride, low padding, and dilations of left and right."""
+    text = re.search(r"window=\{(.*?)\}", rest)
+    fields = dict(part.split("=") for part in text[1].split()) if text else {}
+
+    def of_axis(axis: int) -> tuple[int, int, int, int]:
+        def value(key: str, default: str) -> int:
+            return int(fields[key].split("x")[axis].split("_")[0]) if key in fields else int(default)
+
+        return value("stride", "1"), value("pad", "0"), value("lhs_dilate", "1"), value("rhs_dilate", "1")
+
+    return of_axis
+
+
+def _products(left: int, right: int, out: int, stride: int, pad: int, left_dilation: int, right_dilation: int) -> int:
+    """Number of products along one spatial axis; padding and the gaps of dilation are not multiplied."""
+    last = (left - 1) * left_dilation
+    places = (o * stride + r * right_dilation - pad for o in range(out) for r in range(right))
+    return sum(0 <= place <= last and place % left_dilation == 0 for place in places)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parser of HLO text into computations and instructions.
+
+
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
+_ARRAY = re.compile(r"\b(pred|bf16|[fcsu]\d+)(?:e\w+)?\[([\d,]*)\]")
+_OPENING = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.-]+)|branch_computations=\{(.*?)\}"
+)
+
+
+class Instruction(NamedTuple):
+    """One line of HLO. `shape` is the text of an array's or a tuple's shape; `rest` is the text after the operands."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: str
+    rest: str
+
+    @property
+    def called(self) -> Iterator[str]:
+        """Names of the computations that it runs."""
+        for name, names in _CALLED.findall(self.rest):
+            yield from [name] if name else re.findall(r"[\w.-]+", names)
+
+    def operand_shapes(self, body: Computation) -> list[str]:
+        """Shapes of its operands, as text."""
+        return [body[name].shape for name in re.findall(r"%([\w.-]+)", self.operands)]
+
+
+Computation = dict[str, Instruction]
+
+
+def parsed(text: str) -> tuple[dict[str, Computation], str]:
+    """Parse the instructions of each computation, by name, and the name of the entry.
+
+    Raises:
+        ValueError: the text is not HLO.
+    """
+    computations, entry, current = {}, "", {}
+    for line in text.splitlines():
+        if opening := _OPENING.match(line):
+            current = computations[opening[2]] = {}
+            entry = opening[2] if opening[1] else entry
+        elif match := _LINE.match(line):
+            current[match[1]] = _instruction(match[1], re.sub(r"/\*.*?\*/", "", match[2]))
+    if not entry:
+        raise ValueError("The HLO text has no ENTRY: pass what compiled.as_text() returned.")
+    return computations, entry
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    start = text.index("(", end)
+    stop = _closing(text, start)
+    return Instruction(name, text[:end], text[end:start].strip(), text[start + 1 : stop], text[stop + 1 :])
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError(f"HLO line without its closing parenthesis: {text[:80]}")
+
+
+def array_bytes(shape: str) -> int:
+    """Bytes of an array or a tuple of arrays, without padding of layouts."""
+    return sum(math.prod(_numbers(sizes)) * _bits(dtype) for dtype, sizes in _ARRAY.findall(shape)) // 8
+
+
+def dtype_of(shape: str) -> str:
+    """HLO's dtype of the first array, as in "bf16"."""
+    return _ARRAY.search(shape)[1]
+
+
+def sizes_of(shape: str) -> list[int]:
+    """Sizes of the first array."""
+    return _numbers(_ARRAY.search(shape)[2])
+
+
+def _numbers(sizes: str) -> list[int]:
+    return [int(size) for size in sizes.split(",")] if sizes else []
+
+
+def _bits(dtype: str) -> int:
+    return _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+
+
+# ----------------------------------------------------------------------------------------------------
+# FLOPs of matrix products and bytes of collectives on each device, counted in a compiled program's HLO text.
+
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+_PRODUCTS = {"dot": dot_flops, "convolution": convolution_flops}
+_CALLS = ("while", "fusion", "call", "conditional", "async")
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind among groups of one size, on arrays of one dtype.
+
+    count: how often a step runs them. bytes: the larger of operands and results, summed over all `count`; for an
+    all-gather that is the gathered array. sent: bytes that each device sends in a ring (Patarasuk and Yuan 2009).
+    """
+
+    kind: str
+    group: int
+    dtype: str
+    count: int
+    bytes: int
+    sent: int
+
+
+class Cost(NamedTuple):
+    """Of one device: FLOPs of matrix products, its collectives, and the number of loops of unknown length, whose bodies
+    are counted once."""
+
+    flops: int
+    collectives: list[Collective]
+    unknown: int
+
+
+def cost(text: str) -> Cost:
+    """Count the cost of a program from its HLO text, as `compiled.as_text()` gives it.
+
+    Raises:
+        ValueError: the text is not HLO, or has replica groups in an unknown notation.
+    """
+    computations, entry = parsed(text)
+    devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    reader = _Reader(computations, int(devices[1]) if devices else 1)
+    reader.visit(entry, 1)
+    found = [Collective(*key, *sums) for key, sums in sorted(reader.collectives.items())]
+    return Cost(reader.flops, found, reader.unknown)
+
+
+class _Reader:
+    """Walks from the entry into the computations it calls, with how often each runs."""
+
+    def __init__(self, computations: dict[str, Computation], devices: int):
+        self.computations, self.devices, self.flops, self.unknown = computations, devices, 0, 0
+        self.collectives: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._chains: set[str] = set()
+
+    def visit(self, name: str, times: int) -> None:
+        body = self.computations[name]
+        for one in body.values():
+            kind = one.opcode.removesuffix("-start")
+            if kind in _PRODUCTS:
+                self.flops += times * _PRODUCTS[kind](one, body)
+            elif kind in COLLECTIVES:
+                self._collect(kind, one, body, times)
+            elif kind in _CALLS:
+                trips = self._trip_count(one) if kind == "while" else 1
+                for called in one.called:
+                    self.visit(called, times * trips)
+
+    def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
+        if chain := re.search(r'chain_id="(\d+)"', one.rest):  # one collective of a TPU, split over several fusions
+            if chain[1] in self._chains:
+                return
+            self._chains.add(chain[1])
+        operands = sum(array_bytes(shape) for shape in one.operand_shapes(body))
+        asynchronous = one.opcode.endswith("-start") and one.shape.startswith("(")  # its result has the operands, too
+        results = array_bytes(one.shape) - (operands if asynchronous else 0)
+        size, group = max(operands, results), _group(one, self.devices)
+        share = 1.0 if "permute" in kind or "broadcast" in kind else (group - 1) / group
+        sums = self.collectives[kind, group, dtype_of(one.shape)]
+        for place, added in enumerate((1, size, int(size * share * (2 if kind == "all-reduce" else 1)))):
+            sums[place] += times * added
+
+    def _trip_count(self, one: Instruction) -> int:
+        """Trip count of a loop: the compiler's, or the constant that its counter is compared with."""
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
+            return int(known[1])
+        condition = self.computations[re.search(r"condition=%?([\w.-]+)", one.rest)[1]].values()
+        limits = [i for i in condition if i.opcode == "constant" and i.shape.startswith(("s32[]", "u32[]"))]
+        if len(limits) != 1 or not any("direction=LT" in rest for rest in self._rests(condition)):
+            self.unknown += 1
+            return 1
+        return int(limits[0].operands)
+
+    def _rests(self, instructions: Iterable[Instruction]) -> Iterator[str]:
+        for one in instructions:
+            yield one.rest
+            for called in one.called:
+                yield from self._rests(self.computations[called].values())
+
+
+def _group(one: Instruction, devices: int) -> int:
+    """Size of a replica group. XLA lists the devices, gives their number, or names axes of a mesh; {} is all of
+    them."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", one.rest):
+        return listed[1].count(",") + 1
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
+        return int(counted[1])
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", one.rest):  # device_ids may come between
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    if "source_target_pairs" in one.rest:
+        return 2
+    if "replica_groups={}" in one.rest:
+        return devices
+    raise ValueError(f"{one.opcode} {one.name}: its replica groups are written in a new way: {one.rest[:200]}")

@@ -1,0 +1,455 @@
+"""Plan a run: memory, time and communication, and what to change if it does not fit."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.outputs import BLOCK
+from trl_jax.core.trainers import names_of_config
+from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.generate import check_generates
+from trl_jax.hub.peft_config import AdapterConfig
+from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.nn.attention import cudnn, splash
+from trl_jax.nn.attention.attention import QUERY_BLOCK
+from trl_jax.plan import estimate, generation, trace
+from trl_jax.plan.chips import Topology
+from trl_jax.plan.compile import Compiled, compiled, no_compiler
+from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights, cache_bytes, generation_memory
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.training import layout as layout_choice
+from trl_jax.training.model import outlined
+
+# ----------------------------------------------------------------------------------------------------
+# Plan a run on devices that this machine does not have: memory, FLOPs and communication of its step.
+
+
+_BY_ROWS = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
+_ALONG_PACKED = "{}, {} queries of a packed row at a time against the blocks of keys that any of them sees"
+
+
+class Evaluation(NamedTuple):
+    """An evaluation during training: the pass of one device, the bytes on it meanwhile, and the compiler's figures."""
+
+    one: estimate.Pass
+    memory: estimate.Memory
+    compiled: Compiled | None
+
+
+class Phase(NamedTuple):
+    """A step, an evaluation or a generation of the run.
+
+    peak: the most bytes at once on a device, by the compiler where there is one, else by arithmetic. estimated: the
+    same by arithmetic alone. fits: None where it is not known.
+    """
+
+    name: str
+    peak: int
+    estimated: int
+    fits: bool | None
+    compiled: Compiled | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The figures of one run; bytes, FLOPs and seconds are those of one device and one step.
+
+    mesh: the axes with more than one device, and their sizes. lengths: length of (packed) rows in tokens -> how many of
+    the surveyed steps have it. places, tokens: means over steps, on all devices together, of tokens computed on
+    (padding included) and of tokens of real text. one: the pass that a device computes at once. remat: whether layers
+    are computed again in the backward pass. why: the reason there are no figures of the compiler; `compiled` is None
+    then. bound: None where the chip or its time is not known. evaluation: None where the run has none. generation: of a
+    run that writes its rows itself. scorer: bytes of a model that scores completions. unread: of a reference that only
+    generations are compared with: neither a step nor an evaluation's pass is given it.
+    """
+
+    model: str
+    parameters: int
+    trained: int
+    topology: Topology
+    mesh: dict[str, int]
+    layout: str
+    attention: str
+    remat: bool | str
+    lengths: dict[int, int]
+    places: float
+    tokens: float
+    one: estimate.Pass
+    memory: estimate.Memory
+    flops: int
+    why: str | None
+    compiled: Compiled | None
+    bound: estimate.Bound | None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    evaluation: Evaluation | None = None
+    generation: Generation | None = None
+    scorer: int = 0
+    unread: int = 0
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The step and, where there are any, the evaluation and the generation."""
+        phases = [self._phase("a step", self.memory.peak, self.compiled, self.unread)]
+        if self.evaluation is not None:
+            own = self.evaluation
+            phases.append(self._phase("evaluation", own.memory.peak, own.compiled, self.unread))
+        if self.generation is not None:
+            own = self.generation
+            phases.append(self._phase("generation", own.memory.peak, own.compiled, own.beside))
+        return phases
+
+    def _phase(self, name: str, estimated: int, compiled: Compiled | None, beside: int) -> Phase:
+        """A phase, with the model that scores.
+
+        Args:
+            beside: bytes that the compiler knows nothing of.
+        """
+        estimated, chip = estimated + self.scorer, self.topology.chip
+        peak = estimated if compiled is None else compiled.peak + beside + self.scorer
+        fits = None if chip is None else peak <= chip.memory
+        if compiled is not None and fits:
+            fits = compiled.fits and (compiled.room is None or peak <= compiled.room)
+        return Phase(name, peak, estimated, fits, compiled)
+
+    @property
+    def largest(self) -> Phase:
+        """The phase that decides: the one that does not fit, else the one with the higher peak."""
+        return max(self.phases, key=lambda phase: (phase.fits is False, phase.peak))
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device."""
+        return self.largest.peak
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits; None for simulated devices, which have no memory of their own."""
+        return self.largest.fits
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as nested dicts, lists, numbers and strings, for JSON."""
+        return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
+
+
+def _plain(value: Any) -> Any:
+    """Turn named tuples into dicts and other tuples into lists, all the way down."""
+    if isinstance(value, tuple) and type(value) is not tuple:
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run to plan: a checkpoint, whose weights are not read, the rows, and the adapter and the quantization of the
+    base weights, if any.
+
+    trainer: the class of the trainer; None takes the one of trl_jax's whose arguments are planned. scorer: a model
+    that scores completions. teacher: whose distributions a student learns. generation: one of a language model that is
+    trained on other rows.
+    """
+
+    checkpoint: Checkpoint
+    rows: trace.Rows = trace.Rows()
+    adapter: AdapterConfig | None = None
+    quantization: BitsAndBytesConfig | None = None
+    trainer: type[BaseTrainer] | None = None
+    scorer: Checkpoint | None = None
+    teacher: Checkpoint | None = None
+    generation: Size | None = None
+
+
+def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = True) -> Plan:
+    """Plan a run.
+
+    Args:
+        compiles: False plans by arithmetic alone.
+
+    Raises:
+        ValueError: the trainer refuses the arguments, or there are neither rows nor a max_length.
+        TypeError: the arguments are those of a trainer that is not trl_jax's, and `run.trainer` is None.
+    """
+    kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
+    with tempfile.TemporaryDirectory() as folder:
+        planned = trace.planned(args, topology, folder)
+        model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
+        teacher = None if run.teacher is None else outlined(run.teacher, planned, None, None)
+        trainer = trace.trainer_of(kind, model, planned, run.rows, teacher)
+        survey = trace.batches(trainer)
+    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
+    arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
+    evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
+    for remat in args.remats:
+        planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
+        if planned_run.phases[0].fits is not False:
+            break
+    further = {"evaluation": evaluation, "scorer": _held(run.scorer)}
+    reference = trainer.parts.run.reference
+    task = trainer.parts.run.task
+    if reference is not None and not (task.compared or task.compares_distributions):
+        further["unread"] = estimate.on_device({path: arguments.frozen[path] for path in reference.arrays})
+    sizes = [] if run.generation is None else [run.generation]
+    if trainer.parts.run.rollout is not None:
+        sizes = generation.sizes(trainer.parts.run, evaluates=trace.evaluates(args))
+    if sizes:
+        further["generation"] = _generation(trainer, arguments, sizes, topology, compiles)
+    return replace(planned_run, why=why, **further)
+
+
+def _held(checkpoint: Checkpoint | None) -> int:
+    """Bytes of a model that is whole on each device."""
+    if checkpoint is None:
+        return 0
+    arrays = checkpoint.outline(None, None, parts=False).arrays
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.values())
+
+
+def _planned(
+    model: str,
+    topology: Topology,
+    trainer: BaseTrainer,
+    survey: trace.Survey,
+    arguments: estimate.StepArguments,
+    remat: bool | str,
+    compiles: bool,
+) -> Plan:
+    args, tx = trainer.args, trainer.parts.training.made_optimizer()
+    result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
+    one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
+    causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
+    flops = estimate.flops(maps, survey.largest, arch, causal=causal, remat=remat)
+    flops += estimate.head_flops(survey.largest, arch, trainer.model.params)
+    flops += trace.reference_flops_of(trainer, survey.largest)
+    return Plan(
+        model=model,
+        parameters=trainer.model.num_parameters(),
+        trained=trainer.model.num_parameters(only_trainable=True),
+        topology=topology,
+        mesh=trace.mesh_of(trainer),
+        layout=survey.layout,
+        attention=_attention(topology.platform, trainer, arch, survey.layout),
+        remat=remat,
+        lengths=survey.lengths,
+        places=survey.places,
+        tokens=survey.tokens,
+        one=one,
+        memory=estimate.memory(
+            arguments,
+            gradients,
+            one,
+            arch,
+            maps,
+            dtype=args.compute_dtype,
+            remat=remat,
+            platform=topology.platform,
+        ),  # fmt: skip
+        flops=flops // math.prod(trace.mesh_of(trainer).values()),
+        why=None,
+        compiled=result,
+        bound=_bound(topology, result, arguments),
+        settings=_settings(args),
+    )
+
+
+def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> str:
+    """Describe in words what computes attention."""
+    args, backend = trainer.args, trainer.model.backend
+    windowed = layout_choice.windowed(args, backend)
+    if platform == "gpu":
+        flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
+        flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
+        return "cuDNN's flash attention" if flash else f"{_BY_ROWS}, text by text"
+    if layout == "padded":
+        return _BY_ROWS
+    by_text = trainer.parts.run.rollout is not None  # completions of a prompt, in windows, too
+    splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
+    return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
+
+
+def _evaluation(trainer: BaseTrainer, step: estimate.StepArguments, topology: Topology, compiles: bool) -> Evaluation:
+    arguments = trace.evaluation_arguments(trainer, step, trace.largest_evaluated(trainer))
+    one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
+    memory = estimate.evaluation_memory(arguments, one, arch, maps, dtype=trainer.args.compute_dtype)
+    result = compiled(trace.traced_evaluation(trainer, arguments), topology) if compiles else None
+    return Evaluation(one, memory, result)
+
+
+def _generation(
+    trainer: BaseTrainer, step: estimate.StepArguments, sizes: list[Size], topology: Topology, compiles: bool
+) -> Generation:
+    """Of the largest of these sizes, the second of which is an evaluation's."""
+    check_generates(trainer.model)
+    run, arch, dtype = trainer.parts.run, trace.arch_of(trainer), trainer.args.compute_dtype
+    placed = step.frozen | step.params
+    arrays = {path: placed[path] for path in run.model.arrays}
+    with trace.on_device(trainer):
+        head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
+        weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology)
+        evaluates, size = max(enumerate(sizes), key=lambda one: cache_bytes(arch, one[1], dtype))
+        memory = generation_memory(step, arrays, weights, size, arch, trace.maps(trainer))
+        exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
+        programs = Programs(weights, size, vocabulary=run.vocab_size, exact=exact)
+        result, decode = programs.compiled(topology) if compiles else (None, None)
+    beside = estimate.on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
+    return Generation(size, memory, result, decode, beside, bool(evaluates))
+
+
+def _bound(topology: Topology, result: Compiled | None, arguments: estimate.StepArguments) -> estimate.Bound | None:
+    if topology.chip is None or result is None or not result.fits:
+        return None
+    return estimate.bound(topology.chip, result, estimate.on_device((arguments.params, arguments.state)))
+
+
+def _settings(args: BaseConfig) -> dict[str, Any]:
+    found = {
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "max_length": args.max_length,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "compute": args.compute_dtype,
+    }
+    generates = ("generation_batch_size", "num_generations", "max_prompt_length", "max_completion_length")
+    return found | {name: vars(args)[name] for name in generates if name in vars(args)}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Suggestions of settings that make a run fit: each is planned anew, none is guessed.
+
+
+Planned = Callable[[BaseConfig, bool], Plan]  # compiled, or by arithmetic alone
+_SLACK = 1.1  # by what factor arithmetic may still be off once it is scaled to the peak that the compiler found
+
+
+class Suggestion(NamedTuple):
+    """Arguments to change, by name, and the plan of the run with them."""
+
+    settings: dict[str, Any]
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """The settings as flags."""
+        return " ".join(f"--{name} {value}" for name, value in self.settings.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"settings": self.settings, "plan": self.plan.as_dict()}
+
+
+def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[Suggestion]:
+    """Plan each suggestion alone; where none is enough, all of them together at the end.
+
+    Of batch sizes and of max_length the largest that fits is suggested, or the smallest where none fits.
+
+    Args:
+        plan: of `args`, which does not fit.
+        planned: plans these arguments, with the compiler (True) or by arithmetic alone (False).
+    """
+    together: dict[str, Any] = {}
+    enough = False
+    for settings in switches(args, plan):
+        together |= settings
+        suggestion = _suggest(args, settings, planned)
+        enough |= bool(suggestion.plan.fits)
+        yield suggestion
+    sizes_of = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
+    sizes_of["generation"] = generations(args, plan)
+    for sizes in (*(sizes_of[phase.name] for phase in plan.phases if phase.fits is False), max_lengths(args)):
+        suggestion = _largest(args, plan, sizes, planned)
+        if suggestion is not None:
+            together |= suggestion.settings
+            enough |= bool(suggestion.plan.fits)
+            yield suggestion
+    if not enough and together:
+        yield _suggest(args, together, planned)
+
+
+def switches(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
+    """Settings that keep the examples of every step, are not set yet and help the phase that does not fit."""
+    settings, step = [], plan.phases[0].fits is False
+    if step and not args.gradient_checkpointing:
+        settings.append({"gradient_checkpointing": True})
+    if args.compute_dtype != "bfloat16":
+        settings.append({"bf16": True})
+    if plan.mesh.get("data", 1) > 1:
+        others = [f"{axis}:{size}" for axis, size in plan.mesh.items() if axis not in ("data", "fsdp")]
+        shards = plan.mesh["data"] * plan.mesh.get("fsdp", 1)
+        settings.append({"mesh_shape": ",".join([f"fsdp:{shards}", *others])})
+    if step and args.gradient_checkpointing and not args.activation_offloading and plan.topology.platform == "tpu":
+        settings.append({"activation_offloading": True})
+    return settings
+
+
+def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
+    """Halved per_device_train_batch_size down to one, with gradient_accumulation_steps doubled: the same steps."""
+    size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
+    parts = vars(args).get("steps_per_generation")  # of as many micro-batches, a generation would be smaller
+    return [
+        {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
+        | ({} if parts is None else {"steps_per_generation": parts * by})
+        for by in divisors
+    ]
+
+
+def eval_batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
+    """Halved per_device_eval_batch_size, down to one."""
+    size = args.per_device_eval_batch_size
+    return [{"per_device_eval_batch_size": size >> power} for power in range(1, size.bit_length())]
+
+
+def generations(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
+    """Halved generations of whole micro-batches and whole groups, where the largest one is of training; else smaller
+    batches of an evaluation."""
+    own = plan.generation
+    if own is None or "generation_batch_size" not in vars(args):
+        return []
+    if own.evaluates:
+        return eval_batch_sizes(args)
+    micro = args.per_device_train_batch_size * plan.mesh.get("data", 1) * plan.mesh.get("fsdp", 1)
+    halves = [own.size.completions / 2**power for power in range(1, own.size.completions.bit_length())]
+    sizes = [int(size) for size in halves if size % micro == 0 and size % args.num_generations == 0]
+    if args.generation_batch_size is not None and args.steps_per_generation is None:
+        return [{"generation_batch_size": size} for size in sizes]
+    return [{"steps_per_generation": size // micro} for size in sizes]
+
+
+def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
+    """Halved max_length, down to 256, or max_completion_length; what is longer does not train."""
+    name = "max_completion_length" if "max_completion_length" in vars(args) else "max_length"
+    longest = vars(args).get(name)
+    lengths = [] if longest is None else [longest >> power for power in range(1, 16)]
+    return [{name: length} for length in lengths if length >= 256]
+
+
+def _largest(args: BaseConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
+    """The suggestion of the first of these that fits, else of the last; None of none."""
+    suggestion, room, phase = None, plan.topology.chip.memory, plan.largest
+    if phase.compiled is not None and phase.compiled.room is not None:
+        room = phase.compiled.room
+    for settings in sizes:
+        scaled = planned(_changed(args, settings), False).largest.estimated * phase.peak / phase.estimated
+        if settings is sizes[-1] or scaled < room * _SLACK:
+            suggestion = _suggest(args, settings, planned)
+            if suggestion.plan.fits:
+                return suggestion
+    return suggestion
+
+
+def _suggest(args: BaseConfig, settings: dict[str, Any], planned: Planned) -> Suggestion:
+    return Suggestion(settings, planned(_changed(args, settings), True))
+
+
+def _changed(args: BaseConfig, settings: dict[str, Any]) -> BaseConfig:
+    changed = copy.copy(args)
+    for name, value in settings.items():
+        setattr(changed, name, value)
+    return changed

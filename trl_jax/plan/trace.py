@@ -1,0 +1,364 @@
+"""Make a planned run without weights, and trace its step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from datasets import Dataset, IterableDataset
+from jax.sharding import SingleDeviceSharding
+from transformers.trainer_utils import SaveStrategy
+
+from trl_jax.config.base import BaseConfig, Device
+from trl_jax.data.batch import Batch, Columns
+from trl_jax.data.loader import CHUNK_BATCHES, StepBatch
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.checkpoint import Source
+from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import make_mesh, placed
+from trl_jax.plan import estimate, generation
+from trl_jax.plan.chips import Topology
+from trl_jax.plan.compile import devices
+from trl_jax.plan.estimate import Map, Pass, StepArguments, maps_of, reference_flops
+from trl_jax.plan.generation import begun
+from trl_jax.tasks.policy import RolloutTask
+from trl_jax.tasks.task import Task
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.training import data
+from trl_jax.training.evaluate import CompletionEvaluator
+from trl_jax.training.forward import run_key
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# A trainer on devices that this machine does not have: shapes in the place of weights and, if need be, of data.
+
+
+@dataclass(frozen=True)
+class PlannedDevice(Device):
+    """The `args.device` of a planned run: of the planned platform, whatever this machine has."""
+
+    platform: str = "cpu"
+
+    @property
+    def type(self) -> str:
+        return "cuda" if self.platform == "gpu" else self.platform
+
+
+class PlannedConfig(BaseConfig):
+    """A config whose device and mesh are those planned for; `planned` mixes it into the trainer's own."""
+
+    platform: ClassVar[str]
+    devices: ClassVar[list]
+    counts_devices = True
+
+    @property
+    def device(self) -> Device:
+        return PlannedDevice(self.use_cpu, self.platform)
+
+    def jax_devices(self) -> list:
+        return self.devices
+
+
+class PlaceholderTokenizer:
+    """Stands in for a tokenizer where texts come as token ids."""
+
+    pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
+    bos_token_id = None
+    chat_template = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {self.pad_token: 0, self.eos_token: 0}
+
+
+def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
+    """The task that a trainer of this class makes of these arguments."""
+    trainer = kind.__new__(kind)  # no run is begun: a task is made of the arguments alone
+    trainer._run = RunState(args, None)
+    return trainer.make_task()
+
+
+def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:
+    """Copy the arguments for a run on `topology` that saves, reports and pushes nothing and is handed its model."""
+    settled, args = args.counts_devices, copy.copy(args)
+    target = {"platform": topology.platform, "devices": devices(topology)}
+    args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
+    quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
+    quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
+    if "teacher_model_init_kwargs" in vars(args):
+        quiet |= {"teacher_model_init_kwargs": None}
+    if "log_completions" in vars(args):
+        quiet |= {"log_completions": False, "log_completions_hub_repo": None}
+    for name, value in quiet.items():
+        setattr(args, name, value)
+    if settled and "generation_batch_size" in vars(args):
+        args.generation_batch_size = None  # it was of this machine's devices; micro-batches stay as many
+    args.settle_sizes()
+    return args
+
+
+def evaluates(args: BaseConfig) -> bool:
+    """Whether the run evaluates on the way."""
+    return args.eval_strategy != "no" or args.eval_on_start
+
+
+class Rows(NamedTuple):
+    """The rows of a run and their tokenizer. None as `train` stands for made-up rows, whose texts have max_length
+    tokens each and share no prefix."""
+
+    train: Dataset | IterableDataset | None = None
+    test: Any = None
+    tokenizer: Any = None
+
+
+def trainer_of(
+    kind: type[BaseTrainer],
+    model: PreTrainedModel,
+    args: PlannedConfig,
+    rows: Rows,
+    teacher: PreTrainedModel | None = None,
+) -> BaseTrainer:
+    """Build the trainer of the run.
+
+    Args:
+        teacher: of a student; None where the trainer takes none.
+
+    Raises:
+        ValueError: rows.train and what bounds texts are both None, the trainer refuses the arguments, or it computes
+            the loss in a method of a script's.
+    """
+    columns, made_up = task_of(kind, args).columns, rows.train is None
+    writes = columns.prompts is not None
+    if made_up:
+        rows = _prompts(task_of(kind, args), args) if writes else _longest_rows(columns, args)
+        args = copy.copy(args)
+        args.eos_token = args.pad_token = args.chat_template_path = None
+    trainer = kind(
+        model=model,
+        args=args,
+        train_dataset=rows.train,
+        eval_dataset=rows.test if evaluates(args) else None,
+        processing_class=rows.tokenizer,
+        **(generation.further_arguments(args, teacher) if writes else {}),
+    )
+    if writes:
+        generation.with_longest_completions(trainer, made_up=made_up)
+    if own := sorted(trainer.parts.run.own_loss):
+        raise ValueError(f"{kind.__name__} overrides {', '.join(own)}: a plan is of the task's own loss. Leave it out.")
+    return trainer
+
+
+def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
+    """As many prompts as a generation takes, and as an evaluation's batch does."""
+    evaluated = args.per_device_eval_batch_size * args.data_parallel_size // task.num_generations_eval
+    counts = (task.cycle.prompts, max(1, evaluated))
+    return Rows(*(generation.longest_prompts(args, count) for count in counts), PlaceholderTokenizer())
+
+
+def _longest_rows(columns: Columns, args: PlannedConfig) -> Rows:
+    if args.max_length is None:
+        raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
+    size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    counts = (size * passes, args.per_device_eval_batch_size)
+    train, test = (longest(columns, args.max_length, count * len(args.devices)) for count in counts)
+    return Rows(train, test, PlaceholderTokenizer())
+
+
+def longest(columns: Columns, length: int, count: int) -> Dataset:
+    """Make up `count` rows of a task's columns, with texts of `length` tokens.
+
+    Each text is filled with an id of its own, so texts share no prefix, and each of its tokens is to be predicted.
+    """
+    texts = [[number] * length for number, _ in enumerate(columns.texts, start=1)]
+    row = dict(zip(columns.texts, texts, strict=True)) | dict(zip(columns.labels, texts, strict=False))
+    row |= {name: 0.0 for name in columns.numbers if name not in columns.optional}
+    return Dataset.from_dict({name: [value] * count for name, value in row.items()})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Trace the steps of a planned run: the shapes they are called with and the programs they become.
+
+
+MAX_SURVEYED = 2_048  # steps of a dataset that are laid out for their lengths
+MAX_OF_PROMPTS = 64  # the same, of completions that are all as long as they may be
+
+
+class Survey(NamedTuple):
+    """The steps of a run.
+
+    largest: the batch with most tokens. lengths: length of its (packed) rows -> how many steps have it. places, tokens:
+    means over steps of tokens computed on, padding included, and of tokens of real text. layout: of their rows.
+    """
+
+    largest: Batch
+    lengths: dict[int, int]
+    places: float
+    tokens: float
+    layout: str
+
+
+def batches(trainer: BaseTrainer) -> Survey:
+    """Survey the first batches of the first epoch."""
+    lengths, places, tokens, largest = Counter(), [], [], None
+    steps, layout = _steps(trainer)
+    for step in steps:
+        lengths[step.arrays.tokens.shape[-1]] += 1
+        places.append(step.num_places)
+        tokens.append(step.num_tokens)
+        if largest is None or step.num_places > largest.num_places:
+            largest = step
+    means = float(np.mean(places)), float(np.mean(tokens))
+    return Survey(largest.arrays, dict(sorted(lengths.items())), *means, layout)
+
+
+def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
+    """The steps of the first epoch, and their layout."""
+    run = trainer.parts.run
+    if run.rollout is not None:
+        steps = itertools.islice(begun(run.rollout), MAX_OF_PROMPTS)
+        return steps, data.step_layout(run, training=True).layout
+    loader = trainer.loader(trainer.train_dataset, training=True)
+    return itertools.islice(loader, MAX_SURVEYED), loader.step_layout.layout
+
+
+def largest_evaluated(trainer: BaseTrainer) -> Batch:
+    """The batch of the evaluation that has most tokens."""
+    evaluator = trainer.parts.evaluator
+    if isinstance(evaluator, CompletionEvaluator):
+        rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
+        return data.only_pass(trainer.parts.run, max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size))
+    chunks = trainer.parts.evaluator.chunks(trainer.loader(trainer.eval_dataset, training=False))
+    surveyed = itertools.islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
+    return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda one: one.tokens.size)
+
+
+def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
+    """The arguments of the compiled step, for a batch of the trainer's loader."""
+    params, frozen, sharding_plan = trainer.model.params, trainer.parts.run.frozen, trainer.sharding_plan
+    state = jax.eval_shape(tx.init, params)
+    if sharding_plan is None:
+        return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
+    return StepArguments(
+        sharding_plan.placed(params),
+        sharding_plan.placed_state(state, params),
+        _at(sharding_plan.batch, batch),
+        sharding_plan.placed(frozen),
+    )
+
+
+def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
+    """The arguments of an evaluation's pass: those of the training `step` with this batch."""
+    sharding = (
+        SingleDeviceSharding(trainer.args.jax_devices()[0])
+        if trainer.sharding_plan is None
+        else trainer.sharding_plan.rows
+    )
+    return step._replace(batch=_at(sharding, batch))
+
+
+def _at(sharding: Any, leaves: Any) -> Any:
+    """Shapes and dtypes of these arrays, with this sharding."""
+    return jax.tree.map(lambda leaf: placed(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sharding), leaves)
+
+
+def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
+    """Trace the step of `train()`; it is lowered for a platform later."""
+    key = jax.eval_shape(partial(run_key, trainer.args, trainer.parts.run.model.backend))
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    with on_device(trainer):
+        step = trainer.parts.train_step.compiled(tx, remat=remat)
+        return step.trace(arguments.params, arguments.state, arguments.batch, rate, key, arguments.frozen)
+
+
+def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
+    """Trace a pass of `evaluate()` during training; the optimizer's state is an argument that only takes memory."""
+
+    evaluator = trainer.parts.evaluator
+
+    def scores(arrays: dict, state: Any, batch: Batch) -> Any:
+        del state
+        if isinstance(evaluator, CompletionEvaluator):
+            return evaluator.sums(arrays, batch)
+        return evaluator.outputs(arrays, batch, dtype=trainer.args.compute_dtype)
+
+    params = arguments.frozen | arguments.params
+    with on_device(trainer):
+        return jax.jit(scores, keep_unused=True).trace(params, arguments.state, arguments.batch)
+
+
+def _source(backend: Backend) -> Source:
+    return backend.base.source if isinstance(backend, AdaptedBackend) else backend.source
+
+
+def arch_of(trainer: BaseTrainer) -> Any:
+    """The `Arch` of the model, under an adapter that of its base."""
+    return _source(trainer.model.backend).config.arch
+
+
+def maps(trainer: BaseTrainer) -> list[Map]:
+    """The matrices of the model's layers, and those of adapters on them."""
+    return _maps(trainer.model.backend, trainer.model.params)
+
+
+def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
+    source = _source(backend)
+    _, shapes = source.config.abstract
+    if isinstance(backend, LoraBackend):
+        shapes = shapes | backend.plan.shapes
+    return maps_of(shapes, source.config.arch, trained)
+
+
+def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
+    """FLOPs of the reference that a step computes beside the model; 0 without one."""
+    if trainer.parts.run.reference is None:
+        return 0
+    backend = trainer.parts.run.reference.backend
+    arch = _source(backend).config.arch
+    heads = 2 if trainer.parts.run.task.compares_distributions else 1  # in the backward pass again
+    return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal, heads=heads)
+
+
+@contextmanager
+def on_device(trainer: BaseTrainer) -> Iterator[None]:
+    """Trace and compile as on the run's device."""
+    with trainer.parts.run.on_device(), _platform(trainer):
+        yield
+
+
+def _platform(trainer: BaseTrainer) -> AbstractContextManager:
+    """Tell kernels the platform of a single device, by an abstract mesh, where it isn't this machine's."""
+    if trainer.sharding_plan is not None or trainer.args.platform == jax.default_backend():
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(make_mesh({}, trainer.args.jax_devices()).abstract_mesh)
+
+
+def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
+    """Axis -> size, of the axes that have more than one device."""
+    axes = {} if trainer.sharding_plan is None else trainer.sharding_plan.mesh.shape
+    return {axis: size for axis, size in axes.items() if size > 1}
+
+
+def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
+    """The rows that one device computes at once."""
+    tokens = arguments.batch.tokens
+    passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
+    mesh = mesh_of(trainer)
+    return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
+
+
+def gradients(trainer: BaseTrainer, arguments: StepArguments) -> int:
+    """Bytes of gradients on one device."""
+    params, sharding_plan = arguments.params, trainer.sharding_plan
+    if sharding_plan is None:
+        return estimate.on_device(params)
+    places = sharding_plan.gradients(params)
+    return estimate.on_device({path: placed(params[path], place) for path, place in places.items()})

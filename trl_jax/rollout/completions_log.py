@@ -1,0 +1,456 @@
+"""Completions in the terminal, in trackers, on disk and on the Hub."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from trl_jax.core.curves import Curve, points_of, svg
+from trl_jax.core.files import replacing, write_whole
+from trl_jax.core.text import printable
+from trl_jax.hub.push import Publisher, Upload
+
+# ----------------------------------------------------------------------------------------------------
+# The last completions of a run: shown as a table, written to a file, and given to trackers.
+
+
+logger = logging.getLogger(__name__)
+Mode = Literal["train", "eval"]
+_DEPTH, _ITEMS, _BITS = 32, 100_000, 4096  # limits of one value: nesting, items in all, bits of an int
+_MESSAGES = ("prompt", "completion")  # columns whose lists and dicts are written as such
+
+
+@dataclass
+class CompletionsLog:
+    """The last completions, those of training and those of evaluations apart.
+
+    Models and reward functions decide what is in the table, so nothing in it ends a run: what cannot be shown or
+    written is a warning.
+
+    Attributes:
+        names: of the reward functions; None where completions are not judged.
+        size: how many completions are kept.
+        num_to_print: how many of them are shown, drawn at random; None: all.
+        unique_prompts: trackers get each prompt once.
+        folder: where files are written; None: nowhere. Those of evaluations begin with eval_.
+        trackers: functions that are given a table as a pandas DataFrame.
+        repo: gets each file; None where they stay here.
+    """
+
+    names: Sequence[str] | None
+    size: int
+    num_to_print: int | None = None
+    unique_prompts: bool = False
+    folder: Path | None = None
+    trackers: Sequence[Callable[[pd.DataFrame], None]] = ()
+    repo: CompletionsRepo | None = None
+    _rows: dict[Mode, deque[dict[str, Any]]] = field(init=False)
+    _warned: set[str] = field(default_factory=set)
+
+    def __post_init__(self):
+        self._rows = defaultdict(lambda: deque(maxlen=self.size))
+
+    def add(
+        self,
+        mode: Mode,
+        prompts: list,
+        completions: list,
+        rewards: np.ndarray | None = None,
+        advantages: np.ndarray | None = None,
+        extra: Mapping[str, list] | None = None,
+    ) -> None:
+        """Keep the completions of a generation.
+
+        Args:
+            rewards: `[B, F]`. advantages: `[B]`. None of both where completions are not judged.
+            extra: further columns, of `log_extra`; generations may have different ones.
+        """
+        further = {_text(name): values for name, values in (extra or {}).items()}
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            row = {"prompt": plain(prompt), "completion": plain(completion)}
+            row["extra"] = {name: plain(values[number]) for name, values in further.items()}
+            if self.names is not None:
+                row["rewards"] = dict(zip(self.names, rewards[number].tolist(), strict=True))
+                row["advantage"] = float(advantages[number])
+            self._rows[mode].append(row)
+
+    def table(self, mode: Mode, step: int) -> dict[str, list]:
+        """The columns in TRL's order: step, prompt, completion, each reward, each further column, advantage.
+
+        A further column is None for generations that did not have it. A reward is NaN for completions of a resumed run
+        that were judged before the reward function had this name.
+        """
+        rows, judged = self._rows[mode], self.names is not None
+        found = dict.fromkeys(name for row in rows for name in row["extra"])
+        return {
+            "step": [step] * len(rows),
+            "prompt": [row["prompt"] for row in rows],
+            "completion": [row["completion"] for row in rows],
+            **{name: [row["rewards"].get(name, math.nan) for row in rows] for name in self.names or ()},
+            **{name: [row["extra"].get(name) for row in rows] for name in found},
+            **({"advantage": [row["advantage"] for row in rows]} if judged else {}),
+        }
+
+    def log(self, mode: Mode, step: int) -> None:
+        """Show the table, write it to a file, and give it to the trackers; nothing without completions."""
+        if not self._rows[mode]:
+            return
+        table = self.table(mode, step)
+        with self._warning("shown"):
+            print_completions(table, self.names or (), step, self.num_to_print)
+        with self._warning("made"):
+            self._give_away(as_frame(table), mode, step)
+
+    def _give_away(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
+        if self.folder is not None:
+            with self._warning("written"):
+                self._write(frame, mode, step)
+        if self.unique_prompts:
+            frame = frame[~frame["prompt"].astype(str).duplicated()]
+        for track in self.trackers:
+            with self._warning("given to a tracker"):
+                track(frame)
+
+    def finish(self) -> None:
+        """At the end of a run, wait until its files are where they belong."""
+        if self.repo is not None:
+            with self._warning("pushed to the Hub"):
+                self.repo.finish()
+
+    @contextlib.contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Make a warning of any error, the same one once."""
+        try:
+            yield
+        except Exception as error:  # of rich, pandas, a tracker, a disk: training goes on without this table
+            found = f"{type(error).__name__}: {printable(str(error)[:500])}"
+            message = f"log_completions: the table of completions could not be {what}, and the run goes on. {found}"
+            if message not in self._warned:
+                self._warned.add(message)
+                logger.warning(message)
+
+    def state(self) -> np.ndarray:
+        """For `restore`: what is kept, as JSON in UTF-8, uint8."""
+        kept = {mode: list(rows) for mode, rows in self._rows.items()}
+        return np.frombuffer(json.dumps(kept).encode(), np.uint8)
+
+    def restore(self, state: np.ndarray) -> None:
+        """Keep what a `state` has."""
+        for mode, rows in json.loads(state.tobytes()).items():
+            self._rows[mode] = deque(rows, maxlen=self.size)
+
+    def _write(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
+        if self.folder.is_symlink():
+            logger.warning("%s is a link, which is not followed: completions are not written to files.", self.folder)
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{'eval_' if mode == 'eval' else ''}completions_{step:05d}.parquet"
+        with replacing(path) as beside:
+            frame.to_parquet(beside)
+        if self.repo is not None:
+            self.repo(path)
+
+
+def plain(value: Any) -> Any:
+    """A copy of a value for JSON, Arrow and a terminal: None, bool, int, float, str, lists and dicts of these.
+
+    NumPy and JAX arrays become lists; values of other types become their text; half of a UTF-16 pair becomes its
+    escape. "..." replaces a container inside itself, anything nested deeper than _DEPTH, and all beyond _ITEMS items.
+    """
+    left, open_containers = _ITEMS, set()
+
+    def made(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return int(value) if value.bit_length() <= _BITS else hex(value)
+        if isinstance(value, float):
+            return float(value)
+        if isinstance(value, np.generic):
+            item = value.item()
+            return _text(item) if isinstance(item, np.generic) else made(item, depth)
+        if isinstance(value, np.ndarray | jax.Array):
+            return made(np.asarray(value).tolist(), depth)
+        if not isinstance(value, Mapping | list | tuple | set | frozenset):
+            return _text(value)
+        if id(value) in open_containers or depth > _DEPTH or left < 0:
+            return "..."
+        open_containers.add(id(value))
+        if isinstance(value, Mapping):
+            found = {_text(key): made(item, depth + 1) for key, item in islice(value.items(), left)}
+        else:
+            found = [made(item, depth + 1) for item in islice(value, left)]
+            found += ["..."] * (len(found) < len(value))
+        open_containers.discard(id(value))
+        return found
+
+    try:
+        return made(value, 0)
+    except Exception:  # whatever a script's own class raises
+        return f"<{type(value).__name__}>"
+
+
+def _text(value: Any) -> str:
+    """The text of any value, encodable as UTF-8."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:  # whatever a script's own class raises
+        text = f"<{type(value).__name__}>"
+    return str.encode(text, errors="backslashreplace").decode()
+
+
+def as_frame(table: Mapping[str, list]) -> pd.DataFrame:
+    """The table with columns that Parquet can hold.
+
+    Prompts and completions keep the structure of their messages, but the arguments of tool calls become JSON text: each
+    tool has its own. Other columns with lists, dicts or values of several types become JSON text as a whole.
+    """
+    return pd.DataFrame({name: _column(values, messages=name in _MESSAGES) for name, values in table.items()})
+
+
+def _column(values: list, *, messages: bool) -> list:
+    nested = any(isinstance(value, list | dict) for value in values)
+    if messages and nested:
+        values = [_with_text_arguments(value) for value in values]
+    if messages or not nested:
+        try:
+            if not _has_empty_struct(pa.array(values).type):
+                return values
+        except (pa.ArrowException, OverflowError, TypeError, ValueError):
+            pass  # values of several types, or an int of more than 64 bits
+    return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+
+
+def _has_empty_struct(kind: pa.DataType) -> bool:
+    """Whether an Arrow type has a struct without fields in it, which Parquet cannot hold."""
+    if pa.types.is_struct(kind) and not kind.num_fields:
+        return True
+    return any(_has_empty_struct(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _with_text_arguments(value: Any) -> Any:
+    """Any value with `arguments` as JSON text wherever it has them in dicts and lists."""
+    if isinstance(value, list):
+        return [_with_text_arguments(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: json.dumps(item, ensure_ascii=False)
+        if name == "arguments" and not isinstance(item, str | None)
+        else _with_text_arguments(item)
+        for name, item in value.items()
+    }
+
+
+def trackers(report_to: Sequence[str]) -> list[Callable[[pd.DataFrame], None]]:
+    """The trackers among `report_to` that take tables: wandb, where a run is open, and trackio."""
+    return [_TRACKERS[name] for name in ("wandb", "trackio") if name in report_to]
+
+
+def _wandb(frame: pd.DataFrame) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        wandb.log({"completions": wandb.Table(dataframe=frame)})
+
+
+def _trackio(frame: pd.DataFrame) -> None:
+    import trackio
+
+    trackio.log({"completions": trackio.Table(dataframe=frame)})
+
+
+_TRACKERS = {"wandb": _wandb, "trackio": _trackio}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The dataset on the Hub that a run's tables of completions are pushed to.
+
+
+_SECONDS = 120  # between two commits, as in TRL: the Hub takes a limited number of them an hour
+_CARD = """---
+pretty_name: Completions of a training run
+tags: [trl, trl_jax, trl-logs, completions]
+---
+
+# Completions of a training run
+
+Written by trl_jax: a file for each log, and in it the last completions with their prompts, rewards and advantages.
+"""
+
+
+class CompletionsRepo:
+    """Pushes files in the background, once in a while those that have come since. What is not pushed stays in the
+    folder, and the log says so.
+
+    Raises:
+        PermissionError, ConnectionError: the repository cannot be opened.
+    """
+
+    def __init__(self, name: str, *, token: str | None, private: bool | None):
+        self._publisher = Publisher(name, token=token, private=private, revision=None, repo_type="dataset")
+        self._publisher.open()
+        self._pushed_at, self._waiting = float("-inf"), []
+
+    def __call__(self, path: Path) -> None:
+        """A file was written."""
+        self._waiting.append(path)
+        if not self._publisher.running and time.monotonic() - self._pushed_at >= _SECONDS:
+            self._push()
+
+    def finish(self) -> None:
+        """Push what is left, and wait for it."""
+        if self._waiting:
+            self._push()
+        self._publisher.wait()
+
+    def _push(self) -> None:
+        folder, files = self._waiting[0].parent, [path.name for path in self._waiting]
+        if not (folder / "README.md").exists():
+            (folder / "README.md").write_text(_CARD, encoding="utf-8")
+        self._waiting, self._pushed_at = [], time.monotonic()
+        upload = Upload(folder, f"Completions up to {files[-1]}", ["README.md", *dict.fromkeys(files)])
+        self._publisher.push_in_background([upload], done=lambda succeeded: None, daemon=False)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Shows completions in the terminal, as TRL's table: a row each, with its rewards.
+
+
+_STYLES = {"role": "bold red", "thought": "italic dim white", "image": "bold cyan", "": ""}
+
+
+def print_completions(
+    table: Mapping[str, list], rewards: Sequence[str], step: int, num_samples: int | None = None
+) -> None:
+    """Print a table where rich is installed.
+
+    Args:
+        table: columns of equal length: step, prompt, completion, one for each of `rewards`, further ones, advantage
+            where there is one.
+        num_samples: how many rows, drawn at random; None or more than there are: all, in order.
+    """
+    if importlib.util.find_spec("rich") is None or num_samples == 0:
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    extra = [name for name in table if name not in ("step", "prompt", "completion", "advantage", *rewards)]
+    shown = Table(show_header=True, header_style="bold white", expand=True)
+    shown.add_column("Prompt", style="bright_yellow")
+    shown.add_column("Completion", style="bright_green")
+    for name in rewards:
+        shown.add_column(Text(printable(name)), style="bold cyan", justify="right")
+    measured = [*rewards, *(name for name in ("advantage",) if name in table)]
+    if "advantage" in table:
+        shown.add_column("Advantage", style="bold magenta", justify="right")
+    for name in extra:
+        shown.add_column(Text(printable(name)), style="bright_white")
+
+    def cell(value: Any) -> Text:
+        return Text.assemble(*((printable(text), _STYLES[kind]) for text, kind in _pieces(value)))
+
+    for row in _drawn(len(table["prompt"]), num_samples):
+        numbers = [f"{table[name][row]:.2f}" for name in measured]
+        texts = [cell(table[name][row]) for name in ("prompt", "completion")]
+        shown.add_row(*texts, *numbers, *(cell(table[name][row]) for name in extra))
+        shown.add_section()
+    Console().print(Panel(shown, expand=False, title=f"Step {step}", border_style="bold white"))
+
+
+def _drawn(rows: int, num_samples: int | None) -> Sequence[int]:
+    """From Python's global generator, as in TRL."""
+    if num_samples is None or num_samples >= rows:
+        return range(rows)
+    return random.sample(range(rows), num_samples)
+
+
+def _pieces(value: Any) -> Iterator[tuple[str, str]]:
+    """The text of a cell in pieces, each with its kind: messages with their roles, anything else as it is."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        yield str(value), ""
+        return
+    for number, message in enumerate(value):
+        yield ("\n\n" if number else "") + f"{str(message.get('role', '')).upper()}\n", "role"
+        if thought := message.get("reasoning_content") or message.get("thinking"):
+            yield f"{thought}\n", "thought"
+        yield from _content(message.get("content"))
+        calls = message.get("tool_calls") or []
+        yield "\n".join(map(_call, calls if isinstance(calls, list) else [calls])), ""
+
+
+def _content(content: Any) -> Iterator[tuple[str, str]]:
+    """Text and blocks as TRL shows them, and any other items of a list that a tool has returned."""
+    if not isinstance(content, list):
+        yield "" if content is None else str(content), ""
+        return
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            yield str(block.get("text", "")), ""
+        elif kind == "image":
+            yield "[IMAGE]", "image"
+        elif not isinstance(block, dict):
+            yield f"{block}\n", ""
+
+
+def _call(call: Any) -> str:
+    """A call as Python would write it; one that the model wrote in another form as it is."""
+    function = call.get("function", {}) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return str(call)
+    given = function.get("arguments", {})
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    texts = [f"{name}={value!r}" for name, value in given.items()] if isinstance(given, dict) else [str(given)]
+    return f"{function.get('name', '?')}({', '.join(texts)})"
+
+
+# ----------------------------------------------------------------------------------------------------
+# One picture of a run that writes its own completions: reward, length, entropy and divergence over its steps.
+
+
+FILE = "training.svg"
+_PANELS = {
+    "reward": "mean reward",
+    "completions/mean_length": "tokens of a completion, mean",
+    "entropy": "entropy, nats a token",
+    "kl": "divergence from the reference, nats a token",
+}
+_COLORS = {"": "#1f6feb", "eval_": "#1a7f37"}  # of training, and of evaluations
+
+
+def write_picture(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Draw what was logged so far into `training.svg`; nothing before there is a reward.
+
+    Args:
+        history: the logs, as `state.log_history`.
+    """
+    panels = {}
+    for name, title in _PANELS.items():
+        curves = [Curve(color, points_of(history, kind + name)) for kind, color in _COLORS.items()]
+        if any(curve.points for curve in curves):
+            panels[title + (" (green: evaluations)" if all(curve.points for curve in curves) else "")] = curves
+    if panels:
+        write_whole(folder / FILE, svg(panels))

@@ -1,1 +1,0 @@
-"""The output of a run: checkpoints, the files of the model, the Hub; and how a run resumes from it."""

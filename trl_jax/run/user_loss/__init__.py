@@ -1,1 +1,0 @@
-"""A script's own compute_loss."""

@@ -1,0 +1,373 @@
+"""`trl-jax plan`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_jax.core.trainers import DEFAULT, TRAINERS, TrainerNames
+from trl_jax.plan.chips import known, topology
+from trl_jax.scripts.data import DatasetMixtureConfig
+from trl_jax.scripts.train import RewardSources, fit_to_release
+from trl_jax.scripts.utils import ScriptArguments, TrlParser, read_config, take_config
+from trl_jax.trainer.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from trl_jax.config.base import BaseConfig
+    from trl_jax.plan.chips import Topology
+    from trl_jax.plan.compile import Compiled
+    from trl_jax.plan.plan import Plan, Run, Suggestion
+
+
+# ----------------------------------------------------------------------------------------------------
+# The command `trl-jax plan`: reports the memory, FLOPs and communication of a run on devices you do not have.
+
+
+# Arguments that change neither the memory nor the time of a step or an evaluation.
+NO_PART = frozenset(
+    """
+    output_dir logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
+    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen debug
+    eval_steps eval_delay prediction_loss_only eval_do_concat_batches batch_eval_metrics include_for_metrics eval_report
+    eval_subset_column bf16_full_eval fp16_full_eval
+    save_strategy save_steps save_total_limit save_only_model use_cache load_best_model_at_end metric_for_best_model
+    greater_is_better push_to_hub hub_token hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision
+    resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint
+    auto_find_batch_size full_determinism skip_memory_metrics use_cpu coordinator_address num_processes process_id
+    precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+    log_completions log_completions_hub_repo log_unique_prompts num_completions_to_print remove_unused_columns
+    reward_timeout missing_eos_penalty reward_clip_range scale_rewards multi_objective_aggregation normalize_advantages
+    mask_truncated_completions max_tool_calling_iterations use_transformers_continuous_batching
+    top_k top_p min_p repetition_penalty use_vllm vllm_importance_sampling_cap vllm_importance_sampling_clip_max
+    vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode
+    """.split()
+)
+
+
+def main(
+    plan_args: PlanArguments,
+    script_args: ScriptArguments,
+    training_args: BaseConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> None:
+    """Print the plan, and write it to the file of `--json`. Trains nothing, downloads no weights.
+
+    Raises:
+        ValueError: the topology is unknown, or the run is one that training refuses.
+    """
+    from trl_jax.plan.compile import prepare
+    from trl_jax.plan.generation import Size
+    from trl_jax.plan.plan import plan, suggestions_for
+
+    target = topology(plan_args.topology)
+    prepare(target)
+    ignored = without_part(training_args)
+    if ignored:
+        names = ", ".join(f"--{name}" for name in ignored)
+        warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
+    run = _run_of(TRAINERS[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
+
+    if plan_args.generate is not None:
+        run = replace(run, generation=Size.parsed(plan_args.generate))
+
+    def planned(args: BaseConfig, compiles: bool = True) -> Any:
+        return plan(run, args, target, compiles=compiles)
+
+    result = planned(training_args)
+    print(text(result), flush=True)
+    suggestions = []
+    if result.fits is False and plan_args.suggestions:
+        for suggestion in suggestions_for(training_args, result, planned):
+            suggestions.append(suggestion)
+            print(suggestions_text(suggestion), flush=True)
+    if plan_args.json is not None:
+        figures = result.as_dict() | {"suggestions": [suggestion.as_dict() for suggestion in suggestions]}
+        Path(plan_args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def without_part(args: BaseConfig) -> list[str]:
+    """The arguments of `NO_PART` that the config has and that differ from their defaults."""
+    default = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
+    usual = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
+    return sorted(name for name in NO_PART & usual.keys() if vars(args)[name] != usual[name])
+
+
+def _run_of(
+    names: TrainerNames,
+    target: Topology,
+    script_args: ScriptArguments,
+    training_args: BaseConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> Run:
+    """The run to plan: checkpoint, adapter, and the rows if a dataset is named."""
+    from trl_jax.data.chat import load_tokenizer
+    from trl_jax.plan.plan import Run
+    from trl_jax.plan.trace import Rows, evaluates, planned, task_of
+    from trl_jax.scripts.distillation import teacher_init_kwargs
+    from trl_jax.scripts.train import RewardSources, check_flags, datasets_of, model_init_kwargs, split_of
+    from trl_jax.trainer.utils import get_peft_config, get_quantization_config
+    from trl_jax.training.model import find, quantization_of, tokenizer_folder
+
+    mixture = dataset_args if dataset_args.datasets else None
+    has_rows = script_args.dataset_name is not None or mixture is not None
+    check_flags(script_args, model_args, rows=names.rows, mixes=mixture is not None or not has_rows)
+    args = copy.copy(training_args)
+    args.model_init_kwargs = model_init_kwargs(training_args, model_args)
+    trainer = names.load_trainer()
+    head = task_of(trainer, planned(args, target, args.output_dir)).head
+    checkpoint = find(model_args.model_name_or_path, args, head)
+    quantization = quantization_of(get_quantization_config(model_args), args)
+    run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization, trainer=trainer)
+    scorer = script_args.reward_model_name_or_path if isinstance(script_args, RewardSources) else None
+    if scorer is not None:
+        run = replace(run, scorer=find(scorer, args, "score"))
+    if "teacher_model_name_or_path" in vars(args):
+        kwargs = teacher_init_kwargs(args, model_args)
+        run = replace(run, teacher=find(args.teacher_model_name_or_path, args, "lm", dtype="auto", init_kwargs=kwargs))
+    if not has_rows:
+        return run
+    code = training_args.trust_remote_code
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
+    splits = datasets_of(script_args, mixture)
+    test = split_of(splits, script_args, "dataset_test_split") if evaluates(args) else None
+    return replace(run, rows=Rows(split_of(splits, script_args, "dataset_train_split"), test, tokenizer))
+
+
+def make_parser(prog: str | None = None) -> PlanParser:
+    """Parser of (PlanArguments, ScriptArguments, the trainer's config, ModelConfig, DatasetMixtureConfig)."""
+    return PlanParser(DEFAULT, prog)
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())
+
+
+# ----------------------------------------------------------------------------------------------------
+# The flags of `trl-jax plan`: its own, and those of the trainer that is planned.
+
+
+_REWARDED = ("grpo", "rloo")  # whose flags name rewards, too
+
+
+@dataclass
+class PlanArguments:
+    """The devices to plan for, and what to report."""
+
+    _argument_group_name = "plan"
+
+    topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
+    json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
+    suggestions: bool = field(
+        default=True,
+        metadata={
+            "help": "Where it does not fit, plan settings that might make it fit, one by one.",
+            "aliases": ["--levers"],  # its former name
+        },
+    )
+    generate: str | None = field(
+        default=None,
+        metadata={
+            "help": "Plan a generation, too, as 64x256+128: 64 prompts of 256 tokens, and 128 new ones for each. Of "
+            "grpo and rloo theirs is planned."
+        },
+    )
+    trainer: str = field(
+        default=DEFAULT, metadata={"help": "The command that trains, for whose run to plan; flags are its own."}
+    )
+
+
+class PlanParser(TrlParser):
+    """Parser of (PlanArguments, ScriptArguments, the trainer's config, ModelConfig, DatasetMixtureConfig).
+
+    The flags are those of the trainer that `--trainer` names, on the command line or in the YAML file; where neither
+    does, those of `trainer`.
+    """
+
+    def __init__(self, trainer: str, prog: str | None = None):
+        self.trainer, config = trainer, TRAINERS[trainer].load_config()
+        script = RewardSources if trainer in _REWARDED else ScriptArguments
+        kinds = (PlanArguments, script, _elsewhere(config), ModelConfig, DatasetMixtureConfig)
+        super().__init__(kinds, prog=prog)
+        self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
+        self.description = (
+            "Will my run fit on these devices? For example:\n\n"
+            "  trl-jax plan --model_name_or_path meta-llama/Llama-3.1-8B --topology v5e:4x4 \\\n"
+            "      --fsdp full_shard --max_length 1024 --per_device_train_batch_size 1\n\n"
+            "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
+            f"lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax {trainer}`; without "
+            "--dataset_name every text is taken to be as long as --max_length and to share nothing. --trainer plans "
+            f"the run of another command: {', '.join(TRAINERS)}."
+        )
+        fit_to_release(self, config.argument_table)
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, **options: Any) -> tuple[Any, ...]:
+        args = list(sys.argv[1:] if args is None else args)
+        named = _trainer_in(args)
+        if named in (None, self.trainer):
+            return super().parse_args_and_config(args, **options)
+        if named not in tuple(TRAINERS):
+            raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(TRAINERS)}.")
+        return PlanParser(named, self.prog).parse_args_and_config(args, **options)
+
+
+def _elsewhere(config: type) -> type:
+    """The config of a run on other devices than this machine's."""
+    return type(config.__name__, (config,), {"counts_devices": False, "__module__": config.__module__})
+
+
+def _trainer_in(args: list[str]) -> str | None:
+    """The trainer that the flags or, where they say nothing of it, their YAML file name."""
+    flags, path = take_config(args)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trainer", nargs="?")
+    named = parser.parse_known_args(flags)[0].trainer
+    return read_config(path).get("trainer") if named is None and path is not None else named
+
+
+# ----------------------------------------------------------------------------------------------------
+# A plan as text.
+
+
+_GIB = 2**30
+
+
+def text(plan: Plan) -> str:
+    """The whole plan: head, table of memory, collectives, FLOPs, evaluation, generation and verdict, a few lines
+    each."""
+    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), _generation(plan)]
+    parts.append(verdict(plan))
+    return "\n".join(part for part in parts if part)
+
+
+_KEPT = {False: "matrix products kept", True: "layers computed twice", "offloaded": "layers' inputs on the host"}
+
+
+def _head(plan: Plan) -> str:
+    chip, kinds = plan.topology.chip, plan.settings
+    memory = "simulated, of no size" if chip is None else f"{_size(chip.memory)} each"
+    many = f"{plan.topology.devices} device(s), {memory}"
+    mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
+    kept = _KEPT[plan.remat]
+    lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
+    one, trained = plan.one, "" if plan.trained == plan.parameters else f" ({plan.trained:,} train)"
+    return (
+        f"{plan.model}: {plan.parameters:,} parameters{trained} on {plan.topology.name}: {many}; mesh {mesh}.\n"
+        f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens a device; "
+        f"{kinds['compute']} over float32 weights, {kept}. Lengths of steps: {lengths}.\n"
+        f"Attention: {plan.attention}."
+    )
+
+
+def _memory(plan: Plan) -> str:
+    compiled, memory = plan.compiled, plan.memory
+    sizes = {name: _size(value) for name, value in memory._asdict().items()}
+    rows = [
+        ("bytes a device", "arithmetic", "compiler"),
+        *((f"  {name}", sizes[name], "") for name in ("parameters", "moments", "batch")),
+        ("what the step is given", _size(memory.arguments), _size(compiled and compiled.arguments)),
+        *((f"  {name}", sizes[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
+        ("what it needs besides", _size(memory.temporary), _size(compiled and compiled.temporary)),
+        ("peak", _size(memory.peak), _size(compiled and compiled.peak)),
+    ]
+    return "\n".join(f"{name:<26}{one:>12}{other:>12}".rstrip() for name, one, other in rows)
+
+
+def _collectives(plan: Plan) -> str:
+    return "" if plan.topology.devices == 1 else _sent(plan.compiled, "a step")
+
+
+def _sent(compiled: Compiled | None, of: str) -> str:
+    """A line for each kind of collective; empty where the compiler gave no cost, as where a step does not fit."""
+    if compiled is None or compiled.cost is None:
+        return ""
+    collectives = compiled.cost.collectives
+    lines = [
+        f"  {one.kind:<20}{f'{one.group} devices':<12}{one.dtype:<6}{one.count:>6,} x{_size(one.bytes):>12}"
+        f"{_size(one.sent):>12} sent"
+        for one in collectives
+    ]
+    total = f"collectives {of}, {_size(sum(one.bytes for one in collectives))}:"
+    return "\n".join([total, *lines]) if collectives else f"No collectives {of}."
+
+
+def _work(plan: Plan) -> str:
+    cost, bound = plan.compiled and plan.compiled.cost, plan.bound
+    lines = [f"Matrix products: {_flops(plan.flops)} a device by arithmetic"]
+    if cost is not None:
+        least = f" (at least: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
+        lines[0] += f", {_flops(cost.flops)} by the compiler{least}"
+    lines[0] += f"; {plan.places:,.0f} tokens a step are computed for {plan.tokens:,.0f} of text."
+    if bound is not None:
+        parts = ", ".join(f"{name} {_seconds(value)}" for name, value in bound._asdict().items())
+        least = f"A step takes at least {_seconds(bound.step)} by the chip's published figures"
+        lines.append(f"{least} ({parts}): a bound, no forecast.")
+    if plan.compiled is not None:
+        lines.append(f"Compiled in {plan.compiled.seconds:,.0f} s.")
+    return "\n".join(lines)
+
+
+def _evaluation(plan: Plan) -> str:
+    if plan.evaluation is None:
+        return ""
+    one, phase = plan.evaluation.one, plan.phases[1]
+    measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
+    return (
+        f"Evaluation: a pass of {one.rows} x {one.length:,} tokens a device, beside the optimizer's state: peak "
+        f"{_size(phase.estimated)} by arithmetic{measured}."
+    )
+
+
+def _generation(plan: Plan) -> str:
+    if plan.generation is None:
+        return ""
+    (size, memory, *_), phase = plan.generation, plan.phases[-1]
+    measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
+    scorer = f" and {_size(plan.scorer)} of the model that scores" if plan.scorer else ""
+    told = (
+        f"Generation: {size.completions} completions of {size.prompts} prompt(s), with room for "
+        f"{size.prompt_places:,} and {size.new_places:,} tokens: a cache of {_size(memory.cache)} a device, beside the "
+        f"optimizer's state{scorer}: peak {_size(phase.estimated)} by arithmetic{measured}."
+    )
+    sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "a token of each completion")
+    return f"{told}\n{sent}" if sent else told
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the run fits, and how much of the memory it takes: one sentence."""
+    chip, compiled = plan.topology.chip, plan.largest.compiled
+    if plan.fits is None:
+        return "Whether it fits: simulated devices have no memory of their own to compare with."
+    word = "It fits" if plan.fits else "It does not fit"
+    word += f" in {plan.largest.name}" if not plan.fits and plan.largest.name != "a step" else ""
+    if compiled is None:
+        return f"{word} by arithmetic alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
+    room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that the compiler may use"
+    return f"{word}: {_size(plan.peak)} of {room}."
+
+
+def suggestions_text(suggestion: Suggestion) -> str:
+    """A line for one suggestion: its flags and the verdict."""
+    plan = suggestion.plan
+    took = f", compiled in {plan.compiled.seconds:,.0f} s" if plan.compiled else ""
+    return f"- {suggestion.name}: {verdict(plan)[:-1]}{took}."
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else f"{count / _GIB:,.2f} GiB" if count >= _GIB / 10 else f"{count / 2**20:,.2f} MiB"
+
+
+def _flops(count: float) -> str:
+    return f"{count / 1e12:,.2f} TFLOP" if count >= 1e10 else f"{count / 1e9:,.3f} GFLOP"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:,.2f} ms"

@@ -1,1 +1,0 @@
-"""Files of rows that a command reads and writes again with something beside them."""

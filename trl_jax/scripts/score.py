@@ -1,0 +1,238 @@
+"""`trl-jax score`: score completions with a reward model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_jax.core.secrets import CleanParser
+from trl_jax.scripts.loaded_model import digests
+from trl_jax.scripts.rows import Job, Output, Row, read_rows, to_stdout
+
+if TYPE_CHECKING:
+    from trl_jax.hub.auto import Checkpoint
+
+
+# ----------------------------------------------------------------------------------------------------
+# The rows that `trl-jax score` takes, and the columns that it adds.
+
+
+ANSWERS = ("response", "completion", "answer")
+
+
+def score_columns(row: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the columns for the row's scores."""
+    return ("chosen_reward", "rejected_reward") if "chosen" in row and "rejected" in row else ("reward",)
+
+
+def as_pair(row: Row) -> dict[str, Any]:
+    """Turn any row into a pair; a single answer becomes a pair with itself, of which one side is scored.
+
+    Raises:
+        ValueError: the row has no column to score.
+    """
+    content = row.content
+    if "chosen" in content and "rejected" in content:
+        return content
+    kept = {name: content[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in content}
+    scored = [name for name in (*ANSWERS, "messages", "text") if name in content]
+    if not scored:
+        raise ValueError(
+            f"{row.where} holds {', '.join(content) or 'nothing'}: wanted text, messages, chosen and rejected, or "
+            f"prompt and one of {', '.join(ANSWERS)}."
+        )
+    answer = content[scored[0]]
+    if scored[0] in ("messages", "text"):
+        kept.pop("prompt", None)
+    elif isinstance(kept.get("prompt"), list) and isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    return kept | {"chosen": answer, "rejected": answer}
+
+
+def is_right(scored: dict[str, Any]) -> bool | None:
+    """Whether the chosen answer of a pair has the higher score; None where the row is no pair."""
+    columns = score_columns(scored)
+    return scored[columns[0]] > scored[columns[1]] if len(columns) == 2 else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# The command `trl-jax score MODEL FILE`: scores answers with a reward model.
+
+
+_JOB = Job(
+    command="trl-jax score",
+    verb="score",
+    done="scored",
+    read=lambda source: read_rows(source, score_columns),
+    added=score_columns,
+    check=lambda value: None if isinstance(value, float) else "a score",
+    kept=is_right,
+)
+_SEED = 42  # draws the head of a checkpoint that has none, as AutoModelForSequenceClassification does
+
+
+@dataclass
+class ScoreArguments:
+    """Arguments of the command. model: folder or Hub name. file: jsonl. output: jsonl; None is stdout."""
+
+    model: str
+    file: str
+    output: str | None = None
+    overwrite: bool = False
+    batch_size: int = 8
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    quiet: bool = False
+
+
+class Parser(CleanParser):
+    def parse_args_and_config(self, argv: list[str]) -> tuple[ScoreArguments]:
+        return (ScoreArguments(**vars(self.parse_args(argv))),)
+
+
+def make_parser(prog: str | None = None) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description="Score the answers of a jsonl file. A row holds `text`, or `messages`, or `prompt` and `response` "
+        "(text or conversations), or a pair with `chosen` and `rejected`; it comes out with its `reward`, a pair with "
+        "`chosen_reward` and `rejected_reward`, and pairs get an accuracy at the end.",
+    )
+    parser.add_argument("model", help="folder or Hub name of the reward model")
+    parser.add_argument("file", help="rows to score, jsonl")
+    parser.add_argument(
+        "-o", "--output", help="file to write, there when it is complete; until then rows stand in OUTPUT.partial, and "
+        "the same command goes on where it stopped"
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an OUTPUT that is there, once the new one is complete, and "
+        "an OUTPUT.partial of another run"
+    )  # fmt: skip
+    parser.add_argument("--batch_size", type=int, default=8, help="answers scored at once (default: 8)")
+    parser.add_argument("--dtype", default="auto", help="type to load weights in (default: as they are stored)")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="let a tokenizer's repository run its own code; a model's "
+        "code is never run"
+    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    return parser
+
+
+def main(args: ScoreArguments) -> None:
+    """Score every row; scored rows are kept when the run is interrupted.
+
+    Raises:
+        ValueError: a line is not a row, or the output is of another run.
+    """
+    if args.batch_size < 1:
+        raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
+    source = Path(args.file)
+    if not source.is_file():
+        raise FileNotFoundError(f"{args.file}: there is no such file of rows to score.")
+    output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
+    scorer, total = _ready(args, source)
+    with contextlib.nullcontext(to_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
+        results = list(done)
+        rows = islice(_JOB.read(source), len(done), None)
+        for row in _shown(_scored(scorer, rows, args.batch_size), total, len(done), args.quiet):
+            write(row)
+            results.append(is_right(row))
+    pairs = [right for right in results if right is not None]
+    if pairs:
+        print(f"accuracy {sum(pairs) / len(pairs):.4f} over {len(pairs)} pairs", file=sys.stderr)
+
+
+def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
+    """The model and the number of rows. A bad row raises an error before weights are read."""
+    from trl_jax.data.chat import load_tokenizer
+    from trl_jax.hub.auto import find_checkpoint
+    from trl_jax.training.devices import keep_compilations
+    from trl_jax.training.model import tokenizer_folder
+
+    keep_compilations()
+    code = args.trust_remote_code
+    checkpoint = find_checkpoint(args.model, dtype=args.dtype, trust_remote_code=code)
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
+    total = sum(1 for row in _JOB.read(source) if _read(row, tokenizer))
+    return Scorer(checkpoint, tokenizer), total
+
+
+def _read(row: Row, tokenizer: Any) -> Any:
+    from trl_jax.data.reward import read_pair
+
+    return read_pair(as_pair(row), row.where, tokenizer)
+
+
+class Scorer:
+    """Scores rows with a model and its tokenizer."""
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Any):
+        self.checkpoint, self.tokenizer = checkpoint, tokenizer
+        self.model = checkpoint.load(_SEED)
+        if self.model.config.pad_token_id is None:
+            self.model.config.pad_token_id = tokenizer.pad_token_id
+
+    def __call__(self, rows: list[Row]) -> list[dict[str, Any]]:
+        """The rows with their scores.
+
+        Raises:
+            ValueError: a text is longer than the model has positions for, or its score is not finite.
+        """
+        import numpy as np
+
+        ids = [side for row in rows for side in self._ids(row)]
+        length = max(map(len, ids))
+        pad = self.model.config.pad_token_id or 0
+        tokens = np.full((len(ids), length), pad, np.int64)
+        mask = np.zeros((len(ids), length), np.int64)
+        for row, one in enumerate(ids):
+            tokens[row, : len(one)], mask[row, : len(one)] = one, 1
+        scores = iter(np.asarray(self.model(tokens, mask).logits)[:, 0].tolist())
+        return [row.content | self._finite(row, {name: next(scores) for name in _names(row)}) for row in rows]
+
+    def _ids(self, row: Row) -> list[list[int]]:
+        """Token ids of the texts to score, as in training: texts end with EOS, conversations as their template does."""
+        from trl_jax.data.reward import tokenise
+
+        ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
+        limit = self.model.max_positions
+        if limit is not None and max(map(len, ids)) > limit:
+            raise ValueError(
+                f"{row.where} has {max(map(len, ids)):,} tokens, but the model has positions for {limit:,}. Cut the "
+                "text, or leave the row out."
+            )
+        return ids
+
+    def _finite(self, row: Row, scores: dict[str, float]) -> dict[str, float]:
+        for name, score in scores.items():
+            if not math.isfinite(score):
+                raise ValueError(
+                    f"{row.where}: {name} is {score}, wanted a finite number. Weights of {self.checkpoint.name} are at "
+                    "fault, or too large for the dtype: take another checkpoint."
+                )
+        return scores
+
+
+def _names(row: Row) -> tuple[str, ...]:
+    return score_columns(row.content)
+
+
+def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
+    """All that scores depend on besides the rows: settings, and a digest of each file of the model."""
+    return {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code, **digests(scorer.checkpoint)}
+
+
+def _scored(scorer: Scorer, rows: Iterator[Row], batch_size: int) -> Iterator[dict[str, Any]]:
+    while batch := list(islice(rows, batch_size)):
+        yield from scorer(batch)
+
+
+def _shown(rows: Iterator[dict[str, Any]], total: int, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
+    from tqdm import tqdm
+
+    return tqdm(rows, total=total, initial=done, unit=" rows", disable=quiet, file=sys.stderr)

@@ -1,0 +1,257 @@
+"""The commands that train."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trl_jax import rewards
+from trl_jax.config.tables import SUPPORTED
+from trl_jax.core.trainers import TRAINERS
+from trl_jax.scripts.utils import ScriptArguments
+
+if TYPE_CHECKING:
+    from trl_jax.config.base import BaseConfig
+    from trl_jax.config.rules import Handling
+    from trl_jax.scripts.data import DatasetMixtureConfig
+    from trl_jax.scripts.utils import TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+
+
+# ----------------------------------------------------------------------------------------------------
+# The flags that name reward functions and a reward model, and what they name.
+
+
+EXAMPLE = "--reward_funcs my_rewards.brevity"  # of --help
+_FUNCTIONS: dict[str, Callable] = {
+    "accuracy_reward": rewards.accuracy_reward,
+    "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+    "think_format_reward": rewards.think_format_reward,
+    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(1280, 256),
+}
+
+
+@dataclass
+class RewardSources(ScriptArguments):
+    """The data of a script and the rewards of completions: TRL's fields, defaults and order."""
+
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of a reward model; it comes before the functions."}
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": f"Reward functions: any of {', '.join(_FUNCTIONS)} (of at most 1,280 tokens, the last 256 of them "
+            "punished more and more), or the dotted path of a function, as in my_rewards.brevity; the current folder "
+            "is looked in."
+        },
+    )
+
+
+def reward_sources(args: RewardSources) -> list[str | Callable]:
+    """The name of the reward model, if any, and the functions.
+
+    Raises:
+        ValueError: there is neither, or a name is that of no function.
+    """
+    model = args.reward_model_name_or_path
+    found = [*([model] if model else []), *(_function(name) for name in args.reward_funcs or ())]
+    if not found:
+        raise ValueError(
+            "No reward source provided: name functions by --reward_funcs, a reward model by "
+            "--reward_model_name_or_path, or both."
+        )
+    return found
+
+
+def _function(name: str) -> Callable:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"Could not load reward function {name!r}. Expected one of {list(_FUNCTIONS)} or a valid import path, as "
+            "in my_rewards.brevity."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    names = vars(importlib.import_module(module))
+    if not callable(names.get(attribute)):
+        raise ValueError(f"Could not load reward function {name!r}: the module {module} has no function {attribute}.")
+    return names[attribute]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The commands that train: flags and YAML to a trainer of the table, its datasets, and what becomes of the model.
+
+
+def train(
+    command: str,
+    script_args: ScriptArguments,
+    training_args: BaseConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig | None = None,
+    **further: Any,
+) -> None:
+    """Train, save to training_args.output_dir, push where asked to, and say so. Changes none of its arguments.
+
+    Args:
+        command: of the trainer, in `core.trainers.TRAINERS`.
+        further: arguments that this trainer has besides those of all.
+    """
+    mixture = dataset_args if dataset_args is not None and dataset_args.datasets else None
+    rows = TRAINERS[command].rows
+    check_flags(script_args, model_args, rows=rows, mixes=mixture is not None)
+    training_args = copy.copy(training_args)
+    training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
+
+    splits = datasets_of(script_args, mixture)
+    train_rows = split_of(splits, script_args, "dataset_train_split")
+    test_rows = None
+    if training_args.eval_strategy != "no":
+        test_rows = split_of(splits, script_args, "dataset_test_split")
+
+    from trl_jax.trainer.utils import get_peft_config, get_quantization_config
+
+    trainer = TRAINERS[command].load_trainer()(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=test_rows,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        **further,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    print("Training completed.")
+    trainer.save_model(training_args.output_dir)
+    print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        print(f"Model pushed to {trainer.hub_model_id}.")
+
+
+def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
+    """Load the splits of the mixture or, where it is None, of the dataset that is named."""
+    from trl_jax.scripts.data import get_dataset, load_splits
+
+    if mixture is not None:
+        return get_dataset(mixture)
+    return load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+
+
+def check_flags(
+    script_args: ScriptArguments, model_args: ModelConfig, *, rows: str = "rows", mixes: bool = False
+) -> None:
+    """Check for flags that are missing or do not go together, before anything is loaded.
+
+    Args:
+        rows: what the trainer calls a dataset's rows.
+        mixes: whether a mixture of datasets is given.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
+        raise ValueError("--load_in_4bit and --load_in_8bit want --use_peft: quantised weights do not train.")
+    if model_args.model_name_or_path is None:
+        raise ValueError("--model_name_or_path is missing: name a checkpoint's folder or Hub id.")
+    if mixes and script_args.dataset_name is not None:
+        text = "--dataset_name has no effect beside `datasets`, which name the mixture to train on."
+        warnings.warn(text, stacklevel=3)
+    if script_args.dataset_name is None and not mixes:
+        raise ValueError(f"--dataset_name is missing: name a Hub id, a folder, or a jsonl or parquet file of {rows}.")
+    if script_args.ignore_bias_buffers:
+        text = "--ignore_bias_buffers has no effect in trl_jax: there are no buffers to keep in step."
+        warnings.warn(text, stacklevel=3)
+
+
+def model_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """The model's flags that are set, and --model_init_kwargs, which beats them."""
+    flags = {
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+    }
+    passed = {key: value for key, value in flags.items() if value is not None}
+    return passed | (training_args.model_init_kwargs or {})
+
+
+def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
+    """The rows of the split that a flag names."""
+    split = vars(script_args)[flag]
+    if split not in splits:
+        raise ValueError(
+            f"--{flag} {split}: {script_args.dataset_name or 'the mixture'} has {', '.join(splits)}. Name one of these"
+            + (", or train with --eval_strategy no." if flag == "dataset_test_split" else ".")
+        )
+    return splits[split]
+
+
+def parser_of(
+    command: str,
+    subparsers: argparse._SubParsersAction | None = None,
+    prog: str | None = None,
+    *,
+    script_arguments: type[ScriptArguments] | None = None,
+    example: str = "--num_train_epochs 1",
+) -> TrlParser:
+    """Parser of (script_arguments, the trainer's config, ModelConfig, DatasetMixtureConfig), alone or as a command.
+
+    Args:
+        script_arguments: the flags of the data, with those that this command has besides; None: ScriptArguments.
+        example: flags that --help shows in its example.
+    """
+    from trl_jax.scripts.data import DatasetMixtureConfig
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+
+    names = TRAINERS[command]
+    config = names.load_config()
+    kinds = (script_arguments or ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
+    if subparsers is not None:
+        parser = subparsers.add_parser(command, help=names.summary, dataclass_types=kinds)
+    else:
+        parser = TrlParser(kinds, prog=prog)
+    parser.usage = "%(prog)s --model_name_or_path MODEL --dataset_name DATA\n       [--config FILE.yaml] [flags]"
+    parser.description = (
+        f"{names.summary.capitalize()}, for example:\n\n"
+        f"  trl-jax {command} --model_name_or_path Qwen/Qwen3-0.6B \\\n"
+        f"      --dataset_name {names.rows}.jsonl --output_dir out \\\n"
+        f"      {example} --learning_rate 1e-5\n\n"
+        "A YAML file may hold any of the flags as keys."
+    )
+    fit_to_release(parser, config.argument_table)
+    return parser
+
+
+def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
+    """List in --help the flags that do something, and name the others at its end.
+
+    Args:
+        table: how the config class of the parser handles its arguments.
+    """
+    no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
+    for action in parser._actions:
+        kind = table[action.dest].kind if action.dest in table else None
+        if action.dest in SUPPORTED:
+            # transformers lists its own names as choices; the config knows those of this release.
+            action.choices, action.metavar = None, "NAME"
+            action.help = f"One of {', '.join(SUPPORTED[action.dest])}."
+        elif kind in ("silent", "warned"):
+            no_effect.append(action.dest)
+        elif kind == "refused":
+            refused.append(action.dest)
+        if action.dest in (*no_effect, *refused):
+            action.help = argparse.SUPPRESS
+    parser.epilog = (
+        f"Accepted without effect: {', '.join(dict.fromkeys(no_effect))}. "
+        f"Refused in this release: {', '.join(dict.fromkeys(refused))}."
+    )

@@ -1,0 +1,243 @@
+"""TRL's data collators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trl_jax.data.batch import IGNORED
+from trl_jax.hub import torch_bridge
+
+# ----------------------------------------------------------------------------------------------------
+# TRL's collators of prompts with their completions, for scripts that make batches of their own.
+
+
+@dataclass
+class DataCollatorForPreference:
+    """Rows with `prompt_ids`, `chosen_ids` and `rejected_ids` to padded arrays: TRL's collator of DPOTrainer.
+
+    A call gives `input_ids`, `attention_mask` and `completion_mask`, int64 `[2P, T]`, prompts with chosen answers above
+    those with rejected ones; and float32 `ref_chosen_logps` and `ref_rejected_logps` `[P]` where rows have them.
+
+    Args:
+        pad_token_id: fills rows on the right.
+        max_length: longest prompt with its answer, in tokens; None cuts nothing.
+        truncation_mode: "keep_start" cuts the end off, "keep_end" the beginning.
+        pad_to_multiple_of: T is rounded up to a multiple of it.
+        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+
+    Raises:
+        ValueError: another `truncation_mode` or `return_tensors`.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    pad_to_multiple_of: int | None = None
+    return_tensors: str | None = None
+
+    def __post_init__(self):
+        check_kind(self.return_tensors)
+        if self.truncation_mode not in ("keep_start", "keep_end"):
+            raise ValueError(
+                f"Unsupported truncation mode: {self.truncation_mode}, expected 'keep_start' or 'keep_end'"
+            )
+
+    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        part = slice(self.max_length)
+        if self.truncation_mode == "keep_end" and self.max_length is not None:
+            part = slice(-self.max_length, None)
+        rows = [(row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected") for row in examples]
+        batch = _joined(rows, part, self.pad_token_id, self.pad_to_multiple_of)
+        batch |= _numbers(examples, ("ref_chosen_logps", "ref_rejected_logps"))
+        return as_kind(return_tensors or self.return_tensors, batch)
+
+
+@dataclass
+class DataCollatorForUnpairedPreference:
+    """Rows with `prompt_ids`, `completion_ids`, `label` and maybe `KL_completion_ids` to padded arrays: TRL's collator
+    of KTOTrainer.
+
+    A call gives `input_ids`, `attention_mask` and `completion_mask`, int64 `[B, T]`; the same of the prompts with their
+    `KL_completion_ids` as `KL_input_ids` and so on, with a T of their own; float32 `ref_logps` and `ref_KL_logps` `[B]`
+    where rows have them; and `label` `[B]`.
+
+    Args:
+        pad_token_id: fills rows on the right.
+        max_length: longest prompt with its completion, in tokens; the end is cut off. None cuts nothing.
+        pad_to_multiple_of: T is rounded up to a multiple of it.
+        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+
+    Raises:
+        ValueError: another `return_tensors`.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str | None = None
+
+    def __post_init__(self):
+        check_kind(self.return_tensors)
+
+    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        batch: dict[str, Any] = {}
+        for prefix in ("", "KL_"):
+            column = f"{prefix}completion_ids"
+            if column in examples[0]:
+                rows = [(row["prompt_ids"], row[column]) for row in examples]
+                joined = _joined(rows, slice(self.max_length), self.pad_token_id, self.pad_to_multiple_of)
+                batch |= {f"{prefix}{name}": values for name, values in joined.items()}
+        batch |= _numbers(examples, ("ref_logps", "ref_KL_logps"))
+        batch["label"] = np.asarray([row["label"] for row in examples])
+        return as_kind(return_tensors or self.return_tensors, batch)
+
+
+def _joined(
+    rows: list[tuple[Sequence[int], Sequence[int]]], part: slice, pad_token_id: int, multiple: int | None
+) -> dict[str, np.ndarray]:
+    """The part of each prompt with its completion that is kept, and which of its tokens are the completion's."""
+    ids = [np.concatenate([prompt, answer])[part] for prompt, answer in rows]
+    answers = [np.repeat([0, 1], [len(prompt), len(answer)])[part] for prompt, answer in rows]
+    return {
+        "input_ids": padded(ids, pad_token_id, multiple),
+        "attention_mask": padded([np.ones(len(row)) for row in ids], 0, multiple),
+        "completion_mask": padded(answers, 0, multiple),
+    }
+
+
+def _numbers(examples: list[dict[str, Any]], columns: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Those of the columns that the rows have, float32 `[B]`."""
+    return {name: np.asarray([row[name] for row in examples], np.float32) for name in columns if name in examples[0]}
+
+
+# ----------------------------------------------------------------------------------------------------
+# TRL's collators, for scripts that make batches of their own.
+
+
+@dataclass
+class RewardDataCollator:
+    """Rows with `chosen_ids`, `rejected_ids` and maybe `margin` to padded arrays, TRL's collator.
+
+    A call gives `input_ids` and `attention_mask`, int64 `[2P, T]`, the chosen answers above the rejected ones, and
+    float32 `margin` `[P]`.
+
+    Args:
+        pad_token_id: fills rows on the right.
+        pad_to_multiple_of: T is rounded up to a multiple of it.
+        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+
+    Raises:
+        ValueError: another `return_tensors`.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    return_tensors: str | None = None
+
+    def __post_init__(self):
+        check_kind(self.return_tensors)
+
+    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        rows = [example[f"{side}_ids"] for side in ("chosen", "rejected") for example in examples]
+        batch = {
+            "input_ids": padded(rows, self.pad_token_id, self.pad_to_multiple_of),
+            "attention_mask": padded([np.ones(len(ids)) for ids in rows], 0, self.pad_to_multiple_of),
+        }
+        if "margin" in examples[0]:
+            batch["margin"] = np.asarray([example["margin"] for example in examples], np.float32)
+        return as_kind(return_tensors or self.return_tensors, batch)
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Rows with `input_ids`, and maybe `labels` and `seq_lengths`, to padded arrays: TRL's collator of SFTTrainer.
+
+    A call gives `input_ids`, `labels` (the ids where a row has none, -100 as padding) and `attention_mask`, int64
+    `[B, T]`. The `seq_lengths` of packed rows are the tokens of their documents.
+
+    Args:
+        pad_token_id: fills rows on the right.
+        padding_free: lay all rows end to end, B = 1, and give instead of the mask `position_ids`, which begin again in
+            each document; int32 `cu_seq_lens_q` and `cu_seq_lens_k`, where documents begin and end; `max_length_q` and
+            `max_length_k`, the longest one's length; and int32 `seq_idx` `[1, T]`, the number of a token's document.
+            The first token of a document has the label -100.
+        return_position_ids: give `position_ids` beside the mask, too.
+        pad_to_multiple_of: T is rounded up to a multiple of it.
+        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+
+    Raises:
+        ValueError: another `return_tensors`.
+    """
+
+    pad_token_id: int
+    padding_free: bool = False
+    return_position_ids: bool = False
+    pad_to_multiple_of: int | None = None
+    return_tensors: str | None = None
+
+    def __post_init__(self):
+        check_kind(self.return_tensors)
+
+    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        ids = [example["input_ids"] for example in examples]
+        labels = [example.get("labels", example["input_ids"]) for example in examples]
+        packed = "seq_lengths" in examples[0]
+        places = [_positions(example["seq_lengths"] if packed else [len(example["input_ids"])]) for example in examples]
+        if self.padding_free:
+            ids, labels, places = ([np.concatenate(rows)] for rows in (ids, labels, places))
+        multiple = self.pad_to_multiple_of
+        batch = {"input_ids": padded(ids, self.pad_token_id, multiple), "labels": padded(labels, IGNORED, multiple)}
+        if self.padding_free or self.return_position_ids:
+            batch["position_ids"] = padded(places, 0, multiple)
+        if self.padding_free:
+            batch["labels"][batch["position_ids"] == 0] = IGNORED
+            batch |= _documents(batch["position_ids"][0])
+        else:
+            batch["attention_mask"] = padded([np.ones(len(row)) for row in ids], 0, multiple)
+        return as_kind(return_tensors or self.return_tensors, batch)
+
+    @staticmethod
+    def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Any]:
+        """Places of tokens in their documents, `[T]` a row; tensors where torch is installed."""
+        return as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
+
+
+def check_kind(return_tensors: str | None) -> None:
+    if return_tensors not in ("np", "pt", None):
+        raise ValueError(f"return_tensors={return_tensors!r}: wanted 'np', or 'pt' where torch is installed.")
+
+
+def as_kind(return_tensors: str | None, batch: Any) -> Any:
+    """Arrays, or tensors of them where asked for or, unless told, where torch is installed."""
+    tensors = torch_bridge.available() if return_tensors is None else return_tensors == "pt"
+    return torch_bridge.as_tensors(batch) if tensors else batch
+
+
+def padded(rows: list[Sequence[int]], value: int, multiple: int | None) -> np.ndarray:
+    """Rows as one array `[B, T]`, int64, filled with `value` on the right."""
+    length = -(-max(map(len, rows)) // (multiple or 1)) * (multiple or 1)
+    array = np.full((len(rows), length), value, np.int64)
+    for row, values in zip(array, rows, strict=True):
+        row[: len(values)] = values
+    return array
+
+
+def _positions(lengths: Sequence[int]) -> np.ndarray:
+    """Places of tokens in their documents, which have these lengths: `[T]`."""
+    return np.concatenate([np.arange(length) for length in lengths])
+
+
+def _documents(position_ids: np.ndarray) -> dict[str, Any]:
+    """The documents of a row of tokens with these positions `[T]`: a token of padding counts as one, as in TRL."""
+    ends = np.append(np.flatnonzero(position_ids == 0), len(position_ids)).astype(np.int32)
+    lengths = np.diff(ends)
+    of_tokens = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    longest = int(lengths.max())
+    return {
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest,
+        "seq_idx": of_tokens,
+    }  # fmt: skip

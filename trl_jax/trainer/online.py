@@ -1,0 +1,417 @@
+"""The base of online trainers: GRPO, RLOO and distillation."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.chat_templates import (
+    is_chat_template_prefix_preserving,
+    response_template,
+    supports_tool_calling,
+    template_for_training,
+)
+from trl_jax.data.checks import argument as argument_checks
+from trl_jax.hub.generate import check_generates
+from trl_jax.mesh import processes
+from trl_jax.mesh.processes import several
+from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
+from trl_jax.rollout.rewards import RewardFunctions, check_columns, reward_columns, reward_functions
+from trl_jax.rollout.rollout import EntropyBonus, Rewards
+from trl_jax.rollout.tools import Environments, Tools, methods_of
+from trl_jax.tasks.policy import Cycle
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+from trl_jax.trainer.reference import HeldReference
+from trl_jax.training.forward import balance_experts
+from trl_jax.training.rollout import RolloutParts, Sampling
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# The functions and environments that a script lets its model act by: checked, and with how the tokenizer tells calls
+# from text.
+
+
+def tools_of(
+    functions: Sequence[Callable],
+    environments: Environments | None,
+    tokenizer: Any,
+    template_options: Mapping[str, Any],
+    *,
+    most_turns: int | None,
+    longest: int,
+    positions: int | None,
+    vocab_size: int,
+) -> tuple[Tools, dict[str, Any]]:
+    """The tools of a run, and the further arguments of the chat template with which prompts are rendered.
+
+    Args:
+        environments: whose methods are tools, too; None: there are none.
+        tokenizer: gets a `response_template`, if it has none.
+        most_turns, longest, positions, vocab_size: as of `Tools`.
+
+    Raises:
+        TypeError: a tool is no function, or lacks the annotations and the docstring that say what it takes.
+        ValueError: two tools have one name; several processes; a chat template that shows no calls or answers, or
+            writes calls in a form that is not known.
+    """
+    found = _checked(functions)
+    for environment in () if environments is None else environments.probes:
+        _checked([*functions, *methods_of(environment)])
+    if several():
+        raise ValueError(
+            "tools= and environment_factory= with several processes are not in this release of trl_jax. Start a "
+            "single one."
+        )
+    if not supports_tool_calling(tokenizer):
+        raise ValueError(
+            "The provided chat template does not support tool calling. The template must be able to render a full "
+            "tool-calling conversation (user -> assistant with tool_calls -> tool)."
+        )
+    if vars(tokenizer).get("response_template") is None:
+        tokenizer.response_template = response_template(tokenizer)
+    options = dict(template_options)
+    if not is_chat_template_prefix_preserving(tokenizer):
+        options["chat_template"] = template_for_training(tokenizer)
+    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions, vocab_size)
+    return tools, options if environments is not None else options | {"tools": list(found.values())}
+
+
+def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
+    from transformers.utils import get_json_schema
+
+    found: dict[str, Callable] = {}
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"tools has {function!r}, wanted functions.")
+        try:
+            name = get_json_schema(function)["function"]["name"]
+        except Exception as error:  # transformers has classes of its own for what is missing
+            name = getattr(function, "__name__", type(function).__name__)
+            raise TypeError(
+                f"tools: of {name} the model would not know how to call it: {error}. Annotate its arguments, and "
+                "describe each under Args: in its docstring."
+            ) from error
+        if name in found:
+            raise ValueError(f"tools has two functions {name!r}, and the model calls them by name. Rename one.")
+        found[name] = function
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
+
+
+_OWN_SAMPLING = "generation_config of {}: tokens are sampled by its arguments. Say generation_kwargs in its config."
+
+
+def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
+    """An attribute that has the value of an argument, `read` from the arguments or that of this name. Setting another
+    one raises AttributeError: nobody would look at it."""
+
+    def get(self: BaseTrainer) -> Any:
+        return vars(self.args)[name] if read is None else read(self.args)
+
+    def put(self: BaseTrainer, value: Any) -> None:
+        if "_run" not in vars(self) or value is get(self) or value == get(self):
+            return  # before the constructor, as in TRL, which then overwrites it; or nothing new
+        raise AttributeError(
+            f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Say "
+            f"{name} in {self.config_class.__name__}."
+        )
+
+    return property(get, put, doc=f"`args.{name}`.")
+
+
+class RolloutAttributes(BaseTrainer):
+    """Attributes of all of them."""
+
+    temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
+    repetition_penalty, max_completion_length = map(argument, ("repetition_penalty", "max_completion_length"))
+    shuffle_dataset, pad_to_multiple_of = map(argument, ("shuffle_dataset", "pad_to_multiple_of"))
+    log_completions, num_completions_to_print = map(argument, ("log_completions", "num_completions_to_print"))
+    log_unique_prompts, beta, use_vllm = map(argument, ("log_unique_prompts", "beta", "use_vllm"))
+    chat_template_kwargs = argument("chat_template_kwargs", lambda args: args.chat_template_kwargs or {})
+
+    @property
+    def generation_config(self) -> Any:
+        """Raises AttributeError: tokens are sampled by the arguments."""
+        raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The base of trainers that learn from completions which the model writes itself.
+
+
+class TrainerWithRollout(RolloutAttributes):
+    """A trainer whose rows are prompts, and which learns from what the model makes of them.
+
+    Attributes:
+        tools: functions that the model may call in its completions.
+    """
+
+    tools: Sequence[Callable] = ()
+    _environments: Environments | None = None
+    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
+    _writes_completions: ClassVar[bool] = True
+    _parses_messages: ClassVar[bool] = True
+
+    def __init__(self, model: Any, **arguments: Any):
+        """`arguments` are those of `BaseTrainer`."""
+        super().__init__(model, reference=self._attach_reference, rollout=self._rollout, **arguments)
+
+    def _balance_experts(self) -> None:
+        balance_experts(self._run, self.args.router_aux_loss_coef)
+
+    def get_train_dataloader(self) -> Any:
+        """Raises TypeError: there is none."""
+        raise TypeError(
+            f"get_train_dataloader() of {type(self).__name__}: batches are made of the completions that the model "
+            "writes as it trains, so none is there beforehand. The prompts are trainer.train_dataset; what was written "
+            "is in the tables of log_completions=True."
+        )
+
+    @abc.abstractmethod
+    def _attach_reference(self, run: RunState) -> None:
+        """Give the run the model that its own is compared with, if there is one."""
+
+    def _rewards(self, run: RunState) -> Rewards | None:
+        """The reward functions; None where completions are learned from alike."""
+        return None
+
+    def _rollout(self, run: RunState) -> RolloutParts:
+        args = run.args
+        _check_processes(type(self).__name__, run.shards)
+        rollout_func = self._rollout_func()
+        if rollout_func is None:
+            check_generates(run.model)
+        rewards, (tools, template_options) = self._rewards(run), self._tools(run)
+        parses = self._parses_messages
+        sampling = Sampling(template_options, args.max_prompt_length, _options(run), parses, tools)
+        columns = None if rewards is None else reward_columns(rewards.names)
+        table = self._table(columns) if args.log_completions else None
+        return RolloutParts(
+            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
+            rollout_func,
+        )  # fmt: skip
+
+    def _table(self, names: Sequence[str] | None) -> CompletionsLog:
+        args = self.args
+        return CompletionsLog(
+            names, args.generation_batch_size, args.num_completions_to_print, args.log_unique_prompts,
+            Path(args.output_dir) / "completions" if self._writes_completions else None, trackers(args.report_to or ()),
+            self._completions_repo(),
+        )  # fmt: skip
+
+    def _completions_repo(self) -> CompletionsRepo | None:
+        """The dataset on the Hub that gets the tables; None without one."""
+        return None
+
+    def _bonus(self) -> EntropyBonus | None:
+        """The coefficient of the entropy bonus, where the loss has one."""
+        return None
+
+    def _tools(self, run: RunState) -> tuple[Tools | None, dict[str, Any]]:
+        """The tools that the model may call, and the further arguments of the chat template of prompts."""
+        args = run.args
+        if not self.tools and self._environments is None:
+            return None, args.chat_template_kwargs or {}
+        if self._environments is not None:
+            self._environments.check(run.train_dataset, "train_dataset")
+        return tools_of(
+            self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
+            most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
+            positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
+            vocab_size=run.vocab_size,
+        )  # fmt: skip
+
+    def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
+        """The script's own way from prompts to completions, where it has one."""
+        return None
+
+    def _of_any_rollout(self) -> dict[str, Any]:
+        """The fields of a task that all of these trainers share."""
+        args = self.args
+        cycle = Cycle(
+            group=args.num_generations,
+            prompts=args.generation_batch_size // args.num_generations,
+            parts=args.steps_per_generation,
+            iterations=args.num_iterations,
+            accumulation=args.gradient_accumulation_steps,
+        )
+        return {
+            "num_generations": args.num_generations,
+            "num_generations_eval": args.num_generations_eval or args.num_generations,
+            "temperature": args.temperature,
+            "cycle": cycle,
+        }
+
+
+def _check_processes(trainer: str, shards: int) -> None:
+    """Raise ValueError where processes would not have prompts of their own."""
+    count = jax.process_count() if processes.several() else 1
+    if shards % count:
+        raise ValueError(
+            f"{trainer} divides its prompts over {shards} devices (data x fsdp of the mesh), and this run has {count} "
+            f"processes: wanted a multiple of {count}, so that each has prompts of its own. Set mesh_shape, as in "
+            f"mesh_shape='fsdp:{count}'."
+        )
+
+
+def _eos_token_ids(run: RunState) -> list[int]:
+    """The model's ids that end a text, the tokenizer's before them if it is none of these."""
+    own, found = run.processing_class.eos_token_id, run.model.generation_config.eos_token_id
+    ids = [found] if isinstance(found, int) else list(found or ())
+    return ids if own in ids or own is None else [own, *ids]
+
+
+def _options(run: RunState) -> dict[str, Any]:
+    """The fields of the GenerationConfig that completions are sampled with."""
+    args, words = run.args, run.processing_class
+    options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    options["top_k"] = 0 if args.top_k == -1 else args.top_k
+    ids = {"eos_token_id": _eos_token_ids(run), "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
+    options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
+    options |= args.generation_kwargs or {}
+    return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Arguments that TRL's GRPOTrainer and RLOOTrainer keep on themselves, for scripts that read them there.
+
+
+class PolicyAttributes(TrainerWithRollout):
+    """Attributes of both trainers."""
+
+    num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
+    num_generations_eval = argument(
+        "num_generations_eval", lambda args: args.num_generations_eval or args.num_generations
+    )
+    mask_truncated_completions = argument("mask_truncated_completions")
+    epsilon_low = argument("epsilon", lambda args: args.epsilon)
+    epsilon_high = argument(
+        "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
+    )
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions, as a list. Others may be put into it at any time, and count from the next generation
+        on."""
+        return self._reward_funcs
+
+    @reward_funcs.setter
+    def reward_funcs(self, functions: Sequence[Any]) -> None:
+        if "_reward_funcs" in vars(self):
+            self._reward_funcs[:] = functions
+        else:
+            self._reward_funcs = list(functions)
+
+    @property
+    def reward_weights(self) -> np.ndarray:
+        """The weight of each reward function, float32. Others may be set at any time, and count from the next
+        generation on."""
+        judge = self._run.rollout.rollout.judge
+        weights = judge.task.reward_weights
+        return np.ones(len(judge.rewards.names), np.float32) if weights is None else np.asarray(weights, np.float32)
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Sequence[float]) -> None:
+        if "_run" not in vars(self):
+            return  # before the constructor, as in TRL, which then overwrites it
+        judge = self._run.rollout.rollout.judge
+        found = tuple(map(float, weights))
+        if len(found) != len(judge.rewards.names):
+            raise ValueError(
+                f"Number of reward weights ({len(found)}) must match number of reward functions "
+                f"({len(judge.rewards.names)})"
+            )
+        judge.task = replace(judge.task, reward_weights=found)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The base of trainers that learn from the rewards of completions which the policy writes itself: GRPO and RLOO.
+
+
+class TrainerWithRewards(HeldReference, PolicyAttributes):
+    """A trainer that judges completions by reward functions, and holds the policy near a reference if it is to.
+
+    Attributes:
+        reward_func_names: the reward functions' names in metrics.
+    """
+
+    _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        reward_processing_classes: Any,
+        *,
+        peft_config: Any,
+        environments: Environments | None = None,
+        **arguments: Any,
+    ):
+        """
+        Args:
+            environments: that completions act in, of which some judge themselves; None: there are none.
+            arguments: those of `BaseTrainer`.
+        """
+        functions = () if reward_funcs is None else reward_funcs
+        self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
+        self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
+        self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
+        self.reward_funcs += self._own_rewards
+        if isinstance(reward_processing_classes, list | tuple):
+            self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
+        super().__init__(model, peft_config=peft_config, **arguments)
+
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+        prepared = super().prepare_dataset(dataset, name, bounded=bounded)
+        if not self.args.remove_unused_columns:
+            columns = prepared.column_names or next(iter(prepared.take(1)), {})
+            more = () if self._environments is None else ("environments",)
+            check_columns(columns, f"{argument_checks(name)} has the column", *more)
+        return prepared
+
+    def _attach_reference(self, run: RunState) -> None:
+        args = run.args
+        if not args.beta:
+            if args.sync_ref_model:
+                raise ValueError(
+                    "You passed `sync_ref_model=True` while `beta=0.0`, which means the reference model is not used "
+                    "during training: there is nothing to synchronize. Please set `sync_ref_model=False`, or set "
+                    "`beta` to a non-zero value."
+                )
+            return
+        self._hold_reference(run)
+
+    def _rewards(self, run: RunState) -> RewardFunctions:
+        args = run.args
+        rewards = reward_functions(
+            self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
+            trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
+            model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
+            metrics_of_run=("kl",) if args.beta else (),
+        )  # fmt: skip
+        self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
+        return rewards
+
+    def _reward_weights(self) -> tuple[float, ...] | None:
+        """Those of the arguments; environments that judge themselves weigh 1."""
+        given = self.args.reward_weights
+        return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
+
+    def _of_any_policy(self) -> dict[str, Any]:
+        """The fields of a task that GRPO and RLOO share."""
+        return self._of_any_rollout() | {"beta": self.args.beta, "reward_weights": self._reward_weights()}

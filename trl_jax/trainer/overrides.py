@@ -1,0 +1,358 @@
+"""Methods and attributes of TRL's trainers that scripts override or set, and names that are not supported."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from inspect import Signature
+from typing import Any, NoReturn
+
+from trl_jax.tasks.task import Task
+
+# ----------------------------------------------------------------------------------------------------
+# Names of TRL's, of this release or an earlier one, that are not built: they import, and say so when they are used.
+
+
+_REWARDED = "GRPOTrainer or RLOOTrainer, which train on completions that the model writes"
+_PAIRS = "DPOTrainer, which trains on preference pairs"
+_DISTILLED = "DistillationTrainer, where the student writes, or SFTTrainer on rows that the teacher wrote"
+_JUDGE = "AutoModelForSequenceClassification with a trained reward model, as `trl-jax score` does"
+_VALUE = "GRPOTrainer or RLOOTrainer, which need no value head"
+_CALLBACK = "a TrainerCallback of the script's own, which gets the model as kwargs['model']"
+
+# What comes near it, by name; "" where nothing does.
+NEAR: dict[str, str] = {
+    "AlignPropConfig": "", "AlignPropTrainer": "", "DDPOConfig": "", "DDPOTrainer": "",
+    "DDPOStableDiffusionPipeline": "", "DefaultDDPOStableDiffusionPipeline": "",
+    "AllTrueJudge": _JUDGE, "BaseBinaryJudge": _JUDGE, "BaseJudge": _JUDGE, "BasePairwiseJudge": _JUDGE,
+    "BaseRankJudge": _JUDGE, "HfPairwiseJudge": _JUDGE, "OpenAIPairwiseJudge": _JUDGE, "PairRMJudge": _JUDGE,
+    "AutoModelForCausalLMWithValueHead": _VALUE, "AutoModelForSeq2SeqLMWithValueHead": _VALUE,
+    "PreTrainedModelWrapper": _VALUE,
+    "AsyncGRPOConfig": _REWARDED, "AsyncGRPOTrainer": _REWARDED, "NashMDConfig": _REWARDED, "NashMDTrainer": _REWARDED,
+    "OnlineDPOConfig": _REWARDED, "OnlineDPOTrainer": _REWARDED, "PPOConfig": _REWARDED, "PPOTrainer": _REWARDED,
+    "PPOv2Config": _REWARDED, "PPOv2Trainer": _REWARDED, "TextEnvironment": _REWARDED, "TextHistory": _REWARDED,
+    "XPOConfig": _REWARDED, "XPOTrainer": _REWARDED, "BestOfNSampler": "examples/best_of_n.py, which does its work",
+    "BCOConfig": "KTOTrainer, which trains on answers that are good or bad",
+    "BCOTrainer": "KTOTrainer, which trains on answers that are good or bad",
+    "DPODataCollatorWithPadding": _PAIRS,
+    "GKDConfig": _DISTILLED, "GKDTrainer": _DISTILLED, "GOLDConfig": _DISTILLED, "GOLDTrainer": _DISTILLED,
+    "MiniLLMConfig": _DISTILLED, "MiniLLMTrainer": _DISTILLED,
+    "LengthSampler": "max_completion_length of GRPOConfig or RLOOConfig",
+    "PPODecorators": "nothing, for JAX frees memory by itself: leave it out",
+    "IterativeSFTConfig": "SFTTrainer", "IterativeSFTTrainer": "SFTTrainer",
+    "PRMConfig": "RewardTrainer, which scores whole answers", "PRMTrainer": "RewardTrainer, which scores whole answers",
+    "MergeModelCallback": _CALLBACK, "MergeConfig": _CALLBACK, "WeaveCallback": _CALLBACK, "WinRateCallback": _CALLBACK,
+    "SyncRefModelCallback": "DPOConfig(sync_ref_model=True), GRPOConfig too",
+    "DataCollatorForChatML": "SFTConfig(assistant_only_loss=True) with rows of 'messages'",
+}  # fmt: skip
+
+
+class _NotBuilt(type):
+    """The class of classes that say so."""
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(_sentence(cls))
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        raise NotImplementedError(_sentence(cls))
+
+
+def _sentence(cls: type) -> str:
+    name = next(kind.__name__ for kind in cls.__mro__ if kind.__module__ == __name__)  # of a script's subclass, too
+    near = NEAR[name]
+    return f"{name} of TRL's is not built in trl_jax." + (f" Near it: {near}." if near else "")
+
+
+def placeholder(name: str) -> type:
+    """A class of that name whose use raises NotImplementedError; subclasses of it, too. Those of configs may be
+    dataclasses, as recipes define them for all trainers at once."""
+    kind = _NotBuilt(name, (), {"__module__": __name__, "__signature__": Signature()})  # which a dataclass asks for
+    return dataclass(kind) if name.endswith("Config") else kind
+
+
+# ----------------------------------------------------------------------------------------------------
+# Attributes in which TRL's trainers keep arguments, and which their losses read step by step.
+
+
+class Kept:
+    """An attribute that has an argument's value from the constructor on, and counts instead of it from there.
+
+    A script may set another value at any time: `make_task` reads the attribute, and the step follows the task. What is
+    set before the constructor is overwritten there, as in TRL.
+    """
+
+    def __init__(self, argument: str, read: Callable[[Any], Any] | None = None):
+        """
+        Args:
+            read: makes the attribute of the arguments, where it is not the value of `argument` itself.
+        """
+        self.argument, self._read = argument, read
+        self.__doc__ = f"`args.{argument}`, or what was set since."
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        kept = vars(trainer).get("_kept", {})
+        return kept[self._name] if self._name in kept else self.of(trainer.args)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if "_kept" in vars(trainer):
+            trainer._kept[self._name] = value
+
+    def of(self, args: Any) -> Any:
+        """The attribute's value by these arguments."""
+        return vars(args)[self.argument] if self._read is None else self._read(args)
+
+
+class Settled:
+    """An attribute that is settled when a trainer is made, and that nobody looks at later. Setting another value raises
+    AttributeError, and says what to do instead."""
+
+    def __init__(self, read: Callable[[Any], Any], instead: str):
+        self._read, self._instead = read, instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        return self if trainer is None else self._read(trainer)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if "parts" in vars(trainer) and value is not self._read(trainer) and value != self._read(trainer):
+            raise AttributeError(f"{self._name} was set on the trainer, which does not read it again. {self._instead}")
+
+
+def kept_of(kind: type) -> dict[str, Kept]:
+    """The kept attributes of a class of trainers, by name."""
+    return {
+        name: value for base in reversed(kind.__mro__) for name, value in vars(base).items() if isinstance(value, Kept)
+    }
+
+
+def read_once(trainer: Any) -> dict[str, Any]:
+    """The arguments that a trainer reads when it is made and not again, with their values as they are now."""
+    names = [kept.argument for kept in kept_of(type(trainer)).values()] + ["per_device_train_batch_size"]
+    return {name: vars(trainer.args)[name] for name in names}
+
+
+def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
+    """Warn of arguments that have been changed since a trainer has read them."""
+    if names := [name for name, value in read_once(trainer).items() if value != then[name]]:
+        warnings.warn(
+            f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, it goes by those "
+            f"that it was made with{_instead(trainer, names)}.",
+            stacklevel=4,
+        )
+
+
+def _instead(trainer: Any, names: list[str]) -> str:
+    kept = [name for name, kept in kept_of(type(trainer)).items() if kept.argument in names and name[0] != "_"]
+    return f"; what counts is trainer.{kept[0]}" if kept else ": make another one"
+
+
+def check_kept(trainer: Any) -> None:
+    """Raise ValueError for a value set on a trainer that the arguments refuse, in their words."""
+    found = {kept.argument: getattr(trainer, name) for name, kept in kept_of(type(trainer)).items()}
+    args = copy.copy(trainer.args)
+    vars(args).update(found)
+    args.check()
+
+
+def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> None:
+    """Raise ValueError where another task asks for other rows than those that a run has, or for another layout of the
+    step that is under way."""
+    if then.columns != now.columns:
+        raise ValueError(
+            "What was set on the trainer since it was made asks for rows of the columns "
+            f"{', '.join(now.columns.texts)}, and they were prepared as {', '.join(then.columns.texts)}. Say it in "
+            f"{config}."
+        )
+    if in_train and now.head == "lm" and then.by_micro_batch != now.by_micro_batch:
+        raise ValueError(
+            "What was set on the trainer while it trains asks for another layout of its steps. Set it before train(), "
+            f"or say it in {config}."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Methods that TRL's trainers, or transformers', call on themselves and nobody calls here, and what a script does
+# instead.
+
+
+_OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
+_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
+_OWN_PROMPTS = (
+    "A batch is made of completions when it is taken: order the rows of train_dataset, and set shuffle_dataset=False."
+)
+_OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
+_OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
+_OWN_ARGUMENTS = "Say it by an argument of the config or of the trainer."
+_LOSS_TYPE = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for DPO and "
+    "KTO: choose a loss_type."
+)
+_POLICY_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GRPO and "
+    "RLOO: choose loss_type and the arguments beside it (GRPOConfig), or say it by the rewards."
+)
+_TEACHERS_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
+    "distillation: choose beta, and say by temperature how soft the distributions are."
+)
+_OWN_REWARDS = (
+    "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows, log_metric and "
+    "log_extra, and its numbers are weighed by reward_weights."
+)
+_OWN_COMPLETIONS = (
+    "Say how completions are sampled by generation_kwargs, or give GRPOTrainer a rollout_func(prompts, trainer) that "
+    "returns them."
+)
+_OWN_TEXTS = "Render prompts beforehand, by train_dataset.map, or say chat_template_path and chat_template_kwargs."
+NEVER_CALLED = {
+    name: instead
+    for names, instead in (
+        ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
+         "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
+         "_prepare_for_training call_model_init _defer_fsdp_gradient_reduction _has_mixed_mesh_grads "
+         "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _OWN_LOSS),
+        ("_get_train_sampler _get_eval_sampler _get_dataloader _get_collator_with_removed_columns _prepare_dataset "
+         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed num_examples "
+         "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _OWN_DATA),
+        ("create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_optimizer_cls_and_kwargs "
+         "_get_learning_rate", _OWN_RATES),
+        ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
+         "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
+         "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
+         "_finalize_training _init_training_state _finish_current_push _get_output_dir _load_scaler _save_scaler "
+         "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _issue_warnings_after_load "
+         "_track_num_input_tokens _send_telemetry", _OWN_CALLBACK),
+        ("_build_accelerator_args create_accelerator_and_postprocess _move_model_to_device _validate_args add_callback "
+         "get_cp_size get_sp_size get_tp_size get_total_train_batch_size is_local_process_zero is_world_process_zero "
+         "set_initial_training_values", _OWN_ARGUMENTS),
+    )
+    for name in names.split()
+}  # fmt: skip
+NEVER_CALLED_WITH_REFERENCE = {
+    name: _LOSS_TYPE if instead is _OWN_LOSS else instead for name, instead in NEVER_CALLED.items()
+} | dict.fromkeys(
+    ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
+     "_precompute_ref_logps"), _LOSS_TYPE,
+)  # fmt: skip
+# Methods that TRL's trainers had once and called on themselves: a script that overrides one would train without it.
+_OWN_ROWS = "Prepare the rows beforehand, by train_dataset.map."
+ONCE_CALLED = dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), _OWN_ROWS)
+ONCE_CALLED_WITH_REFERENCE = {
+    name: instead
+    for names, instead in (
+        ("dpo_loss kto_loss get_batch_loss_metrics get_batch_logps concatenated_forward compute_reference_log_probs "
+         "compute_kl_logps", _LOSS_TYPE),
+        ("concatenated_inputs tokenize_row process_row build_tokenized_answer", _OWN_ROWS),
+    )
+    for name in names.split()
+}  # fmt: skip
+ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
+# Attributes of TRL's trainers that decide what is trained, and that a script may set there.
+NEVER_READ = {
+    "neftune_noise_alpha": "Say neftune_noise_alpha in the arguments.",
+    "_train_batch_size": "Say per_device_train_batch_size in the arguments.",
+    "_signature_columns": "Leave columns out of the rows, by remove_columns.",
+}
+
+
+def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]) -> dict[str, str]:
+    """Those of a trainer that writes completions; `further` are (names, what a script does instead)."""
+    instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
+    of_all = (
+        ("get_train_dataloader", _OWN_PROMPTS),
+        ("compute_loss prediction_step _compute_loss", own_loss),
+        ("_generate _generate_single_turn _generate_and_score_completions _tool_call_loop _get_tool_suffix_ids",
+         own_completions),
+        ("_tokenize_prompts", _OWN_TEXTS),
+    )  # fmt: skip
+    table = {name: instead.get(found, found) for name, found in NEVER_CALLED.items()}
+    return table | {name: found for names, found in (*of_all, *further) for name in names.split()}
+
+
+NEVER_CALLED_WITH_REWARDS = _with_rollout(
+    _POLICY_LOSS,
+    _OWN_COMPLETIONS,
+    ("_get_per_token_logps_and_entropies get_high_entropy_mask get_off_policy_mask get_gamma_weights", _POLICY_LOSS),
+    ("_calculate_rewards _log_completion_extra _log_metric", _OWN_REWARDS),
+)
+NEVER_CALLED_WITH_TEACHER = _with_rollout(
+    _TEACHERS_LOSS,
+    "Say how completions are sampled by generation_kwargs.",
+    ("_get_last_hidden_state", _TEACHERS_LOSS),
+)
+
+
+def names_of_script(cls: type) -> frozenset[str]:
+    """Names that a script's own subclass of a trainer, or its mixins, define."""
+    own = [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
+    return frozenset(name for kind in own for name in vars(kind))
+
+
+def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
+    """Raises TypeError for a subclass with a method that would never be called."""
+    if unheard := sorted(names_of_script(cls) & never_called.keys()):
+        raise TypeError(
+            f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
+            + " ".join(dict.fromkeys(never_called[name] for name in unheard))
+        )
+
+
+def check_set(
+    names: Collection[str], cls: type, never_called: Mapping[str, str], never_read: Mapping[str, str]
+) -> None:
+    """Raises TypeError for a method set on a trainer itself that would never be called, or that is compiled from the
+    class, and for an attribute that nobody would read."""
+    if unread := sorted(never_read.keys() & names):
+        raise TypeError(f"{unread[0]} was set on the trainer, and trl_jax never reads it. {never_read[unread[0]]}")
+    if unheard := sorted(never_called.keys() & names):
+        raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
+    if compiled := sorted({"compute_loss", "prediction_step"} & names):
+        raise TypeError(
+            f"{compiled[0]} was set on the trainer itself, where it would be passed over: the step is compiled from "
+            f"its class. Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
+        )
+
+
+def refuse(**given: Any) -> None:
+    """Raises ValueError for an argument that is not None and has no meaning here."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
+
+
+_INSTEAD_OF_COLLATOR = {
+    "DataCollatorForSeq2Seq": "Leave it out: prompts and answers are padded, and prompts left out of the labels.",
+}
+
+
+def check_collator(collator: Any, known: tuple[type, ...]) -> None:
+    """Raises ValueError for a collator of another class than the trainer's own, whose code nobody would call."""
+    if collator is None or type(collator) in known:
+        return
+    name = type(collator).__qualname__
+    own = f", or pass a {known[0].__name__}, whose pad_to_multiple_of is taken" if known else ""
+    instead = _INSTEAD_OF_COLLATOR.get(name, f"Leave it out{own}: rows are padded as TRL's own collator does.")
+    raise ValueError(
+        f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. {instead}"
+    )
+
+
+def check_lengths(collator: Any, args: Any) -> None:
+    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
+    for name in ("max_length", "truncation_mode"):
+        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
+            raise ValueError(
+                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
+                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
+            )

@@ -1,0 +1,185 @@
+"""The bases of preference trainers, with and without a reference model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE, check_lengths, refuse
+from trl_jax.training import model, setup
+from trl_jax.training.forward import balance_experts
+from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
+from trl_jax.training.reference_logps import precomputed
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# The base of trainers on preference pairs without a reference: ORPO and CPO.
+
+
+class ReferenceFreeTrainer(BaseTrainer):
+    """A trainer of language models on preference pairs.
+
+    The arguments are those of TRL's trainers in `trl.experimental`, in their order.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
+            transformers, which has the trained weights after `train()`. Weights are kept in float32;
+            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        args: a `config_class`; None means one with the output directory "<model>-<name>".
+        train_dataset: pairs, `chosen` and `rejected` with or without `prompt`, as text or as messages; a Dataset or an
+            IterableDataset (with `max_steps`).
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
+            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
+        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter trains beside the
+            frozen model, and is what is saved.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
+            4 or 8 bits.
+        data_collator, model_init, preprocess_logits_for_metrics, compute_metrics: not None is refused. (TRL hands a
+            compute_metrics two means a batch.)
+
+    Raises:
+        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+    """
+
+    @accepting_old_keywords()
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel | None = None,
+        args: BaseConfig | None = None,
+        data_collator: None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        model_init: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: None = None,
+        peft_config: Any = None,
+        compute_metrics: Callable | None = None,
+        *,
+        quantization_config: Any = None,
+    ):
+        refuse(
+            data_collator=data_collator, model_init=model_init, compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        super().__init__(
+            model, None if args is None else as_config(args, self.config_class), None, train_dataset, eval_dataset,
+            processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config,
+        )  # fmt: skip
+
+    def _balance_experts(self) -> None:
+        """As in TRL, by the model's config alone: where it has `output_router_logits`, by its coefficient."""
+        asked = self._run.model.config.get_text_config().to_dict().get("output_router_logits", False)
+        balance_experts(self._run, None if asked else 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The reference that a trainer's policy is compared with: a model of the script's, or the policy as it begins.
+
+
+class HeldReference:
+    """A part of trainers whose arguments have `sync_ref_model`."""
+
+    _run: RunState
+    _given_reference: Any = None
+    _fresh_adapter: bool = False
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference as it is now; None where it is not in memory as a model of its own: where nothing is compared
+        in the run, with `precompute_ref_log_probs`, and of an adapter, whose reference is the model under it."""
+        model, reference = self._run.model, self._run.reference
+        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
+            return None
+        return reference.as_model(model)
+
+    def _hold_reference(self, run: RunState) -> None:
+        """Let the run's step compute it; it follows the policy where the arguments say so."""
+        args, reference = run.args, self._reference(run)
+        if args.sync_ref_model:
+            check_sync(run.model)
+            sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+            reference = reference.following(sync, run.model.arrays)
+        setup.attach_reference(run, reference)
+
+    def _reference(self, run: RunState) -> ReferenceModel:
+        if self._given_reference is None:
+            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
+        return given(model.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The base of trainers that compare a policy with a reference model: DPO and KTO.
+
+
+class TrainerWithReference(HeldReference, BaseTrainer):
+    """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
+    columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
+    """
+
+    _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
+    _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes by which a text's log-probability is another
+
+    def __init__(self, model: Any, ref_model: Any, *, peft_config: Any, **arguments: Any):
+        """`arguments` are those of `BaseTrainer`."""
+        if ref_model is not None and ref_model is model and not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
+                "model as it is before training is then the reference."
+            )
+        self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
+        super().__init__(model, peft_config=peft_config, reference=self._attach_reference, **arguments)
+        check_lengths(self.data_collator, self.args)
+        if self.args.precompute_ref_log_probs:
+            self._precompute()
+
+    def _balance_experts(self) -> None:
+        balance_experts(self._run, self.args.router_aux_loss_coef)
+
+    def _attach_reference(self, run: RunState) -> None:
+        if run.args.precompute_ref_log_probs:
+            run.finish_rows = self._with_reference
+        else:
+            self._hold_reference(run)
+
+    def _precompute(self) -> None:
+        """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""
+        run = self._run
+        run.train_dataset = self._with_reference(run.train_dataset, "train")
+        if isinstance(run.eval_dataset, dict):
+            run.eval_dataset = {name: self._with_reference(part, name) for name, part in run.eval_dataset.items()}
+        elif run.eval_dataset is not None:
+            run.eval_dataset = self._with_reference(run.eval_dataset, "eval")
+
+    def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
+        run, args, reference = self._run, self.args, self._reference(self._run)
+        if run.state.global_step and self._given_reference is None and reference.arrays:
+            raise ValueError(
+                "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
+                "because `precompute_ref_log_probs=True` and no `ref_model` was provided: the model as it was is not "
+                "kept. Pass this dataset as `eval_dataset` to the trainer, pass a `ref_model`, or set "
+                "`precompute_ref_log_probs=False`."
+            )
+        own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
+        batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
+        comparing = dataclasses.replace(run, assembled=False)  # a set-up of its own, whose passes have the reference
+        setup.attach_reference(comparing, reference)
+        facts = {name: getattr(self, name) for name in self._changes_logps}
+        options = {"batch_size": batch_size, "name": name, "facts": facts}
+        return precomputed(comparing, dataset, columns, **options)

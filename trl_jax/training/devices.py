@@ -1,0 +1,452 @@
+"""Devices and processes: compilation, memory, rematerialization, SPMD steps and barriers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import grp
+import logging
+import os
+import pwd
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import PartitionSpec
+
+from trl_jax.mesh.mesh import BATCH, SEQUENCE, Parts, ShardingPlan, each_part, only
+from trl_jax.mesh.processes import several
+
+# ----------------------------------------------------------------------------------------------------
+# Compiled programs: cached on disk for the next run, and one for each shape of a batch.
+
+
+logger = logging.getLogger(__name__)
+
+_YNN, _DOTS_ALONE = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+_CACHE_BYTES = 4 << 30  # beyond it, the least recently used programs are removed
+
+
+def keep_compilations() -> None:
+    """Let JAX cache programs that take it more than a second to compile under `~/.cache/trl_jax/compiled`.
+
+    This holds for the whole process, which has one such cache. The user's own settings stay: JAX_COMPILATION_CACHE_DIR
+    names another place, JAX_ENABLE_COMPILATION_CACHE=false turns it off. (`XDG_CACHE_HOME` moves it, as it moves all of
+    `~/.cache`.) The cache contains machine code that this process runs, so a folder where others can write is neither
+    read nor written, and the log says so; call this before JAX compiles anything. A bucket's address is not checked.
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        return
+    named = jax.config.jax_compilation_cache_dir
+    if named is not None and "://" in named.removeprefix("file://"):
+        return
+    try:
+        folder = own_folder(_cache_folder() if named is None else named.removeprefix("file://"))
+    except OSError as error:
+        logger.warning(
+            "Compiled programs are not kept: %s JAX_COMPILATION_CACHE_DIR names another folder, "
+            "JAX_ENABLE_COMPILATION_CACHE=false asks for none.", error,
+        )  # fmt: skip
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        return
+    if named is None and jax.config.jax_compilation_cache_max_size == -1:
+        jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+    if named != str(folder):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        compilation_cache.reset_cache()  # JAX reads the setting once, and may have done so before
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trl_jax" / "compiled"
+
+
+def compiler_options(device: str, several: bool) -> dict[str, Any]:
+    """XLA's options for a step on one "cpu", "cuda" or "tpu" device, or on several."""
+    if device == "cuda" and several:
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}  # collectives run beside products; on TPUs they do
+    if device == "cpu" and _YNN not in os.environ.get("XLA_FLAGS", "") and _takes_dots_alone():
+        return {_YNN: _DOTS_ALONE}
+    return {}
+
+
+@functools.cache
+def _takes_dots_alone() -> bool:
+    """Whether this XLA has the option that sends products alone to YNNPACK. In jaxlib 0.10 sums go there too, which
+    makes a long step a sixth slower."""
+    try:
+        jax.jit(lambda: 0, compiler_options={_YNN: _DOTS_ALONE}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+class Programs:
+    """A step's program for each shape of its batch, which is the third argument; the log has a line for each.
+
+    Any thread may ask for a program; the first one compiles it, and the others wait.
+
+    Args:
+        compile: the step's arguments, or their shapes -> its program.
+        name: of the step, for the log.
+    """
+
+    def __init__(self, compile: Callable[..., Callable], name: str):
+        self._compile, self._name = compile, name
+        self._programs: dict[tuple, Future] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.program_for(*arguments).result()(*arguments)
+
+    def program_for(self, *arguments: Any) -> Future:
+        """The program for arguments of these shapes, compiled here unless a thread has done so or is at it."""
+        shapes = shapes_of(arguments[2])
+        with self._lock:
+            if shapes in self._programs:
+                return self._programs[shapes]
+            future = self._programs[shapes] = Future()
+            logger.info("%s compiles for shape %d: tokens %s.", self._name, len(self._programs), _times(shapes[0]))
+        try:
+            program = self._compile(*arguments)
+            return_freed_memory()
+            future.set_result(program)
+        except BaseException as error:  # raised where the program is wanted
+            future.set_exception(error)
+        return future
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system: glibc keeps 0.2 GB of what the compiler took for a step."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function; other systems have none, nor has Linux with musl."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except AttributeError:
+        return None
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+@contextlib.contextmanager
+def compile_ahead(compile: Callable[[Any], Any], batches: Iterable[Any], threads: int) -> Iterator[None]:
+    """Within the block, threads call `compile` with the first of `batches` of each shape, in their order.
+
+    For a device that computes while the host compiles. A call that has begun when the block ends still finishes.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trl_jax-compile")
+    over = threading.Event()
+
+    def walk() -> None:
+        submitted = set()
+        for batch in batches:
+            if over.is_set():
+                return
+            if (shapes := shapes_of(batch)) not in submitted:
+                submitted.add(shapes)
+                pool.submit(compile, batch)
+
+    pool.submit(walk)
+    try:
+        yield
+    finally:
+        over.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Chooses how much the backward pass keeps of the forward pass: as much as fits, for the rest is computed twice.
+
+
+_SHARE = 0.95  # of an accelerator's memory; the rest is for gaps between arrays
+
+
+class RematFallback:
+    """Compiles the first of a step's versions that fits.
+
+    A version that did not fit is not tried again for a batch, the third argument, that is no smaller.
+
+    Args:
+        steps: jitted versions of the step with the same values; each takes less memory and more time than the one
+            before it.
+        room: bytes that a device has for a program and its arguments; 0 where that is unknown, and then the last
+            version is taken.
+    """
+
+    def __init__(self, steps: Sequence[Callable], room: int):
+        self._steps, self._room = steps, room
+        self._refused: list[tuple[Callable, list[int]]] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The program for these arguments, arrays or their shapes."""
+        sizes = [leaf.size for leaf in jax.tree.leaves(arguments[2])]
+        for step in self._steps[:-1] if self._room else ():
+            if self._is_refused(step, sizes):
+                continue
+            program, needed = _compiled_with_size(step, *arguments)
+            if program is not None and needed <= self._room:
+                return program
+            self._refused.append((step, sizes))
+            logger.info(
+                "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
+                "%s of the %.2f GB there are.",
+                "more" if needed is None else f"{needed / 1e9:.2f}",
+                self._room / 1e9,
+            )
+        return self._steps[-1].lower(*arguments).compile()
+
+    def _is_refused(self, step: Callable, sizes: list[int]) -> bool:
+        return any(
+            one is step and all(least <= size for least, size in zip(smaller, sizes, strict=True))
+            for one, smaller in self._refused
+        )
+
+
+def _compiled_with_size(step: Callable, *arguments: Any) -> tuple[Any, int | None]:
+    """The program and the bytes that it takes with its arguments; (None, None) where the compiler ran out of memory."""
+    try:
+        program = step.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None, None
+    sizes = program.memory_analysis()
+    outside = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return program, outside + sizes.temp_size_in_bytes
+
+
+def room_of(device: jax.Device) -> int:
+    """Bytes of a device that a step may take. They never change, so that runs can be repeated to the bit.
+
+    On a CPU that is half of the host's memory, divided by its devices: data, evaluation and copies that are being saved
+    need some, too. Processes that differ take the least. 0 where the system does not say how much memory it has.
+    """
+    stats = device.memory_stats() or {}
+    on_host = "bytes_limit" not in stats
+    room = total() // (2 * jax.local_device_count()) if on_host else int(_SHARE * stats["bytes_limit"])
+    return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reads how much memory the host has and how much is available; a container's limit counts as its host's.
+
+
+GROUP = Path("/sys/fs/cgroup")  # the control group of this process, version 2, as a container sees it
+
+
+def total() -> int:
+    """Bytes of memory; 0 where the system does not say."""
+    try:
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows has no sysconf, and not every one has these names
+        return 0
+    limit = _limit()
+    return installed if limit is None else min(installed, limit)
+
+
+def available() -> int | None:
+    """Bytes that could still be allocated, by Linux's count; None elsewhere."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free, limit = 1024 * int(lines["MemAvailable"].split()[0]), _limit()
+    return free if limit is None else min(free, limit - int((GROUP / "memory.current").read_text()))
+
+
+def _limit() -> int | None:
+    path = GROUP / "memory.max"
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A folder into which nobody else can put files: for what this process would run.
+
+
+_WHY = "and this process would run what they put there. Take a folder that is yours alone, as `chmod 700` makes it."
+
+
+def own_folder(path: str | Path) -> Path:
+    """The folder behind all links, made with mode 0700 where it is not there, and so are the folders above it.
+
+    Root is trusted: it can do anything anyway. Above the folder others may write where the sticky bit keeps them from
+    renaming what is not theirs, as in /tmp.
+
+    Raises:
+        PermissionError: another user can put files there, or has done so.
+        OSError: it cannot be made.
+    """
+    folder = Path(os.path.realpath(path))
+    for part in reversed([folder, *folder.parents]):  # from the top: below a safe one nothing is swapped meanwhile
+        if not part.exists():
+            part.mkdir(mode=0o700, exist_ok=True)
+        _check(part, part.lstat(), inside=part == folder)
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another run of the same user's may tidy up
+            _check_owner(Path(entry.path), entry.stat(follow_symlinks=False))
+    return folder
+
+
+def _check(folder: Path, status: os.stat_result, inside: bool) -> None:
+    """`inside`: files are put into this very folder, so no sticky bit helps."""
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is no folder.")
+    _check_owner(folder, status)
+    others = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
+    if others and (inside or not status.st_mode & stat.S_ISVTX):
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(f"{folder} has mode {mode:04o}, so others can write to it, {_WHY}")
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to user {status.st_uid} and not to {os.geteuid()}, {_WHY}")
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether this user is alone in it, as many systems give each user a group of the same name."""
+    try:
+        user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name == user and set(entry.gr_mem) <= {user}
+
+
+# ----------------------------------------------------------------------------------------------------
+# A loss on several devices: each has its own examples, and only parameters, gradients and sums go between them.
+
+
+class ShardedStep:
+    """Functions of trained and frozen parameters, flat by path, written out for each device of a plan's mesh."""
+
+    def __init__(self, sharding_plan: ShardingPlan, trained: dict[str, Any], frozen: dict[str, Any]):
+        shapes = trained | frozen
+        self.sharding_plan, self._trained = sharding_plan, trained
+        self._axes = tuple(axis for axis in BATCH if sharding_plan.size(axis) > 1)
+        self._all_axes = self._axes + ((SEQUENCE,) if sharding_plan.size(SEQUENCE) > 1 else ())
+        specs = {path: sharding_plan.spec(path, leaf.shape) for path, leaf in shapes.items()}
+        after = {path: place.spec for path, place in sharding_plan.gradients(shapes).items()}
+        self._gradients = {path: only(BATCH, spec) for path, spec in after.items()}
+        self._parts = Parts(specs, filter(sharding_plan.scanned, shapes))
+
+    def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
+        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
+        or, of a single shard, `[passes, ...]`.
+
+        The loss is a sum over shards, gradients lie as `ShardingPlan.gradients` says, metrics are
+        `[passes x shards, ...]`.
+        """
+        grad = jax.value_and_grad(self._parts.with_whole(self._once(loss), parameters=2), has_aux=True)
+
+        def of_shard(params, frozen, batch, keys):
+            batch = jax.tree.map(lambda leaf: leaf[:, 0], batch) if self.sharding_plan.shards > 1 else batch
+            total, gradients, metrics = accumulate(grad, params, frozen, batch, None if keys is None else keys[0])
+            gradients = {path: self._summed(path, gradient) for path, gradient in gradients.items()}
+            return self._sum(total, self._all_axes), gradients, jax.tree.map(self._all_metrics, metrics)
+
+        def run(params, frozen, batch, key):
+            devices = self.sharding_plan.shards * self.sharding_plan.size(SEQUENCE)
+            keys = None if key is None else jax.random.split(key, devices)
+            of_batch, of_keys = PartitionSpec(None, self._axes), None if keys is None else PartitionSpec(self._all_axes)
+            places = (self._parts.of(params), self._parts.of(frozen), of_batch, of_keys)
+            results = (PartitionSpec(), {path: self._gradients[path] for path in params}, PartitionSpec())
+            return self._mapped(of_shard, places, results)(params, frozen, batch, keys)
+
+        return run
+
+    def after_step(self, tx: Any) -> tuple:
+        """Where a step leaves parameters, the optimizer's state and metrics."""
+        state = jax.eval_shape(tx.init, self._trained)
+        sharding_plan, shapes = self.sharding_plan, self._trained
+        return sharding_plan.params(shapes), sharding_plan.state(state, shapes), sharding_plan.whole
+
+    def scores(self, score: Callable) -> Callable:
+        """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; its array, or arrays by name,
+        `[shards, ...]`."""
+
+        def of_shard(params, batch):
+            return jax.tree.map(partial(self._all, axis=0), self._parts.with_whole(score)(params, batch))
+
+        def run(params, batch):
+            places = (self._parts.of(params), PartitionSpec(self._axes))
+            return self._mapped(of_shard, places, PartitionSpec())(params, batch)
+
+        return run
+
+    def _once(self, loss: Callable) -> Callable:
+        """The loss that several devices compute along the sequence axis, counted on the first of them alone."""
+        if SEQUENCE not in self._all_axes:
+            return loss
+
+        def counted(*arguments):
+            total, metrics = loss(*arguments)
+            return jnp.where(jax.lax.axis_index(SEQUENCE) == 0, total, 0), metrics
+
+        return counted
+
+    def _mapped(self, function: Callable, places: Any, results: Any) -> Callable:
+        if not self._all_axes:  # one shard, which computes as it would alone; products are divided by XLA
+            return self._named(function)
+        # Types of varying values are not checked: no gradient is taken through the map, only within.
+        return jax.shard_map(
+            function,
+            mesh=self.sharding_plan.mesh,
+            in_specs=places,
+            out_specs=results,
+            axis_names=set(self._all_axes),
+            check_vma=False,
+        )
+
+    def _named(self, function: Callable) -> Callable:
+        def run(*arguments):
+            with jax.sharding.use_abstract_mesh(self.sharding_plan.mesh.abstract_mesh):
+                return function(*arguments)
+
+        return run
+
+    def _summed(self, path: str, gradient: jax.Array) -> jax.Array:
+        """A device's gradient, summed over all: over fsdp it is already where the parameter was gathered."""
+        before, after = self._parts.own[path], self._gradients[path]
+        left = [axis for axis in self._all_axes if axis not in before]
+        for at, axis in enumerate(after):
+            if axis is not None and axis in left:
+                scatter = partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=at, tiled=True)
+                gradient = each_part(self._parts.tensor[path], scatter)(gradient)
+                left.remove(axis)
+        return self._sum(gradient, tuple(left))
+
+    def _sum(self, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.psum(value, axes) if axes else value
+
+    def _all(self, value: jax.Array, axis: int) -> jax.Array:
+        """Every shard's, on a new axis."""
+        return jax.lax.all_gather(value, self._axes, axis=axis) if self._axes else jnp.expand_dims(value, axis)
+
+    def _all_metrics(self, metric: jax.Array) -> jax.Array:
+        """`[passes, ...]` of each shard as `[passes x shards, ...]` on all."""
+        return self._all(metric, axis=1).reshape(-1, *metric.shape[1:])

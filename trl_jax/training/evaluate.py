@@ -1,0 +1,704 @@
+"""Evaluation and prediction."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data.batch import Batch, of_examples
+from trl_jax.data.loader import EvalChunks, IndexedExample, StepBatch
+from trl_jax.mesh.mesh import distributed, fetched
+from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
+from trl_jax.tasks.task import TokenTask
+from trl_jax.training import data
+from trl_jax.training.data import Batches, steps_of
+from trl_jax.training.devices import ShardedStep
+from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
+from trl_jax.training.metrics import speed_metrics, task_metrics
+from trl_jax.training.prefetch import Prefetched
+from trl_jax.training.rollout import CommonNumbers, row_of
+from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# Evaluation of a policy by completions that it writes for the prompts of a dataset.
+
+
+class CompletionEvaluator:
+    """Completes every prompt of a set as often as the task says, and measures loss, rewards and lengths."""
+
+    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
+        self._run, self._source, self._numbers = run, source, CommonNumbers(run)
+
+        def first(params: dict, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
+            return sums | {"loss": loss}
+
+        self.sums = jax.jit(first if sharded_step is None else sharded_step.scores(first))
+
+    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
+        """Loss, speed and metrics over the prompts of a dataset, by name with `prefix`."""
+        del hooks
+        start, run, dataset = time.monotonic(), self._run, batches.dataset
+        losses, sums, counts = [], [], []
+        with run.on_device():
+            for rows in self.batches(dataset):
+                run.progress.interrupts.check()
+                found = self._batch(rows)
+                losses.append(float(np.sum(found.pop("loss"))))
+                sums.append(found)
+                counts.append(len(rows))
+                run.events.fire("on_prediction_step")
+        if not counts:
+            raise ValueError("The evaluation set has no rows.")
+        total = sum(counts)
+        metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
+        metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
+        measured = self._source.rollout.logged("eval", run.state.global_step) | run.task.metrics(sums, "eval")
+        return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
+
+    def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
+        """The same; there are no predictions but for the table of completions."""
+        metrics = self.evaluate(batches, prefix, hooks)
+        self._run.events.fire("on_predict", metrics)
+        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
+
+    def batches(self, dataset: Dataset | IterableDataset) -> list[list[dict[str, Any]]]:
+        """The rows of each batch, every prompt as often as it is completed; in TRL's order, the same each time."""
+        run, group = self._run, self._run.task.num_generations_eval
+        if isinstance(dataset, IterableDataset):
+            order = list(dataset.shuffle(seed=run.args.seed))
+        else:
+            order = TorchGenerator(run.args.seed).permutation(len(dataset))
+        for stream in self._source.streams:
+            stream.skip(BASE_SEED_WORDS)
+        size = run.args.per_device_eval_batch_size * run.shards
+        repeated = [index for index in order for _ in range(group)]
+        return [[row_of(run, dataset, i) for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
+
+    def arrays(self, rows: list[dict[str, Any]]) -> Batch:
+        """A batch's completions, laid out as one pass."""
+        run, task = self._run, self._run.task
+        experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
+        layout = replace(data.step_layout(run, training=False), accumulation=1)
+        bonus = None if self._source.bonus is None else self._source.bonus.next()
+        numbers = self._numbers(bonus)
+        groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, run.virtual)
+        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
+
+    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+        run = self._run
+        return jax.tree.map(fetched, self.sums(run.arrays, data.placed_pass(run, self.arrays(rows))))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Evaluation and prediction over prepared datasets.
+
+
+@dataclass(frozen=True)
+class MetricHooks:
+    """A script's additions to an evaluation: transformers' functions of those names.
+
+    report: `(evaluated, dataset, prefix) -> metrics`, the trainer's own additions.
+    """
+
+    compute_metrics: Callable | None
+    preprocess_logits_for_metrics: Callable | None
+    report: Callable[[Evaluated, Any, str], dict[str, float]] | None = None
+
+
+class Evaluator:
+    """Runs evaluations, and computes metrics under TRL's names and in its order."""
+
+    def __init__(
+        self,
+        run: RunState,
+        forward: Forward,
+        sharded_step: ShardedStep | None,
+        user_loss: UserLoss | None,
+        prediction_step: Callable,
+    ):
+        self._run, self._forward, self._sharded_step = run, forward, sharded_step
+        self._user_loss, self._prediction_step = user_loss, prediction_step
+        self.compile_anew()
+
+    def compile_anew(self) -> None:
+        """Forget what was compiled: the task is another."""
+        run, forward = self._run, self._forward
+        # New functions, as JAX knows by the function what it has traced.
+        self._outputs = jax.jit(partial(self.outputs), static_argnames=("dtype", "bounded"))
+        self._measure = jax.jit(partial(forward.measure))
+        self._by_logits: LogitsEvaluation | None = None
+        self._whole = WholeBatchEvaluation(run, forward, self._sharded_step)
+        self._by_script: Any = None  # evaluates batch by batch with a script's own methods
+        if "prediction_step" in run.overridden:
+            self._by_script = UserPrediction(run, self._user_loss, self._prediction_step)
+        elif "compute_loss" in run.overridden:
+            self._by_script = UserLossEvaluation(run, self._user_loss)
+
+    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
+        """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""
+        start, run = time.monotonic(), self._run
+        evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
+        script_metrics = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
+        metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
+        measured = task_metrics(run, evaluated.sums, "eval")
+        if hooks.report is not None and "prediction_step" not in run.overridden:
+            measured |= hooks.report(evaluated, predicted.dataset, prefix)
+        return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
+
+    def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
+        """Predict the batches of get_test_dataloader, texts longer than max_length included."""
+        start = time.monotonic()
+        evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
+        metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
+        metrics |= self._speed(prefix, start, evaluated)
+        self._run.events.fire("on_predict", metrics)
+        return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
+
+    def try_metrics(self, hooks: MetricHooks) -> None:
+        """Try compute_metrics before training, as `metrics_trial.try_metrics` does: where there are a function and an
+        evaluation set, and the script has no part in what the function sees."""
+        run = self._run
+        if hooks.compute_metrics is None or run.eval_dataset is None or run.args.prediction_loss_only or run.own_loss:
+            return
+        with run.on_device():
+            try_metrics(run, hooks.compute_metrics, partial(self._drawn, hooks.preprocess_logits_for_metrics))
+
+    def _drawn(self, preprocess: Callable | None, arrays: Any, examples: int, generator: np.random.Generator) -> tuple:
+        task = self._run.task
+        if task.head == "lm":
+            return self._logits(preprocess).drawn(arrays, generator)
+        outputs = generator.standard_normal(len(task.columns.texts) * examples, np.float32)
+        predictions = task.predictions(outputs, examples)
+        return (predictions if preprocess is None else preprocess(predictions, ())), ()
+
+    def chunks(self, batches: Any) -> EvalChunks:
+        """The chunks of an evaluation of this loader's batches."""
+        run = self._run
+        return EvalChunks(batches, sort=run.model.backend.batch_invariant, whole=run.router_aux_loss_coef != 0)
+
+    def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
+        """The model's outputs `[X]` of one pass; where the run is sharded, `[shards, X]`."""
+        first = partial(self._first_pass, **options)
+        return first(params, batch) if self._sharded_step is None else self._sharded_step.scores(first)(params, batch)
+
+    def _first_pass(self, params: dict, batch: Any, **options: Any) -> jax.Array:
+        return self._forward.outputs(params, jax.tree.map(lambda leaf: leaf[0], batch), **options)
+
+    def _evaluated(
+        self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False
+    ) -> tuple[Evaluated, Predicted]:
+        """The results of a loader's batches; to `predict`, texts may be longer than max_length."""
+        run = self._run
+        dtype = (None if run.progress.in_train else run.args.eval_dtype) or run.args.compute_dtype
+        run.events.handler.eval_dataloader = batches
+        steps, after_each = steps_of(batches, method), partial(run.events.fire, "on_prediction_step")
+        with run.on_device():
+            if self._by_script is not None:
+                evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
+                evaluated = run_batches(self._checked(evaluate), steps, after_each)
+            elif run.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
+                by_logits = self._logits(hooks.preprocess_logits_for_metrics)
+                evaluate = self._checked(partial(by_logits, run.arrays, dtype=dtype))
+                rows = steps.laid_out(layout="padded", divided=False)
+                evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
+            elif run.task.head == "lm" and run.task.axis == "read":
+                evaluate = self._checked(partial(self._whole, run.arrays, dtype=dtype))
+                evaluated = run_batches(evaluate, steps, after_each, self._whole.divisor)
+            else:
+                outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)
+                place = None if run.sharding_plan is None else self._placed
+                chunks = Prefetched(self.chunks(steps), place, run.progress.interrupts.check)
+                evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
+        return evaluated, self._predicted(evaluated, batches.dataset, hooks)
+
+    def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
+        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
+        if self._by_logits is None or self._by_logits.preprocess is not preprocess:
+            self._by_logits = LogitsEvaluation(self._run, self._forward, preprocess)
+        return self._by_logits
+
+    def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same for each pass, unless a signal has come that breaks an evaluation on the way off."""
+
+        def checked(arrays: Any) -> Any:
+            self._run.progress.interrupts.check()
+            return evaluate(arrays)
+
+        return checked
+
+    def _placed(self, chunk: Any) -> Any:
+        place = self._run.sharding_plan.rows
+        return replace(chunk, passes=[(distributed(arrays, place), slots) for arrays, slots in chunk.passes])
+
+    def _predicted(self, evaluated: Evaluated, dataset: Any, hooks: MetricHooks) -> Predicted:
+        run, counts = self._run, evaluated.num_examples
+        if isinstance(evaluated.outputs[0], tuple):
+            predictions, labels = (list(part) for part in zip(*evaluated.outputs, strict=True))
+        elif run.task.head == "lm":  # sums of texts, which nobody asked for
+            predictions, labels = [()] * len(counts), [()] * len(counts)
+        else:
+            outputs = zip(evaluated.outputs, counts, strict=True)
+            predictions, labels = [run.task.predictions(*batch) for batch in outputs], [()] * len(counts)
+        if (preprocess := hooks.preprocess_logits_for_metrics) is not None and run.task.head == "score":
+            shown = zip(predictions, labels, strict=True)
+            predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
+        texts = len(run.task.columns.texts)
+        losses = [
+            np.repeat(np.asarray(sums["loss"], np.float32), texts * count)
+            for sums, count in zip(evaluated.sums, counts, strict=True)
+        ]
+        wants_ids = hooks.compute_metrics is not None and "inputs" in run.args.include_for_metrics
+        columns = run.task.columns.texts
+        inputs = [token_ids_of(dataset, places, columns) for places in evaluated.rows] if wants_ids else None
+        return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, dataset)
+
+    def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
+        args = self._run.args
+        if hooks.compute_metrics is None:
+            return {}
+        return predicted.metrics(hooks.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
+
+    def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
+        steps = math.ceil(evaluated.total / (self._run.args.per_device_eval_batch_size * self._run.shards))
+        return speed_metrics(prefix, start, num_samples=evaluated.total, num_steps=steps)
+
+
+def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, float]:
+    """In TRL's order: the script's metrics that have the prefix already, the loss, the script's others."""
+    ready = {name: value for name, value in metrics.items() if name.startswith(f"{prefix}_")}
+    others = {f"{prefix}_{name}": value for name, value in metrics.items() if name not in ready}
+    return ready | {f"{prefix}_loss": loss} | others
+
+
+# ----------------------------------------------------------------------------------------------------
+# Evaluation with whole logits, batch by batch: for predict() and compute_metrics of a language model.
+
+
+logger = logging.getLogger(__name__)
+
+
+class LogitsEvaluation:
+    """Evaluates a batch of padded rows: `(params, arrays) -> (sums with "loss", (predictions, labels))`.
+
+    Predictions are logits float32 `[rows, T, V]`, of each place for the next token, or what `preprocess` makes of them;
+    labels int32 `[rows, T]` are at their own place. Where an example has several texts, the task compares with a
+    reference, or its loss asks for numbers of reads, the labels are the token ids, as in TRL, and the rows are those of
+    the texts that count as trained on: first texts of all examples, then second ones. T is the longest row, the loss a
+    mean over targets or examples.
+    """
+
+    def __init__(self, run: RunState, forward: Forward, preprocess: Callable | None):
+        """
+        Args:
+            preprocess: a script's `preprocess_logits_for_metrics`, called with logits and labels as JAX arrays.
+        """
+        self._run, self._forward, self.preprocess, self._warned = run, forward, preprocess, False
+        columns, count = run.task.columns, len(run.task.columns.texts)
+        alone = count == 1 and not columns.optional and run.task.axis == "text"
+        self._texts = None if alone else columns.num_primary_texts or count
+        self._virtual = run.virtual.count
+        self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
+        self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
+
+    def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
+        sums, logits, labels = (self._of_labels if self._texts is None else self._of_texts)(params, arrays, dtype)
+        if self.preprocess is not None:
+            return sums, (self.preprocess(logits, jnp.asarray(labels)), labels)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "predict() and compute_metrics get whole logits: %s numbers (%.2f GB) of each batch are kept in the "
+                "host's memory. A function of logits and labels that is set as trainer.preprocess_logits_for_metrics "
+                "may keep less, such as their argmax.",
+                " x ".join(map(str, logits.shape)),
+                logits.nbytes / 1e9,
+            )
+        return sums, (logits, labels)
+
+    def drawn(self, arrays: Batch, generator: np.random.Generator) -> tuple[Any, np.ndarray]:
+        """`(predictions, labels)` of a batch whose logits are drawn: in the shapes of the computed ones."""
+        labels = self._labels(arrays)
+        vocab = self._run.vocab_size  # each token's logits are those of the one before, moved on: cheap to draw
+        drawn = generator.standard_normal(labels.size + vocab - 1, np.float32)
+        logits = np.lib.stride_tricks.sliding_window_view(drawn, vocab).reshape(*labels.shape, vocab)
+        if self.preprocess is None:
+            return logits, labels
+        return self.preprocess(jnp.asarray(logits), jnp.asarray(labels)), labels
+
+    def divisor(self, batch: Any) -> float:
+        """The number of targets, or of examples, that the loss of a batch is a mean over."""
+        return divisor_of(self._run.task, batch)
+
+    def _labels(self, arrays: Batch) -> np.ndarray:
+        """The labels of a batch, as long as its longest row."""
+        if self._texts is None:
+            [inputs] = inputs_of(arrays, self._run.task, self._virtual)
+            return inputs["labels"][:, : int(inputs["attention_mask"].sum(axis=1).max())]
+        batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+        examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._texts
+        tokens, lengths = (of_examples(array[:rows], self._texts, examples) for array in (batch.tokens, batch.lengths))
+        return tokens[:, self._virtual : int(lengths.max())]
+
+    def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
+        labels = self._labels(arrays)
+        if self._virtual:  # which predict first tokens, of which these logits know nothing
+            batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+            sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
+            return sums, logits[batch.lengths > 0, : labels.shape[1]], labels
+        [inputs] = inputs_of(arrays, self._run.task)
+        sums, logits = self._evaluate(params, inputs, dtype=dtype)
+        return sums, logits[:, : labels.shape[1]], labels
+
+    def _loss_of_logits(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
+        task, labels = self._run.task, inputs["labels"]
+        weight = aux_loss_weight(self._run, 1.0)
+        bound = BoundModel(self._run.model, params, dtype=dtype, head="lm", aux_loss_weight=weight)
+        outputs = bound(inputs["input_ids"], inputs["attention_mask"])
+        loss, sums = task_loss(task, outputs.logits, labels)
+        sums |= aux_loss_sums(bound.aux_losses)
+        return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits
+
+    def _of_texts(self, params: dict, arrays: Batch, dtype: str) -> tuple:
+        batch, labels = jax.tree.map(lambda leaf: leaf[0], arrays), self._labels(arrays)
+        sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
+        logits = of_examples(logits, self._texts, int(np.count_nonzero(batch.weight)))
+        return sums, logits[:, : labels.shape[1]], labels
+
+    def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
+        """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
+        run, rows = self._run, len(batch.tokens) if self._texts is None else len(batch.weight) * self._texts
+        outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
+        sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
+        policy = params if run.reference is None else run.reference.split(params)[0]
+        bound = BoundModel(run.model, policy, dtype=dtype, head="lm")
+        mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
+        return sums, bound(batch.tokens[:rows, self._virtual :], mask).logits
+
+
+# ----------------------------------------------------------------------------------------------------
+# A trial of a script's compute_metrics before training: one for predictions of another shape fails in the first
+# minute, and not in the first evaluation.
+
+
+_ROWS = 2
+
+
+def try_metrics(
+    run: RunState, compute_metrics: Callable, outputs_of: Callable[[Any, int, np.random.Generator], tuple[Any, Any]]
+) -> None:
+    """Call compute_metrics with drawn outputs of the first rows of the evaluation set. The model is not asked, and what
+    the function prints or draws is forgotten.
+
+    Args:
+        outputs_of: `(arrays of a batch, its examples, generator) -> (predictions, labels)`, `()` for no labels.
+
+    Raises:
+        TypeError, AttributeError, LookupError, ValueError: those of compute_metrics, with a note. Other errors are
+            warned of: two rows may be too few for it.
+    """
+    dataset = next(iter(run.eval_dataset.values())) if isinstance(run.eval_dataset, dict) else run.eval_dataset
+    if not isinstance(dataset, Dataset) or len(dataset) == 0:
+        return
+    rows = dataset.select(range(min(_ROWS, len(dataset))))
+    predicted = _drawn(run, rows, outputs_of)
+    try:
+        with _unnoticed():
+            predicted.metrics(compute_metrics, run.args.include_for_metrics, run.args.batch_eval_metrics)
+    except Exception as error:
+        shapes = jax.tree.map(np.shape, (predicted.joined, predicted.joined_labels))
+        text = f"{len(rows)} rows of the evaluation set: predictions {shapes[0]}, label_ids {shapes[1]}, numbers drawn"
+        if not isinstance(error, TypeError | AttributeError | LookupError | ValueError):
+            logger.warning("compute_metrics fails on %s (%s: %s).", text, type(error).__name__, error)
+            return
+        error.add_note(f"compute_metrics was tried before training on {text}.")
+        raise
+
+
+def _drawn(run: RunState, rows: Dataset, outputs_of: Callable) -> Predicted:
+    """Predictions of these rows in the form of an evaluation's, drawn."""
+    generator, columns = np.random.default_rng(0), run.task.columns.texts
+    predictions, labels, losses, inputs = [], [], [], []
+    for step in data.loader(run, rows, training=False).laid_out(layout="padded", divided=False):
+        found, known = outputs_of(step.arrays, step.num_examples, generator)
+        predictions.append(jax.tree.map(np.asarray, found))
+        labels.append(known)
+        losses.append(np.zeros(len(columns) * step.num_examples, np.float32))
+        inputs.append(token_ids_of(rows, step.rows, columns))
+    return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, rows)
+
+
+@contextlib.contextmanager
+def _unnoticed() -> Iterator[None]:
+    """A context that shows no output, and leaves the global random numbers as they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Evaluation of a batch in one pass, for tasks whose loss asks for numbers of reads.
+
+
+class WholeBatchEvaluation:
+    """Evaluates a batch as a step lays it out: `(params, arrays) -> (sums with "loss", {})`.
+
+    On several devices each computes its share of the batch: the loss is their sum, and sums for metrics have a leading
+    axis of shards.
+    """
+
+    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None):
+        self._run, self._forward, self._sharded_step = run, forward, sharded_step
+        self._sums = jax.jit(self._of_batch, static_argnames="dtype")
+
+    def __call__(self, params: dict, arrays: Batch, *, dtype: str) -> tuple[dict[str, jax.Array], dict]:
+        return self._sums(params, data.placed_pass(self._run, arrays), dtype=dtype), {}
+
+    def divisor(self, batch: Any) -> float:
+        """The number that the loss of a batch is a mean over."""
+        return divisor_of(self._run.task, batch)
+
+    def _of_batch(self, params: dict, batch: Batch, *, dtype: str) -> dict[str, jax.Array]:
+        def of_pass(params: dict, batch: Batch) -> dict[str, jax.Array]:
+            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+            return self._forward.measure(self._forward.outputs(params, batch, dtype=dtype), batch)
+
+        if self._sharded_step is None:
+            return of_pass(params, batch)
+        sums = self._sharded_step.scores(of_pass)(params, batch)
+        return sums | {"loss": sums["loss"].sum()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# One pass over an evaluation set.
+
+
+@dataclass
+class Evaluated:
+    """The results of each batch, on the host.
+
+    sums: what the loss gave, with `loss`. outputs: what the model gave. num_examples: the real ones. rows: which rows
+    of the set each batch is. divisors: what each loss is a mean over.
+    """
+
+    sums: list[dict[str, np.ndarray]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    num_examples: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    divisors: list[float] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Examples of all batches."""
+        return sum(self.num_examples)
+
+    def loss(self) -> float:
+        """The mean over the whole set; batches report means, each over as much as its divisor."""
+        losses = np.asarray([sums["loss"] for sums in self.sums], np.float64)
+        return float(np.average(losses, weights=self.divisors))
+
+    def add(
+        self, sums: dict[str, np.ndarray], outputs: Any, num_examples: int, rows: list[int], divisor: float
+    ) -> None:
+        self.sums.append(sums)
+        self.outputs.append(outputs)
+        self.num_examples.append(num_examples)
+        self.rows.append(rows)
+        self.divisors.append(divisor)
+
+    def checked(self) -> Evaluated:
+        """Raises ValueError where there was no batch."""
+        if not self.outputs:
+            raise ValueError("The evaluation set has no rows.")
+        return self
+
+
+def run_evaluation(
+    outputs_of: Callable[[Any], jax.Array],
+    measure: Callable[[np.ndarray, Any], dict[str, jax.Array]],
+    chunks: Iterable[Any],
+    after_each: Callable[[], None],
+) -> Evaluated:
+    """Evaluate every batch; the host waits for a pass only while the device is at the next one.
+
+    Args:
+        outputs_of: a pass's arrays -> the model's outputs of its slots.
+        measure: a batch's outputs, the batch -> sums with `loss`.
+        chunks: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its outputs.
+        after_each: called once a batch, for progress bars.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    done = Evaluated()
+    for chunk in chunks:
+        restored = chunk.restored(_outputs(outputs_of, chunk.passes))
+        for outputs, batch, rows in zip(restored, chunk.batches, chunk.rows, strict=True):
+            done.add(jax.device_get(measure(outputs, batch)), outputs, batch.num_examples, rows, batch.divisor)
+            after_each()
+    return done.checked()
+
+
+def _outputs(outputs_of: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarray]]) -> list[np.ndarray]:
+    found = []
+    for arrays, _ in passes:
+        found.append(outputs_of(arrays))
+        found[:-1] = jax.device_get(found[:-1])
+    return jax.device_get(found)
+
+
+def run_batches(
+    evaluate_batch: Callable[[Any], tuple[dict[str, jax.Array], Any]],
+    batches: Iterable[Any],
+    after_each: Callable[[], None],
+    divisor: Callable[[Any], float] = lambda batch: batch.num_examples,
+) -> Evaluated:
+    """The same, batch by batch, for a script's own idea of loss or prediction.
+
+    Args:
+        evaluate_batch: arrays -> (sums with `loss`, outputs).
+        batches: items have `arrays`, `num_examples` and `rows`.
+        divisor: what the loss of a batch is a mean over.
+    """
+    done = Evaluated()
+    for batch in batches:
+        sums, outputs = jax.device_get(evaluate_batch(batch.arrays))
+        done.add(sums, outputs, batch.num_examples, batch.rows, divisor(batch))
+        after_each()
+    return done.checked()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The number that the loss of a batch of an evaluation is a mean over.
+
+
+def divisor_of(task: TokenTask, batch: StepBatch) -> float:
+    """The number of the batch's targets where the task weighs those alike, else of its examples."""
+    if not task.per_token:
+        return batch.num_examples
+    return max(1, batch.num_targets)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The predictions of an evaluation, in the form that `compute_metrics` gets.
+
+
+_FILLER = -100  # transformers' filler where arrays of several batches differ in length
+
+
+@dataclass
+class Predicted:
+    """For each batch its predictions, its labels (`()` for none), the losses of its rows and, if wanted, its token ids.
+
+    together: whether batches are joined for the script (eval_do_concat_batches). dataset: that was evaluated.
+    """
+
+    predictions: list[Any]
+    labels: list[Any]
+    losses: list[np.ndarray]
+    inputs: list[np.ndarray] | None
+    together: bool
+    dataset: Any
+
+    @property
+    def joined(self) -> Any:
+        """The predictions of all batches as one array, or as a list where they are not joined."""
+        return _joined(self.predictions) if self.together else self.predictions
+
+    @property
+    def joined_labels(self) -> Any:
+        """The labels likewise; `()` where there are none."""
+        if not np.size(self.labels[0]):
+            return ()
+        return _joined(self.labels) if self.together else self.labels
+
+    def metrics(self, compute: Callable[..., dict], include: list[str], by_batch: bool) -> dict[str, float]:
+        """The metrics of the script's `compute`, ready for JSON.
+
+        Args:
+            include: `include_for_metrics`.
+            by_batch: call it for each batch; the result of the last call counts.
+        """
+        if not by_batch:
+            return _plain(compute(self._shown(slice(None), include, join=self.together)))
+        metrics: dict[str, Any] = {}
+        for i in range(len(self.predictions)):
+            last = i == len(self.predictions) - 1
+            metrics = compute(self._shown(slice(i, i + 1), include, join=True), compute_result=last)
+        return _plain(metrics)
+
+    def _shown(self, which: slice, include: list[str], *, join: bool) -> EvalPrediction:
+        def part(values):
+            return _joined(values[which]) if join else values[which]
+
+        labels = part(self.labels) if np.size(self.labels[0]) else ()
+        return EvalPrediction(
+            predictions=part(self.predictions),
+            label_ids=labels,
+            inputs=part(self.inputs) if "inputs" in include else None,
+            losses=part(self.losses) if "loss" in include else None,
+        )
+
+
+def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
+    """Raise ValueError where `batch_eval_metrics` asks for an argument that the function does not take."""
+    if by_batch and compute_metrics is not None:
+        if "compute_result" not in inspect.signature(compute_metrics).parameters:
+            raise ValueError(
+                "batch_eval_metrics=True calls compute_metrics(predictions, compute_result=...) batch by batch, and it "
+                "takes no compute_result. Add the argument, or leave batch_eval_metrics out."
+            )
+
+
+def token_ids_of(dataset: Any, places: list[int], columns: tuple[str, ...]) -> np.ndarray:
+    """Token ids `[X, T]` of a batch's texts, padded with -100: those of the first column, then those of the next.
+
+    Args:
+        places: of the batch's rows in the dataset.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
+    rows = dataset[places]
+    return _joined([np.asarray(ids)[None] for column in columns for ids in rows[column]])
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Join arrays, or tuples of arrays, along the first axis, filled up to the longest along the second."""
+    if isinstance(batches[0], tuple | list):
+        return tuple(_joined(list(parts)) for parts in zip(*batches, strict=True))
+    arrays = [np.asarray(batch) for batch in batches]
+    if arrays[0].ndim < 2:
+        return np.concatenate(arrays)
+    longest = max(array.shape[1] for array in arrays)
+
+    def filled(array):
+        missing = [(0, 0), (0, longest - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+        return np.pad(array, missing, constant_values=_FILLER)
+
+    return np.concatenate([filled(array) for array in arrays])
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, float]:
+    on_host = {name: np.asarray(v) if isinstance(v, jax.Array) else v for name, v in metrics.items()}
+    return denumpify_detensorize(on_host)  # logs and states are written as JSON

@@ -1,0 +1,141 @@
+"""Callback events, and signals that stop a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from jax.experimental import multihost_utils
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+from trl_jax.core.text import say
+from trl_jax.mesh.processes import AgreedExit, several
+
+# ----------------------------------------------------------------------------------------------------
+# Calls transformers' callbacks with the state and control that they expect.
+
+
+class Events:
+    """The arguments of every callback; any of them may return another control."""
+
+    def __init__(self, handler: CallbackHandler, args: Any, state: TrainerState, control: TrainerControl):
+        self.handler, self.args, self.state, self.control = handler, args, state, control
+
+    def fire(self, event: str, *extra: Any) -> None:
+        """Call `event` ("on_step_end", ...) of every callback, in order."""
+        control = getattr(self.handler, event)(self.args, self.state, self.control, *extra)
+        if not isinstance(control, TrainerControl):
+            raise TypeError(f"{event} of a callback returned a {type(control).__name__}: wanted its control, or None.")
+        self.control = control
+
+
+# ----------------------------------------------------------------------------------------------------
+# Handles SIGTERM, SIGINT and SIGHUP: the first one lets the step finish, a second one ends the process at once.
+
+
+_HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """Ends what may be broken off for a signal; no `Exception`, which a script's own code might catch."""
+
+
+class Interrupts:
+    """The signals of a run; `received` is the first one, None before."""
+
+    def __init__(self):
+        self.received: signal.Signals | None = None
+        self._evaluating = self._waiting = False
+
+    @contextlib.contextmanager
+    def heeded(self, promise: str) -> Iterator[None]:
+        """Handle signals within the block. `promise` tells the user what the first one will lead to.
+
+        A signal that the process ignores, as under nohup, stays ignored. The user is told if that is SIGINT, which
+        shells have ignored by what they start in the background. Outside of the main thread signals are left as they
+        were, which Python requires; with several processes JAX handles them (see `agree`).
+        """
+        if several() or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._promise = promise
+        heeded = [number for number in _HEEDED if signal.getsignal(number) != signal.SIG_IGN]
+        if signal.SIGINT not in heeded:
+            say(
+                "SIGINT is ignored by this process, as in the background of a shell, and will not stop the run. "
+                f"kill -TERM {os.getpid()} ends it: finishing the step, then {promise}."
+            )
+        before = {number: signal.signal(number, self._take) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _do_without_terminal()
+        if self.received is not None:
+            say(f"{name} again: leaving at once, without saving.")
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+        if self._waiting:
+            raise Interrupted
+        doing = "ending the evaluation" if self._evaluating else "finishing this step"
+        say(f"{name}: {doing}, then {self._promise}. Send it again to leave at once.")
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, `check` raises Interrupted once a signal has come."""
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
+
+    def check(self) -> None:
+        """Break an evaluation off. Does nothing outside of `evaluating`: a script's own evaluations run to their end.
+
+        Raises:
+            Interrupted: a signal has come.
+        """
+        if self._evaluating and self.received is not None:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within the block, a signal raises Interrupted wherever it comes; one from before does so at the start."""
+        self._waiting = True
+        try:
+            if self.received is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._waiting = False
+
+    def agree(self, step: int) -> None:
+        """Let several processes stop after the same step: JAX passes a SIGTERM of one on to the others."""
+        if several() and multihost_utils.reached_preemption_sync_point(step):
+            self.received = signal.SIGTERM
+
+    def leave(self) -> None:
+        """Raise SystemExit with the code that shells expect of a process ended by this signal: 143, 130 or 129."""
+        say(f"{self.received.name}: leaving.")
+        raise AgreedExit(128 + self.received)
+
+
+def _do_without_terminal() -> None:
+    """Send output to nowhere where its terminal is gone: the next progress bar would raise before anything is saved."""
+    for handle in (1, 2):
+        try:
+            os.write(handle, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, handle)
+            os.close(nowhere)

@@ -1,0 +1,310 @@
+"""The model's outputs and the task's loss as pure functions, and the random numbers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.data.batch import Batch, LossBatch, without_virtual
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.peft_backend import LoraBackend
+from trl_jax.losses.supervised import load_balancing_loss, real_examples, summed
+from trl_jax.models.model import merge
+from trl_jax.nn.head import Distributions
+from trl_jax.nn.layers import Noise
+from trl_jax.training.reference import PREFIX
+from trl_jax.training.state import RunState
+
+if TYPE_CHECKING:
+    from trl_jax.config.base import BaseConfig
+
+
+# ----------------------------------------------------------------------------------------------------
+# The model's outputs and the task's loss, as pure functions of parameters and a batch.
+
+
+class Forward:
+    """The functions from which a step and an evaluation are compiled."""
+
+    def __init__(self, run: RunState):
+        self._run = run
+
+    def outputs(self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any) -> Any:
+        """The numbers of a pass that the task's loss gets: outputs of a score head, float32 `[X]`, or, under a language
+        model's head, the task's `of_pass` by name, with `ref_<name>` of those that it compares with the reference,
+        where the run has one, and `aux_loss` `[X]`, the load-balancing loss of this pass, where the run adds it.
+
+        Args:
+            dtype: of the layers' computation.
+            bounded: whether no text is longer than max_length.
+            options: further arguments of the model's call: remat, dropout_key, router_key, noise.
+        """
+        run, reference = self._run, self._run.reference
+        common, max_tokens = self._common(batch, dtype), run.max_tokens if bounded else None
+        if reference is not None:
+            params, compared = reference.split(params)
+        model = merge(run.model.graph, params, options.get("dropout_key"))
+        options |= common | _windows(run.model.backend, max_tokens)
+        if run.router_aux_loss_coef:
+            count, virtual = batch.router_token_count, run.virtual
+            options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
+        outputs = model(batch.tokens, batch.positions, batch.reads, **options)
+        if run.task.head == "score":
+            return outputs
+        sums = {}
+        if run.router_aux_loss_coef:
+            outputs, router_sums = outputs
+            sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), batch.lengths.shape)
+        if run.task.compares_distributions:
+            beside = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
+            return sums | run.task.of_pass(Distributions(outputs, beside, batch.targets), batch)
+        sums |= run.task.of_pass(outputs, batch)
+        if reference is None or not run.task.compared:
+            return sums
+        if run.virtual.count and not reference.backend.virtual.count:
+            batch = without_virtual(batch, run.virtual.count)
+            common["lengths"] = batch.lengths
+        found = self._of_reference(compared, batch, max_tokens, common)
+        return sums | {f"ref_{name}": found[name] for name in run.task.compared}
+
+    def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The numbers of a pass under the model alone; arguments as of `outputs`."""
+        params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
+        options = self._common(batch) | _windows(self._run.model.backend, self._run.max_tokens)
+        model = merge(self._run.model.graph, params)
+        return self._run.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
+
+    def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The numbers of a pass under the run's reference, laid out as that reads it; arguments as of `outputs`."""
+        _, compared = self._run.reference.split(params)
+        return self._of_reference(compared, batch, self._run.max_tokens, self._common(batch))
+
+    def _of_reference(
+        self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        reference, task = self._run.reference, self._run.task
+        outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
+        return task.of_pass(outputs, batch)
+
+    def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
+        """The options of every model's call; dtype=None is that of training."""
+        options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._run.args.compute_dtype)}
+        options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
+        task = self._run.task
+        if task.head == "score":
+            return options
+        if self._run.args.cast_lm_head_to_fp32:
+            options["head_dtype"] = jnp.dtype("float32")
+        if task.compares_distributions:
+            return options | {"before_head": True}
+        return options | {"targets": batch.targets, "temperature": task.temperature}
+
+    def loss(
+        self, params: dict, batch: Batch, key: jax.Array | None, *, remat: bool | str = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of one pass, and sums over its micro-batches.
+
+        Args:
+            params: all parameters, trained and frozen ones.
+            key: for dropout, routers and noise; None without them.
+            remat: whether the backward pass computes layers again instead of keeping their activations.
+        """
+        options = {"remat": remat} | self.random_options(key, batch.lengths)
+        outputs = self.outputs(params, batch, dtype=self._run.args.compute_dtype, **options)
+        return self._loss(outputs, batch)
+
+    def _loss(self, outputs: Any, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        run = self._run
+        loss, sums = run.task.loss(outputs, batch)
+        if not run.router_aux_loss_coef:
+            return loss, sums
+        return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, run.router_aux_loss_coef)
+
+    def measure(self, outputs: Any, batch: Batch | LossBatch) -> dict[str, jax.Array]:
+        """The sums of an evaluated batch, and its `loss`, a mean."""
+        loss, sums = self._loss(outputs, batch)
+        return sums | {"loss": loss}
+
+    def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
+        """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
+        run = self._run
+        return random_options(run.args, run.model.backend, key, lengths, run.pad_to_multiple_of)
+
+
+def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
+    """The option of a model that has attention windows: the length of the longest text."""
+    return {} if backend.window is None else {"max_tokens": max_tokens}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whether a policy still is its reference. Until its first update the divergence of the two and its gradient are 0;
+# log-probabilities of two programs differ in their last digits, and Adam makes whole steps of such a gradient.
+
+
+class AtReference:
+    """Asked before each step and evaluation of a run with a reference. Weights that have parted do not meet again, but
+    where the reference moves: they are compared until they have."""
+
+    def __init__(self, run: RunState):
+        self._run, self._compared, self._parted = run, None, False  # the arrays of the reference that were compared
+
+    def __call__(self) -> bool:
+        run = self._run
+        if run.reference is None:
+            return False
+        if run.reference.arrays is not self._compared:
+            self._compared, self._parted = run.reference.arrays, False
+        if not self._parted:
+            with run.on_device():
+                self._parted = not _is_reference(run)
+        return not self._parted
+
+
+def _is_reference(run: RunState) -> bool:
+    reference, backend, params = run.reference, run.model.backend, run.model.params
+    own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+    if any(path not in params or _kind(params[path]) != _kind(array) for path, array in own.items()):
+        return False
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in params.values()):
+        return False  # a plan has shapes alone
+    if reference.backend is backend:
+        added = []
+    elif isinstance(backend, LoraBackend) and reference.backend is backend.base:
+        added = [{kind: params[path] for kind, path in paths.items()} for paths in backend.plan.paths()]
+    else:
+        return False
+    return bool(_same(own, {path: params[path] for path in own}, added))
+
+
+def _kind(array: Any) -> tuple:
+    return array.shape, array.dtype
+
+
+@jax.jit
+def _same(own: dict[str, Any], policy: dict[str, Any], added: list[dict[str, Any]]) -> jax.Array:
+    """Whether arrays are equal and adapters, arrays by kind, add nothing."""
+    equal = [jnp.all(array == policy[path]) for path, array in own.items()]
+    for adapter in added:
+        equal.append(~(jnp.any(adapter["a"] != 0) & jnp.any(adapter["b"] != 0)))
+        equal.extend(jnp.all(adapter[kind] == 0) for kind in ("bias",) if kind in adapter)
+    return jnp.all(jnp.stack(equal)) if equal else jnp.bool_(True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whether a run balances the experts of its model, and how much that counts.
+
+
+def balance_experts(run: RunState, coefficient: float | None, *, in_config: bool = False) -> bool:
+    """Let a run add its model's load-balancing loss.
+
+    Args:
+        in_config: the model's config says so from there on, as TRL's SFTTrainer has it.
+        coefficient: `router_aux_loss_coef` of the arguments; None is that of the model's config, 0.0 without any.
+
+    Returns:
+        Whether the loss is added.
+
+    Raises:
+        ValueError: there is a coefficient and the model gives no routers' numbers.
+    """
+    config, model = run.model.config.get_text_config(), run.model
+    facts = config.to_dict()
+    own = facts.get("router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    if "output_router_logits" not in facts:
+        if coefficient:
+            raise ValueError(
+                f"`router_aux_loss_coef` is set to {coefficient} but {_name(run)} is not a Mixture-of-Experts model "
+                "that returns its router logits, so there is no auxiliary loss to weight. Leave it out."
+            )
+        return False
+    if own and not model.backend.has_routers:
+        raise ValueError(
+            f"router_aux_loss_coef={own} of {_name(run)}: this model runs on the {model.backend.name} backend, which "
+            "has no load-balancing loss. Pass router_aux_loss_coef=0.0 to train without it."
+        )
+    if in_config and "router_aux_loss_coef" in facts:
+        config.output_router_logits, config.router_aux_loss_coef = own != 0, own
+    run.router_aux_loss_coef = own
+    return own != 0
+
+
+def _name(run: RunState) -> str:
+    return run.model.config.architectures[0]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The random numbers of a training step: dropout, experts that routers draw, and noise on the embeddings.
+
+
+_NOISE, _ROUTERS = 1000, 1001  # folded into the key; dropout folds in smaller numbers
+
+
+def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
+    """The key of a run, None where nothing is random. A step folds its number in, so a resumed run draws the same."""
+    drawn = not args.disable_dropout or args.neftune_noise_alpha or backend.draws_experts
+    return jax.random.key(args.seed) if drawn else None
+
+
+def random_options(
+    args: BaseConfig, backend: Backend, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
+) -> dict[str, Any]:
+    """The options of the model's call in training. Routers draw with `disable_dropout`, too: it is how they learn.
+
+    Args:
+        lengths: of the texts that are read. The strength of the noise depends on the longest, as in TRL, where rows are
+            as long as that one, rounded up to the next `multiple`.
+    """
+    if key is None:
+        return {}
+    options = {} if args.disable_dropout else {"dropout_key": key}
+    options |= {"router_key": jax.random.fold_in(key, _ROUTERS)} if backend.draws_experts else {}
+    if not args.neftune_noise_alpha:
+        return options
+    multiple = multiple if isinstance(multiple, int) else 1
+    longest = -(-(jnp.max(lengths) - backend.virtual.count) // multiple) * multiple
+    return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, _NOISE), longest)}
+
+
+def check_noise(args: BaseConfig, backend: Backend) -> None:
+    """Raise ValueError where noise is asked for and the model's backend cannot add it."""
+    if args.neftune_noise_alpha and not backend.takes_noise:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: this model runs on the {backend.name} backend, whose "
+            "embedding is part of a program that noise cannot be put into. Leave neftune_noise_alpha out."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The loss that balances a mixture of experts, beside a task's own: it is of all tokens of a pass.
+
+
+AUX_LOSS = "aux_loss"
+
+
+def with_aux_loss(
+    loss: jax.Array, sums: dict[str, jax.Array], aux_loss: jax.Array, batch: Batch | LossBatch, coefficient: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A task's loss with `coefficient` times the mean of passes' load-balancing losses, and its sums with theirs.
+
+    Args:
+        aux_loss: `[X]`, for each text that of the pass which computed it.
+        batch: its `pass_weight` says what each example counts in that mean.
+    """
+    of_examples, real = aux_loss[: len(batch.weight)], real_examples(batch.weight, batch.micro_batch)
+    sums = sums | {AUX_LOSS: summed(of_examples, real), f"{AUX_LOSS}_examples": summed(1.0, real)}
+    return loss + coefficient * jnp.sum(batch.pass_weight * of_examples), sums
+
+
+def aux_loss_weight(run: RunState, pass_weight: Any) -> Any:
+    """The weight of the load-balancing loss of a batch with this share of a step; None where the run adds none."""
+    return run.router_aux_loss_coef * pass_weight if run.router_aux_loss_coef else None
+
+
+def aux_loss_sums(aux_losses: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """The sums for the metric, of batches that were computed alone; nothing where there are none."""
+    if not aux_losses:
+        return {}
+    return {AUX_LOSS: sum(aux_losses), f"{AUX_LOSS}_examples": jnp.float32(len(aux_losses))}

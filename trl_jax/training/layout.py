@@ -1,0 +1,173 @@
+"""Choose the layout of a run's examples in memory: the one asked for where it is exact, else another, with a reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.layout_plan import LayoutPlan, ViewBuckets, plan_layout
+from trl_jax.data.loader import epoch_order
+from trl_jax.training.mesh import PROGRAMS_AT_ONCE, compiles_ahead
+
+if TYPE_CHECKING:
+    from trl_jax.config.base import BaseConfig
+    from trl_jax.hub.backend import Backend
+
+
+logger = logging.getLogger(__name__)
+
+# FLOPs that a device could compute in the time that its compiler takes for a step: 4 s on a CPU, 20 s at the rate that
+# a large model reaches on an accelerator. Compilations during steps (on TPUs) cost as much.
+_ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
+
+
+def exact_layout(
+    args: BaseConfig, backend: Backend, *, striped: bool = False, branches: bool = False, compares: bool = False
+) -> tuple[str, str]:
+    """The layout of a run, and the reason where it is another than asked for, else "".
+
+    Args:
+        striped: whether a mesh divides texts over devices.
+        branches: whether any number of texts share a context, as completions of a prompt do.
+        compares: whether a reference computes the passes, too, which knows no virtual tokens.
+    """
+    asked = args.batch_layout
+    if asked == "padded":
+        return "padded", ""
+    if not backend.takes_packed:
+        return "padded", "this model reads whole rows, not texts laid end to end"
+    if compares and backend.virtual.count:
+        return "padded", "the reference reads the texts of a row without the virtual tokens before them"
+    if backend.drops_out and not args.disable_dropout:
+        return "padded", "attention along packed rows knows no dropout, which the model or its adapter has"
+    if args.neftune_noise_alpha:
+        return "padded", "with neftune_noise_alpha each text gets noise of its own, also where two begin alike"
+    if asked == "auto" and args.device.type == "cuda" and striped:
+        reason = "texts that are divided over GPUs have no kernel along packed rows; batch_layout='shared' uses XLA"
+        return "padded", reason
+    if not backend.causal:
+        reason = "the tokens of this model see what comes after them, so answers do not begin alike"
+        return "packed", reason if asked == "shared" else ""
+    by_text = by_rows(args, striped=striped, branches=branches)
+    if asked == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
+        return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
+    if backend.draws_experts:
+        reason = "routers of this model draw experts for each text, also where two begin alike"
+        return "packed", reason if asked == "shared" else ""
+    return ("shared" if asked == "auto" else asked), ""
+
+
+def windowed(args: BaseConfig, backend: Backend) -> bool:
+    """Whether the model has an attention window shorter than the longest text may be."""
+    if backend.window is None or args.max_length is None:
+        return backend.window is not None
+    return backend.window < args.max_length + backend.virtual.count
+
+
+def by_rows(args: BaseConfig, *, striped: bool, branches: bool = False) -> bool:
+    """Whether attention gets the texts of packed rows as rows: on GPUs, whose kernel reads rows, and of branches on
+    TPUs, whose kernel takes one range of keys a query."""
+    return not striped and (args.device.type == "cuda" or (args.device.type == "tpu" and branches))
+
+
+def unplanned(
+    args: BaseConfig, backend: Backend, *, striped: bool, branches: bool = False, compares: bool = False
+) -> LayoutPlan:
+    """The layout of a dataset whose lengths are not surveyed: evaluation sets, streams and, with branches, rollouts."""
+    options = {"striped": striped, "branches": branches}
+    layout, _ = exact_layout(args, backend, **options, compares=compares)
+    return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, **options) else None)
+
+
+def check_layout(args: BaseConfig, backend: Backend, *, compares: bool = False) -> None:
+    """Warn where the layout that was asked for by name is not exact and another is used."""
+    layout, reason = exact_layout(args, backend, compares=compares)
+    if args.batch_layout not in ("auto", layout):
+        logger.warning("batch_layout=%r is not exact here, so rows are %s: %s.", args.batch_layout, layout, reason)
+
+
+def plan(
+    args: BaseConfig,
+    backend: Backend,
+    dataset: Dataset | IterableDataset,
+    columns: tuple[str, ...],
+    *,
+    parameters: int,
+    batch_size: int,
+    steps: int,
+    shards: int = 1,
+    striped: bool = False,
+    documents: str | None = None,
+    by_micro_batch: bool = False,
+    compares: bool = False,
+    lengths: np.ndarray | None = None,
+    tell: Callable[[str], None] = logger.info,
+) -> LayoutPlan:
+    """The layout of a run's training `steps`; it is told in one line, with the reason and what it saves.
+
+    Args:
+        columns: the token columns of the dataset, a text each.
+        documents: the column of the lengths of the documents of a text.
+        by_micro_batch: whether each micro-batch has a packed row to itself.
+        compares: whether a reference computes the passes, too, which knows no virtual tokens.
+        lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
+        tell: says that line.
+    """
+    layout, reason = exact_layout(args, backend, striped=striped, compares=compares)
+    if layout == "padded":
+        tell(f"Layout padded{f': {reason}' if reason else ''}.")
+        return LayoutPlan("padded")
+    if isinstance(dataset, IterableDataset):
+        tell(f"Layout {layout}: how much it saves on a stream of rows is not known beforehand.")
+        return unplanned(args, backend, striped=striped)
+    order = partial(
+        epoch_order,
+        len(dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.train_sampling_strategy != "sequential",
+        lengths=lengths,
+        group=batch_size * shards * args.gradient_accumulation_steps,
+    )
+    compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
+    result = plan_layout(
+        dataset,
+        columns,
+        lambda epoch: order(epoch=epoch),
+        layout,
+        batch_size=batch_size,
+        accumulation=args.gradient_accumulation_steps * shards,  # as many packed rows
+        bucket_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
+        run_steps=steps,
+        by_micro_batch=by_micro_batch,
+        by_rows=by_rows(args, striped=striped),
+        at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
+        documents=documents,
+        virtual=backend.virtual.count,
+    )
+    tell(line(result))
+    return result
+
+
+def line(plan: LayoutPlan) -> str:
+    """The line of the log: the layout, tokens computed, padded and real in a step, and the lengths of packed rows."""
+    computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
+    lengths = plan.buckets.lengths if plan.views is None else sorted({row for row, _ in plan.views.shapes})
+    rows = "" if plan.views is None else f", rows of {_listed(sorted({row for _, row in plan.views.shapes}))}"
+    less = f" ({1 - plan.computed / plan.padded:.0%} less)" if plan.computed < plan.padded else ""
+    return (
+        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step{less}, for {real} tokens of text; packed "
+        f"rows of {_listed(lengths)} tokens{rows}."
+    )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(f"{length:,}" for length in lengths)
+
+
+def _thousands(tokens: float) -> str:
+    return f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"

@@ -1,0 +1,120 @@
+"""The devices of a run, and how its arguments divide it over them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+
+from trl_jax.config import devices
+from trl_jax.hub.auto import check_heads
+from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, make_mesh
+
+if TYPE_CHECKING:
+    from trl_jax.hub.backend import Backend
+    from trl_jax.hub.pretrained import PreTrainedModel
+
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceArguments(Protocol):
+    """The part of a configuration that says which devices a run has."""
+
+    use_cpu: bool
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    activation_offloading: bool
+    device: Any
+
+    def jax_devices(self) -> list[jax.Device]: ...
+
+
+PROGRAMS_AT_ONCE = 4  # compiled at the same time, while steps run
+
+
+def compiles_ahead(device: str) -> bool:
+    """Whether programs are compiled while steps run. Only on TPUs: a CPU is busy with the steps, and XLA for GPUs times
+    kernels on the device."""
+    return device == "tpu"
+
+
+def run_devices(args: DeviceArguments) -> list[jax.Device]:
+    """All devices that the run may use, of every process."""
+    return args.jax_devices()
+
+
+def run_device(args: DeviceArguments) -> jax.Device:
+    """The first device of this process."""
+    run_devices(args)  # joins the processes first
+    return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
+
+
+def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:
+    """Raise ValueError where the tensor axis does not divide the model's heads, or the sequence axis cannot divide
+    texts because of the model or of methods that the script has `overridden`."""
+    if sharding_plan is None:
+        return
+    _check_sequence(sharding_plan.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
+    check_heads(sharding_plan, model.backend.heads, model.name_or_path)
+
+
+def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str]) -> None:
+    if size == 1:
+        return
+    ways = "Give these devices to data or fsdp instead."
+    if not model.backend.takes_stripes:
+        raise ValueError(
+            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read whose "
+            f"layers all attend; {model.name_or_path} is none ({model.backend.name} backend). {ways}"
+        )
+    if overridden:
+        raise ValueError(
+            f"mesh: sequence {size} divides texts, and a script's own {min(overridden)} gets them whole. {ways}"
+        )
+
+
+def check_offloading(args: DeviceArguments, backend: Backend) -> None:
+    """Raise ValueError where activation_offloading is set for a model without scanned layers; warn on a CPU, where it
+    has no effect."""
+    if not args.activation_offloading:
+        return
+    if backend.heads is None:
+        raise ValueError(
+            f"activation_offloading=True: this model runs on the {backend.name} backend, whose activations stay on the "
+            "device. Leave it out."
+        )
+    if args.device.type == "cpu":
+        logger.warning("activation_offloading has no effect on a CPU: its activations are in the host's memory.")
+
+
+def describe(sharding_plan: ShardingPlan, params: dict, state: Any) -> str:
+    """One line on the mesh, and on the share of the weights and the optimizer's state on each device."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in sharding_plan.mesh.shape.items() if size > 1)
+    parts = []
+    for name, tree in (("weights", params), ("optimizer's state", state)):
+        leaves = jax.tree.leaves(tree)
+        per_device = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        parts.append(f"{_bytes(per_device)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
+    kind = sharding_plan.mesh.devices.flat[0].device_kind
+    return f"Mesh {mesh} on {sharding_plan.mesh.size} devices ({kind}): each holds {' and '.join(parts)}."
+
+
+def _bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.1f} {name}"
+
+
+def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
+    """The plan by which the run is divided over devices; None for a single one."""
+    sizes = devices.mesh_sizes(args)
+    count = prod(sizes.values())
+    if count == 1:
+        return None
+    asked = devices.asked({f.name: getattr(args, f.name) for f in fields(args)})
+    options = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
+    mesh = make_mesh(sizes, run_devices(args)[:count])
+    return ShardingPlan(mesh, "data" if asked.moments else None, **options)

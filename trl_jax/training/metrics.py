@@ -1,0 +1,439 @@
+"""Callbacks, memory metrics, out-of-memory errors and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from math import prod
+from numbers import Number
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.files import write_whole
+from trl_jax.core.secrets import masked
+from trl_jax.mesh.processes import is_first
+from trl_jax.rollout.completions_log import write_picture
+from trl_jax.training.checkpoint import is_file
+from trl_jax.training.events import Events
+from trl_jax.training.mesh import run_device
+from trl_jax.training.resume import arguments_text, write_model
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# The callbacks of a run, which are transformers', and the TrainerState that they get.
+
+
+logger = logging.getLogger(__name__)
+
+
+def events_of(run: RunState, callbacks: list[TrainerCallback] | None) -> Events:
+    """Build the events of a run: the default callbacks, those of `report_to` and the given ones, with a fresh state."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    reporters = get_reporting_integration_callbacks(run.args.report_to)
+    given = [DefaultFlowCallback, *reporters, *(callbacks or [])]
+    handler = Callbacks(given, run.model, run.processing_class, None, None)
+    handler.add_callback(PrinterCallback if run.args.disable_tqdm else ProgressCallback)
+    return Events(handler, run.args, TrainerState(stateful_callbacks=[]), TrainerControl())
+
+
+class Callbacks(CallbackHandler):
+    """transformers' handler, whose trackers need no torch."""
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        if isinstance(callback, type):
+            super().add_callback(without_torch(callback))
+            return
+        kind = without_torch(type(callback))
+        if kind is not type(callback):
+            callback.__class__ = kind  # the same object, which the script may ask for or remove
+        super().add_callback(callback)
+
+
+class WandbWithoutTorch:
+    """WandbCallback: WANDB_LOG_MODEL saves the model that trains; WANDB_WATCH, whose hooks are torch's, is left out."""
+
+    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+        watched = os.environ.pop("WANDB_WATCH", None)
+        try:
+            super().setup(args, state, model, **kwargs)
+        finally:
+            if watched is not None:
+                os.environ["WANDB_WATCH"] = watched
+        if watched in ("all", "parameters", "gradients") and state.is_world_process_zero:
+            logger.warning(
+                "WANDB_WATCH=%s is left out: wandb.watch follows the gradients of torch modules, and this model has "
+                "none. grad_norm is logged as usual.",
+                watched,
+            )
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
+    ) -> None:
+        if self._wandb is None or not (self._log_model.is_enabled and self._initialized):
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), model, processing_class, arguments_text(args))  # by all processes together
+            if not state.is_world_process_zero:
+                return
+            run, config = self._wandb.run, self._wandb.config
+            name = run.id if args.run_name is None or args.run_name == args.output_dir else run.name
+            metadata = {
+                key: value
+                for key, value in dict(self._wandb.summary).items()
+                if isinstance(value, Number) and not key.startswith("_")
+            }
+            if args.load_best_model_at_end:
+                metadata = {
+                    f"eval/{args.metric_for_best_model}": state.best_metric,
+                    "train/total_floss": state.total_flos,  # in transformers' spelling
+                    "model/num_parameters": config.get("model/num_parameters"),
+                }
+            metadata["final_model"] = True
+            artifact = self._wandb.Artifact(name=f"model-{name}", type="model", metadata=metadata)
+            artifact.add_dir(folder)
+            run.log_artifact(artifact, aliases=["final_model"])  # wandb has copied the files
+
+
+class DvcLiveWithoutTorch:
+    """DVCLiveCallback: log_model=True saves the model that trains."""
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
+    ) -> None:
+        if not self._initialized:
+            return
+        if self._log_model is True:
+            name = "best" if args.load_best_model_at_end else "last"
+            folder = Path(args.output_dir) / name
+            write_model(folder, model, processing_class, arguments_text(args))  # by all processes together
+            if state.is_world_process_zero:
+                self.live.log_artifact(str(folder), name=name, type="model", copy=True)
+        if state.is_world_process_zero:
+            self.live.end()
+
+
+class MlflowWithoutTorch:
+    """MLflowCallback, and DagsHub's: on_log asks of a value that is no number, as the mean of nothing, whether it is
+    a torch tensor."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any], model: Any = None, **kwargs: Any
+    ) -> None:
+        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        super().on_log(args, state, control, numbers, model=model, **kwargs)
+
+
+class TensorBoardWithoutTorch:
+    """TensorBoardCallback, which takes its writer from torch or tensorboardX."""
+
+    def __init__(self, tb_writer: Any = None):
+        try:
+            super().__init__(tb_writer)
+        except ModuleNotFoundError as error:
+            if error.name != "tensorboardX":
+                raise
+            raise ImportError(
+                "report_to='tensorboard' writes with tensorboardX where torch is not installed: pip install "
+                "tensorboardX."
+            ) from error
+
+
+class CodeCarbonWithoutTorch:
+    """CodeCarbonCallback, which asks torch's build for a device that codecarbon did not know."""
+
+    def __init__(self):
+        import codecarbon
+
+        self._codecarbon, self.tracker = codecarbon, None
+
+
+_WITHOUT_TORCH = {
+    "WandbCallback": WandbWithoutTorch,
+    "DVCLiveCallback": DvcLiveWithoutTorch,
+    "MLflowCallback": MlflowWithoutTorch,
+    "TensorBoardCallback": TensorBoardWithoutTorch,
+    "CodeCarbonCallback": CodeCarbonWithoutTorch,
+}
+
+
+@functools.cache
+def without_torch(kind: type[TrainerCallback]) -> type[TrainerCallback]:
+    """The class of a callback, with these methods in the place of transformers' where it is one of its trackers.
+
+    A script's subclass keeps its own methods, whose super() is then the class here.
+    """
+    from transformers.integrations import integration_utils
+
+    for name, ours in _WITHOUT_TORCH.items():
+        theirs = vars(integration_utils)[name]
+        if kind is theirs:
+            return type(name, (ours, theirs), {})
+        if issubclass(kind, theirs) and not issubclass(kind, ours):
+            return type(kind.__name__, (kind, without_torch(theirs)), {})
+    return kind
+
+
+def begin_state(run: RunState) -> None:
+    """Give callbacks a fresh TrainerState: nothing has been trained yet."""
+    events, first = run.events, is_first()
+    stateful = [c for c in [*events.handler.callbacks, events.control] if isinstance(c, ExportableState)]
+    events.state = TrainerState(stateful_callbacks=stateful, is_local_process_zero=first, is_world_process_zero=first)
+    events.state.train_batch_size = run.train_batch_size
+
+
+def finish_trackers(handler: CallbackHandler) -> None:
+    """End the runs that trackers such as wandb have open."""
+    for callback in handler.callbacks:
+        for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
+            if vars(callback).get(tracker) is not None and callback._initialized:
+                vars(callback)[tracker].finish()
+                callback._initialized = False  # the next log then begins a new run
+
+
+def log(run: RunState, logs: dict[str, Any], start_time: float | None = None) -> None:
+    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. What is added, by
+    callbacks too, is put into `logs`, as transformers' Trainer does: evaluate() and train() return it.
+
+    Args:
+        start_time: of the training, by time.time(): how many tokens it has read a second is then logged, too, where
+            `include_num_input_tokens_seen` counts them.
+    """
+    state = run.state
+    if state.epoch is not None:
+        logs["epoch"] = state.epoch
+    if run.args.include_num_input_tokens_seen != "no":
+        logs["num_input_tokens_seen"] = state.num_input_tokens_seen
+        if start_time is not None:
+            seconds, read = time.time() - start_time, state.num_input_tokens_seen - run.progress.input_tokens_before
+            logs["train_runtime"] = round(seconds, 4)
+            if seconds > 0:
+                logs["train_tokens_per_second"] = round(read / seconds, 3)
+    state.log_history.append({**logs, "step": state.global_step})
+    if run.rollout is not None and is_first() and os.access(run.args.output_dir, os.W_OK):
+        write_picture(Path(run.args.output_dir), state.log_history)
+    run.events.fire("on_log", logs)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The memory metrics that `skip_memory_metrics=False` adds to a run's.
+
+
+try:
+    import resource
+except ImportError:  # Windows has no such count
+    resource = None
+
+
+def memory(stage: str, args: BaseConfig) -> dict[str, int]:
+    """Peak memory in bytes of this process on the host and on its device, as far as the system and JAX count them."""
+    if args.skip_memory_metrics:
+        return {}
+    metrics = {}
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        metrics[f"{stage}_mem_cpu_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    on_device = run_device(args).memory_stats() or {}
+    if "peak_bytes_in_use" in on_device:
+        metrics[f"{stage}_mem_gpu_peak"] = on_device["peak_bytes_in_use"]
+    return metrics
+
+
+# ----------------------------------------------------------------------------------------------------
+# Out-of-memory errors: explain what takes how much and how to take less, or retry with smaller batches.
+
+
+T = TypeVar("T")
+
+
+class StepTooLarge(MemoryError):
+    """A training step did not fit; one of fewer examples may."""
+
+
+def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
+    """Return `run()`, retried with fewer examples while a step does not fit into memory.
+
+    Each time with 0.9 times the examples, rounded down, as accelerate's `find_executable_batch_size`.
+
+    Args:
+        size: returns the examples of a micro-batch now.
+        again: resets the run to begin with this many.
+
+    Raises:
+        StepTooLarge: not even one example fits.
+    """
+    while True:
+        try:
+            return run()
+        except StepTooLarge as error:
+            smaller = int(0.9 * size())
+            if smaller == 0:
+                raise
+            reason = str(error).partition(".")[0]
+        logger.warning("%s with per_device_train_batch_size=%d: starting again with %d.", reason, size(), smaller)
+        gc.collect()  # frees the arrays of the failed run
+        again(smaller)
+
+
+@contextlib.contextmanager
+def explain_memory(run: RunState) -> Iterator[None]:
+    """Turn a failed allocation into a StepTooLarge that lists the run's memory and the ways to need less."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise StepTooLarge(f"{_explanation(run)} XLA says: {str(error).strip().splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def explain_evaluation_memory(run: RunState) -> Iterator[None]:
+    """Turn a failed allocation of an evaluation during training into a MemoryError: smaller steps would not help."""
+    jax.block_until_ready(run.model.params)  # a step that did not fit may say so only now
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(
+            f"The evaluation after step {run.state.global_step} does not fit into memory. Lower "
+            f"per_device_eval_batch_size={run.args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
+            f"alone. XLA says: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _explanation(run: RunState) -> str:
+    args, size, (weights, gradients) = run.args, run.train_batch_size, _on_device(run)
+    rows = len(run.task.columns.texts) * size
+    settings = [
+        f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
+        "match, the steps stay the same)",
+        "max_length" + ("" if args.max_length is None else f"={args.max_length}"),
+    ]
+    lower = f"Lower {' or '.join(settings)}"
+    if not args.gradient_checkpointing:
+        lower += ", or set gradient_checkpointing=True"
+    if run.sharding_plan is not None and run.sharding_plan.size("fsdp") == 1:
+        lower += ", or divide the model as well, with fsdp='full_shard'"
+    return (
+        f"Step {run.state.global_step + 1} does not fit into memory. Weights take {_bytes(weights)}, "
+        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of {rows} "
+        f"texts. {lower}."
+    )
+
+
+def _on_device(run: RunState) -> tuple[int, int]:
+    """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
+    model, sharding_plan = run.model, run.sharding_plan
+    if sharding_plan is None:
+        return sum(array.nbytes for array in run.arrays.values()), 4 * model.num_parameters(only_trainable=True)
+
+    def on_device(arrays: dict, places: dict) -> int:
+        return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
+
+    return on_device(model.arrays, sharding_plan.params(model.arrays)), on_device(
+        model.params, sharding_plan.gradients(model.params)
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Metrics for people and for files, as transformers' Trainer prints and writes them.
+
+
+def task_metrics(run: RunState, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+    """The task's metrics, and where TRL logs it `num_tokens`, the real tokens of all steps so far."""
+    task = run.task
+    sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
+    if run.rollout is not None:
+        return run.rollout.logged(task.metrics(sums, split), run.state.global_step)
+    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.progress.tokens_seen)}
+    if task.head == "score" or task.num_tokens_after not in metrics:
+        return tokens | metrics
+    names = list(metrics)
+    behind = names[names.index(task.num_tokens_after) + 1 :]
+    return {name: metrics[name] for name in names if name not in behind} | tokens | {n: metrics[n] for n in behind}
+
+
+def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Times as h:mm:ss, bytes as MB, operations as GF, other numbers with four digits."""
+    return {name: _readable(name, value) for name, value in metrics.items()}
+
+
+def log_metrics(split: str, metrics: dict[str, Any]) -> None:
+    """Print the metrics of "train", "eval" or "test" in columns, by name."""
+    shown = metrics_format(metrics)
+    names, values = (max(map(len, map(str, entries)), default=0) for entries in (shown, shown.values()))
+    print(f"***** {split} metrics *****")
+    for name in sorted(shown):
+        print(f"  {name:<{names}} = {shown[name]:>{values}}")
+
+
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    """Write `<split>_results.json` into the folder, and add to all_results.json there where `combined`."""
+    _write(folder / f"{split}_results.json", metrics)
+    if combined:
+        path = folder / "all_results.json"
+        _write(path, (_read(path) if is_file(path) else {}) | metrics)
+
+
+def speed_metrics(prefix: str, start: float, num_samples: float, num_steps: float) -> dict[str, float]:
+    """transformers' metrics of speed, since `start` of time.monotonic: the computer's clock may be set back."""
+    seconds = time.monotonic() - start
+    metrics = {f"{prefix}_runtime": round(seconds, 4)}
+    if seconds > 0:
+        metrics |= {f"{prefix}_samples_per_second": round(num_samples / seconds, 3)}
+        metrics |= {f"{prefix}_steps_per_second": round(num_steps / seconds, 3)}
+    return metrics
+
+
+def _readable(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{value >> 20}MB"
+    if "_runtime" in name:
+        whole, rest = divmod(value, 1)
+        return f"{datetime.timedelta(seconds=int(whole))}.{int(rest * 100):02d}"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+        return {**metrics}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} holds no metrics to add to ({error}): wanted an object of JSON. Move it away, or pass "
+            "combined=False."
+        ) from error
+
+
+def _write(path: Path, metrics: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(masked(metrics), indent=4, sort_keys=True))

@@ -1,0 +1,304 @@
+"""Load the model that trains from the argument `model` of a trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from trl_jax.hub.auto import Checkpoint, find_checkpoint, rows_on_disk, with_adapter
+from trl_jax.hub.config import told_of
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.peft_config import ENCODER, AdapterConfig, read_adapter_config
+from trl_jax.hub.peft_targets import current_name
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.prompt_tuning import VirtualBackend
+from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
+from trl_jax.hub.torch_objects import as_checkpoint, frozen_names, is_torch_model, name_of
+from trl_jax.mesh.mesh import Fetched
+from trl_jax.mesh.processes import several
+from trl_jax.nn.linear import HALVES
+from trl_jax.training.mesh import run_device, sharding_plan_of
+from trl_jax.training.nonfinite import check_weights
+
+if TYPE_CHECKING:
+    from trl_jax.config.base import BaseConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+def quantization_of(quantization_config: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
+    """The quantization of the trainer's argument or of `model_init_kwargs`.
+
+    Raises:
+        ValueError: both are given.
+    """
+    also = (args.model_init_kwargs or {}).get("quantization_config")
+    if quantization_config is not None and also is not None:
+        raise ValueError("quantization_config is given to the trainer and in model_init_kwargs, too. Leave one out.")
+    either = also if quantization_config is None else quantization_config
+    return None if either is None else as_quantization(either)
+
+
+def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
+    """The folder of the tokenizer: an adapter's, if it has one, since tokens may have been added to it."""
+    adapter = None if isinstance(checkpoint, PreTrainedModel) else checkpoint.adapter
+    return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
+
+
+def find(
+    model: str | PreTrainedModel,
+    args: BaseConfig,
+    head: HeadName,
+    *,
+    dtype: str = "float32",
+    init_kwargs: Mapping[str, Any] | None = None,
+) -> Checkpoint | PreTrainedModel:
+    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is.
+
+    Args:
+        dtype: unless `init_kwargs` says another.
+        init_kwargs: of from_pretrained; None: the arguments' `model_init_kwargs`.
+    """
+    if isinstance(model, PreTrainedModel):
+        _check_head(model, head)
+        if args.model_init_kwargs is not None:
+            logger.warning("model_init_kwargs has no effect: the model is loaded already.")
+        return model
+    options = {"dtype": dtype, **((args.model_init_kwargs if init_kwargs is None else init_kwargs) or {})}
+    options.pop("quantization_config", None)
+    if args.trust_remote_code:
+        options.setdefault("trust_remote_code", True)
+    return find_checkpoint(model, head=head, **options)
+
+
+def _check_head(model: PreTrainedModel, head: HeadName) -> None:
+    if model.backend.head != head:
+        wanted = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}[head]
+        raise TypeError(
+            f"model is {model.name_or_path} with the head of another task: pass its name, or load it with "
+            f"trl_jax.{wanted}.from_pretrained."
+        )
+
+
+def from_torch(
+    torch_model: Any, args: BaseConfig, head: HeadName, *, trains: bool = True, **options: Any
+) -> PreTrainedModel:
+    """Load the weights of a torch model; `options` of `Checkpoint.load`.
+
+    Args:
+        trains: whether it is the model that trains.
+    """
+    if args.model_init_kwargs is not None:
+        logger.warning("model_init_kwargs has no effect: the model is loaded already.")
+    dropout = trains and not vars(args).get("disable_dropout", False)
+    with as_checkpoint(torch_model, head, dropout=dropout) as checkpoint:
+        rows = rows_on_disk(checkpoint.name, torch_model.config)
+        few = checkpoint.quantization is not None
+        model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
+        if isinstance(model.backend, AdaptedBackend):
+            model.backend.saved_config = read_adapter_config(checkpoint.adapter)
+    if isinstance(model.backend, NativeBackend) and rows not in (None, model.vocab_size):
+        model.backend.source = replace(model.source, resized=True)
+    if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
+        model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
+    if frozen := frozen_names(torch_model):
+        _freeze(model, frozen)
+    return model
+
+
+def _freeze(model: PreTrainedModel, names: list[str]) -> None:
+    names = _on_disk(model, names)
+    if unknown := sorted(set(names) - set(model.names())):
+        raise ValueError(
+            f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
+            "folder, and set the flag on trainer.model's parameters."
+        )
+    model.set_trainable(*names, trainable=False)
+
+
+def _on_disk(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The names on disk of a torch model's parameters, without those of towers for images, which stay as they are."""
+    if not isinstance(model.backend, NativeBackend):
+        return names
+    family = model.backend.source.config.family
+    towers = re.compile(family.carried or "(?!)")
+    known = {current_name(name, family): name for name in model.names()}
+    return [known.get(name, name) for name in names if not towers.search(name)]
+
+
+def _loaded(
+    checkpoint: Checkpoint,
+    args: BaseConfig,
+    adapter: AdapterConfig | None = None,
+    quantization: BitsAndBytesConfig | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    sharding_plan = sharding_plan_of(args)
+    place = None if sharding_plan is None else sharding_plan.place
+    with jax.default_device(run_device(args)):
+        if adapter is None:
+            model = checkpoint.load(args.seed, quantization, place, **options)
+        else:
+            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, place=place)
+        if several():
+            model.read = Fetched
+        model = check_weights(model)
+    logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
+    return model
+
+
+def load_policy(
+    checkpoint: Checkpoint | PreTrainedModel,
+    args: BaseConfig,
+    adapter: AdapterConfig | None,
+    quantization: BitsAndBytesConfig | None,
+    rows: int,
+) -> PreTrainedModel:
+    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured.
+
+    Args:
+        rows: how many tokens a model embeds that gets an adapter: it belongs to a table of one size.
+    """
+    loaded = isinstance(checkpoint, PreTrainedModel)
+    if loaded and adapter is not None and _has_this_adapter(checkpoint, adapter):
+        logger.warning("peft_config says what the model's adapter is already, which is trained. Leave peft_config out.")
+        adapter = None
+    if loaded and quantization is not None:
+        logger.warning("quantization_config has no effect: the model is loaded already.")
+    if adapter is None:
+        model = checkpoint if loaded else _loaded(checkpoint, args, quantization=quantization)
+        _check_floats(model)
+        if model.frozen:
+            _check_trains(model)
+            _log_adapter(model)
+        return model
+    _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
+    if loaded:
+        with jax.default_device(run_device(args)):
+            if rows != checkpoint.vocab_size:
+                checkpoint.resize_token_embeddings(rows)
+            model = with_adapter(checkpoint, adapter, args.seed)
+        logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
+    else:
+        model = _loaded(replace(checkpoint, vocab_size=rows), args, adapter, quantization)
+    _log_adapter(model)
+    return model
+
+
+def _check_trains(model: PreTrainedModel) -> None:
+    """Raise ValueError for virtual tokens that were made by a network which is not there."""
+    if isinstance(model.backend, VirtualBackend) and not model.backend.trains:
+        raise ValueError(
+            "Cannot set a prompt learning adapter to trainable when loading pretrained adapter: of P-tuning, PEFT "
+            f"saves the vectors of the virtual tokens alone, and not the network that makes them ({ENCODER}). Pass "
+            "peft_config with the base model to begin anew."
+        )
+
+
+def _check_floats(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that trains whole and is held in few bits."""
+    backend = model.backend
+    if isinstance(backend, NativeBackend) and any(form.kind not in HALVES for form in backend.formats.values()):
+        raise ValueError(
+            "You cannot perform fine-tuning on purely quantized models: model was loaded with a quantization_config. "
+            "Pass peft_config=LoraConfig(...), which trains an adapter on top of it, or load it without."
+        )
+
+
+def load_reference(model: Any, args: BaseConfig, argument: str = "ref_model") -> PreTrainedModel:
+    """A language model that is computed beside the one that trains, from an `argument` like `model`; its weights have
+    the dtypes that it has."""
+    name_or_ours, torch_model = split_model(model)
+    if torch_model is not None:
+        return from_torch(torch_model, args, "lm", trains=False, as_stored=True)
+    with told_of(argument):
+        found = find(name_or_ours, args, "lm", dtype="auto")
+        return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
+
+
+def load_teacher(
+    model: Any, args: BaseConfig, init_kwargs: Mapping[str, Any] | None, revision: str | None
+) -> PreTrainedModel:
+    """The same of the argument `teacher_model`, with arguments of from_pretrained of its own.
+
+    Raises:
+        ValueError: there are some, and the model is loaded already.
+    """
+    if init_kwargs is not None and not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "You passed teacher_model_init_kwargs to the config, but your teacher_model is already instantiated."
+        )
+    if not isinstance(model, str | os.PathLike):
+        return load_reference(model, args, "teacher_model")
+    given = {"revision": revision, **(init_kwargs or {})}
+    kwargs = {name: value for name, value in given.items() if value is not None}
+    with told_of("teacher_model"):
+        found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
+        if "quantization_config" in kwargs:
+            found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))
+        return _loaded(found, args, as_stored=True)
+
+
+def outlined(
+    checkpoint: Checkpoint, args: BaseConfig, adapter: AdapterConfig | None, quantization: BitsAndBytesConfig | None
+) -> PreTrainedModel:
+    """The same without weights: shapes in the place of arrays."""
+    if adapter is not None:
+        _check_one_adapter(checkpoint.adapter is not None)
+    return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
+
+
+def _has_this_adapter(model: PreTrainedModel, adapter: AdapterConfig) -> bool:
+    """Whether a model was given an adapter of the same config before, as scripts of early TRL do by hand."""
+    if not isinstance(model.backend, AdaptedBackend):
+        return False
+    told = {"base_model_name_or_path": None, "inference_mode": False, "revision": None, "auto_mapping": None}
+    return replace(model.backend.saved_config, **told).to_dict() == replace(adapter, **told).to_dict()
+
+
+def _check_one_adapter(has_adapter: bool) -> None:
+    if has_adapter:
+        raise ValueError(
+            "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
+            "further, or pass model.merge_and_unload()."
+        )
+
+
+def _log_adapter(model: PreTrainedModel) -> None:
+    train, count = model.num_parameters(only_trainable=True), model.num_parameters()
+    logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
+
+
+def short_name(model: Any) -> str:
+    """The last part of the model's name, by which a run is named."""
+    ours, torch_model = split_model(model)
+    name = name_of(torch_model) if ours is None else ours if isinstance(ours, str) else ours.name_or_path
+    return name.rstrip("/").split("/")[-1]
+
+
+def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
+    """The argument `model` as (a name, a folder or our model; torch's model), one of which is None.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if is_torch_model(model):
+        return None, model
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(model, str | PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
+            "folder or Hub name, a torch model of transformers, or what "
+            "from_pretrained of trl_jax's AutoModelForSequenceClassification or AutoModelForCausalLM returned."
+        )
+    return model, None

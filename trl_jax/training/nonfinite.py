@@ -1,0 +1,237 @@
+"""Skip steps with NaN or infinite values, and find where the first one arises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from trl_jax.mesh.mesh import fetched
+
+if TYPE_CHECKING:
+    from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.training.state import RunState
+
+
+# ----------------------------------------------------------------------------------------------------
+# Find NaN and infinite values: in loaded weights, or where in the model a step computes the first one.
+
+
+def explain(run: RunState, loss: Callable, batch: Any) -> str:
+    """A sentence on where the first NaN or infinite value arises, in the loss or in its gradient.
+
+    Args:
+        loss: `(params, one pass of a batch, key) -> (loss, sums)`.
+        batch: the step's `StepBatch`.
+    """
+    params, frozen, arrays = run.model.params, run.frozen, batch.arrays
+    if run.sharding_plan is not None:
+        params, frozen = ({path: jnp.asarray(fetched(a)) for path, a in part.items()} for part in (params, frozen))
+        arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
+    bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
+    if bad:
+        return f"The weights {', '.join(bad[:8])} hold values that are none."
+
+    def of_trained(frozen, params, micro):
+        return loss(frozen | params, micro, None)
+
+    for number, rows in enumerate(batch.passes):
+        if not rows:
+            continue
+        one = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
+        for function in (of_trained, jax.grad(of_trained, argnums=1, has_aux=True)):
+            found = nan_trace(partial(function, frozen), params, one)
+            if found is not None:
+                return f"{found} It is computed from rows {', '.join(map(str, rows))}."
+    return "With dropout off no value is at fault."
+
+
+def check_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model, unless a tensor of its checkpoint has NaN or infinite values.
+
+    Raises:
+        ValueError: some tensors have; their names on disk are listed.
+    """
+    readable, bad = model.readable, []
+    if not all(map(_finite, readable.values())):
+        bad = [tensor for tensor, values in model.backend.on_disk(readable) if not np.isfinite(values).all()]
+    bad += [path for path, array in model.frozen.items() if not _finite(model.backend.floats(path, array))]
+    if bad:
+        raise ValueError(
+            f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "
+            "values, so training could give nothing else. Take another checkpoint; to train this one all the same, "
+            "load it with AutoModelForSequenceClassification.from_pretrained and pass the model."
+        )
+    return model
+
+
+def _finite(values: Any) -> bool:
+    """Whether all are; where the host has them, without a program that would be compiled for their shape."""
+    there = not isinstance(values, jax.Array) or [device.platform for device in values.devices()] == ["cpu"]
+    return bool(np.isfinite(np.asarray(values)).all() if there else jnp.isfinite(values).all())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds the operation of a computation that makes the first value that is not finite.
+
+
+# Operations that contain a program, and the parameter with it; `_scan` runs a loop over layers.
+_INNER = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr",
+          "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}  # fmt: skip
+
+
+class _Found(Exception):
+    pass
+
+
+def nan_trace(function: Callable, *arguments: Any) -> str | None:
+    """Names the first operation of `function(*arguments)` that makes a NaN or +inf of other numbers; None if none does.
+
+    Operations run one by one. -inf does not count: attention masks contain it. The text names the iteration of the loop
+    (the layer, where layers are scanned), the operation, and its line in the source.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    try:
+        _run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), "")
+    except _Found as found:
+        return str(found)
+    return None
+
+
+def _run(jaxpr: Any, consts: list, inputs: list, where: str) -> list:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        results = _apply(equation, inputs, where)
+        if any(map(_bad, results)) and not any(map(_bad, inputs)):
+            raise _Found(f"The first one arises {where}in {_line(equation)}.")
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(equation: Any, inputs: list, where: str) -> list:
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return _scan(equation, inputs, where)
+    if name in _INNER:
+        return _run(*_opened(params[_INNER[name]]), inputs, where)
+    results = equation.primitive.bind(*inputs, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _opened(inner: Any) -> tuple[Any, list]:
+    return (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, [])
+
+
+def _scan(equation: Any, inputs: list, where: str) -> list:
+    length, reverse = equation.params["length"], equation.params["reverse"]
+    body, constants = _opened(equation.params["jaxpr"])
+    # JAX's releases name the numbers of constants, carried values and slices differently. In all of them, the body's
+    # slices lack the axis of the loop, so ranks show which they are.
+    carried = sum(map(_same_rank, equation.outvars, body.outvars))
+    whole = sum(map(_same_rank, equation.invars, body.invars))
+    consts, carry, slices, rows = inputs[: whole - carried], inputs[whole - carried : whole], inputs[whole:], []
+    for turn in reversed(range(length)) if reverse else range(length):
+        inner = f"{where}in turn {turn} (of {length}, layers are scanned) "
+        outputs = _run(body, constants, [*consts, *carry, *(part[turn] for part in slices)], inner)
+        carry = outputs[:carried]
+        rows.append(outputs[carried:])
+    rows = rows[::-1] if reverse else rows
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def _same_rank(outer: Any, inner: Any) -> bool:
+    return outer.aval.ndim == inner.aval.ndim
+
+
+def _bad(value: Any) -> bool:
+    if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        return False
+    array = np.asarray(value, np.float32)
+    return bool(np.isnan(array).any() or np.isposinf(array).any())
+
+
+def _line(equation: Any) -> str:
+    from jax._src import source_info_util  # the one place where JAX has an operation's line
+
+    return f"{equation.primitive.name} ({source_info_util.summarize(equation.source_info)})"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reports steps that were left out because a number in them was not finite, and ends a run that makes no others.
+
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 3  # such steps in a row that end a run
+_OF_FINITE_GRADIENTS = (
+    "The gradient is finite, and what the optimizer makes of it is not: learning_rate is too high, or adam_epsilon "
+    "lets it divide by zero."
+)
+
+
+class NonFiniteGuard:
+    """Looks at the metrics of each step while the device computes the next one; after a bad step it waits for each.
+
+    A bad step left weights and moments as they were (`engine.step`), so `explain` can still find the cause.
+
+    Args:
+        first_step: number of the first step that will be checked.
+        explain: a bad step's batch -> a sentence on where the first value arises that is not finite.
+        patience: number of bad steps in a row that end the run.
+    """
+
+    def __init__(self, first_step: int, explain: Callable[[Any], str], patience: int = PATIENCE):
+        self._step, self._explain, self._patience = first_step - 1, explain, patience
+        self._pending: tuple[Any, dict[str, Any]] | None = None
+        self._bad_steps: list[int] = []
+
+    def check(self, batch: Any, metrics: dict[str, Any]) -> None:
+        """Check the step before this one, which has been handed to the device; `batch.rows` are its rows.
+
+        Raises:
+            FloatingPointError: this step, or the one before, was the last of `patience` bad ones in a row.
+        """
+        self.settle()
+        self._pending = (batch, metrics)
+        if self._bad_steps:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the step that has not been checked, and check it."""
+        if self._pending is None:
+            return
+        (batch, metrics), self._pending = self._pending, None
+        self._step += 1
+        loss, norm, updated = jax.device_get([metrics[name] for name in ("loss", "grad_norm", "updated")])
+        if updated:
+            self._bad_steps = []
+            return
+        self._bad_steps.append(self._step)
+        finite = bool(np.isfinite(loss) and np.isfinite(norm))
+        values = f"loss {float(loss)}, grad_norm {float(norm)}{', update not finite' if finite else ''}"
+        what = f"Step {self._step}: {values}, on rows {_some(batch.rows)} of train_dataset."
+        if len(self._bad_steps) < self._patience:
+            logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, self._patience)
+            return
+        raise FloatingPointError(
+            f"{what} Steps {_some(self._bad_steps)} in a row gave no number. "
+            f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} The weights are those from before step "
+            f"{self._bad_steps[0]}, and every checkpoint is good: lower learning_rate or max_grad_norm, or look at "
+            "these rows, and resume."
+        )
+
+
+def _some(numbers: list[int], shown: int = 16) -> str:
+    listed = ", ".join(map(str, numbers[:shown]))
+    return listed + (f" and {len(numbers) - shown:,} more" if len(numbers) > shown else "")

@@ -1,0 +1,286 @@
+"""Choose the optimizer: by name, an optax transformation, or the equivalent of a torch class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optax
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.config.optimizers import OPTIMIZERS, parsed
+from trl_jax.config.rules import as_dict, plain
+from trl_jax.core.torch_random import TorchParamLayout
+from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
+from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
+
+# ----------------------------------------------------------------------------------------------------
+# The optimizer as callbacks are given it: with torch's `param_groups`, of which a script may read and set the rate.
+
+
+class ShownOptimizer(Optimizer):
+    """An optimizer whose `param_groups` are a list of two mappings, as transformers makes them."""
+
+    param_groups: list[ParamGroup]
+
+    @classmethod
+    def of(cls, tx: Optimizer, choice: OptimizerChoice, rates: LearningRate) -> ShownOptimizer:
+        """
+        Args:
+            rates: what the groups read their `lr` from, and set it in.
+        """
+        shown, hyper = cls(*tx), choice.hyperparameters or Hyperparameters()
+        facts = {"initial_lr": choice.peak, "betas": (hyper.b1, hyper.b2), "eps": hyper.eps}
+        decays = [hyper.weight_decay] + [0.0] * (GROUPS - 1)
+        shown.param_groups = [
+            ParamGroup(rates, number, facts | {"weight_decay": decay}) for number, decay in enumerate(decays)
+        ]
+        return shown
+
+
+class ParamGroup(MutableMapping):
+    """A group of torch's: `lr` is the rate of the next step. One that is set counts for that step alone, as with
+    torch, whose schedule sets the next.
+
+    Raises:
+        ValueError: anything else is set.
+    """
+
+    def __init__(self, rates: LearningRate, number: int, facts: dict[str, Any]):
+        self._rates, self._number, self._facts = rates, number, facts
+
+    def __getitem__(self, name: str) -> Any:
+        return self._rates.of_group(self._number) if name == "lr" else self._facts[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "lr":
+            self._rates.set_for_group(self._number, float(value))
+        elif name not in self._facts or self._facts[name] != value:
+            raise ValueError(
+                f"param_groups[{self._number}][{name!r}] was set: the step is compiled from what the optimizer was "
+                "made with, and reads only 'lr' anew. Say it in the arguments."
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(f"param_groups[{self._number}][{name!r}] cannot be deleted.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("lr", *self._facts))
+
+    def __len__(self) -> int:
+        return 1 + len(self._facts)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Choose the optimizer: one named by the arguments, an optax transformation, or the counterpart of a torch class.
+
+
+# Classes of torch, transformers and bitsandbytes -> the name of the rule.
+_CLASSES = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
+    "Adafactor": "adafactor", "Lion": "lion_32bit",
+}  # fmt: skip
+_KERNELS = ("fused", "foreach", "capturable", "differentiable", "maximize", "is_paged", "optim_bits")
+GROUPS = 2  # of parameters in transformers' optimizers: those whose weights decay, and the others
+_SHOW = "optimizers=(optax.adamw(1e-4), None)"
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """The optimizer and the schedule of a run.
+
+    peak: the highest learning rate. name, hyperparameters: of one of our rules. tx: an optax transformation instead.
+    schedule: a function of the step instead of the arguments' schedule.
+    """
+
+    peak: float
+    name: str | None = None
+    hyperparameters: Hyperparameters | None = None
+    tx: optax.GradientTransformation | None = None
+    schedule: Callable[[int], float] | None = None
+
+    def make(
+        self, decayed: dict[str, bool], layout: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
+    ) -> Optimizer | optax.GradientTransformation:
+        """Build the optimizer; `decayed` says of each parameter's path whether it has weight decay."""
+        if self.tx is not None:
+            return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
+        hyperparameters = replace(self.hyperparameters, warmup_steps=warmup_steps, layout=layout)
+        return make_optimizer(self.name, hyperparameters, decayed=decayed, max_grad_norm=max_grad_norm)
+
+    def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
+        """The schedule: number of finished steps -> learning rate of the next; one with `observe` follows a metric."""
+        if self.schedule is not None:
+            return lambda step: float(self.schedule(step))
+        name, kwargs = plain(args.lr_scheduler_type), as_dict("lr_scheduler_kwargs", args.lr_scheduler_kwargs)
+        if name in ADAPTIVE:
+            return ADAPTIVE[name](self.peak, **kwargs)
+        warmup = args.get_warmup_steps(max_steps)
+        return learning_rates(name, peak=self.peak, warmup_steps=warmup, max_steps=max_steps, kwargs=kwargs)
+
+
+def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerChoice:
+    """Choose by the constructor's arguments `optimizers` and `optimizer_cls_and_kwargs`, else by `args.optim`.
+
+    Raises:
+        TypeError, ValueError: an optimizer or schedule is torch's, or a class does not take its arguments.
+    """
+    tx, schedule = optimizers
+    if tx is None and schedule is not None:
+        raise ValueError(f"optimizers=(None, schedule): a schedule comes with its optimizer, as in {_SHOW}.")
+    if tx is not None and cls_and_kwargs is not None:
+        raise ValueError("optimizers and optimizer_cls_and_kwargs both name an optimizer. Leave one out.")
+    if cls_and_kwargs is not None:
+        return _of_class(args, *cls_and_kwargs)
+    if tx is None:
+        options = parsed(plain(args.optim), args.optim_args)
+        return OptimizerChoice(args.learning_rate, plain(args.optim), _hyperparameters(args, options))
+    check_optax(tx)
+    if schedule is not None and (not callable(schedule) or _root(type(schedule)) in ("torch", "transformers")):
+        raise TypeError(
+            f"optimizers: the schedule is a {_full_name(type(schedule))}; wanted a function of the step, as in "
+            "optax.linear_schedule(1e-4, 0.0, 1000), which scales what the optimizer gives."
+        )
+    return OptimizerChoice(args.learning_rate or 1.0 if schedule is None else 1.0, tx=tx, schedule=schedule)
+
+
+def check_optax(tx: Any) -> None:
+    """Raise TypeError for anything but an optax transformation."""
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
+            f"{_SHOW}, or name the optimizer by the config's optim."
+        )
+
+
+def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> OptimizerChoice:
+    if _root(cls) not in ("torch", "transformers", "bitsandbytes"):
+        made = cls(**kwargs)
+        check_optax(made)
+        return OptimizerChoice(args.learning_rate or 1.0, tx=made)
+    if cls.__name__ not in _CLASSES or (cls.__name__ == "Adam" and args.weight_decay):
+        raise ValueError(
+            f"optimizer_cls_and_kwargs: {_full_name(cls)} has no counterpart here; those of torch that have: "
+            f"{', '.join(_CLASSES)} (Adam without weight decay). Or pass an optax factory and its arguments."
+        )
+    name, options = _CLASSES[cls.__name__], {key: value for key, value in kwargs.items() if key not in _KERNELS}
+    b1, b2 = options.pop("betas", (args.adam_beta1, args.adam_beta2))
+    eps, peak = options.pop("eps", 1e-8), options.pop("lr", 1e-3)
+    if name in ("adagrad", "rmsprop"):
+        options["eps"] = eps if "eps" in kwargs else {"adagrad": 1e-10, "rmsprop": 1e-8}[name]
+    if name == "adafactor":
+        _check_adafactor(options)
+    if options.pop("weight_decay", args.weight_decay) != args.weight_decay:
+        raise ValueError(
+            f"optimizer_cls_and_kwargs: weight_decay={kwargs['weight_decay']}, but the trainer groups parameters by "
+            f"args.weight_decay={args.weight_decay}, which wins in TRL too. Set weight_decay in the config."
+        )
+    if unknown := sorted(options.keys() - OPTIMIZERS[name].takes.keys()):
+        raise ValueError(f"optimizer_cls_and_kwargs: {cls.__name__} does not take {', '.join(unknown)} here.")
+    return OptimizerChoice(peak, name, Hyperparameters(b1, b2, eps, args.weight_decay, options))
+
+
+def _check_adafactor(options: dict[str, Any]) -> None:
+    for key in ("scale_parameter", "relative_step"):
+        if options.pop(key, True):
+            raise ValueError(f"optimizer_cls_and_kwargs: Adafactor is built here with {key}=False only. Set it so.")
+
+
+def _hyperparameters(args: BaseConfig, options: dict[str, Any]) -> Hyperparameters:
+    return Hyperparameters(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, options)
+
+
+def _root(kind: Any) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _full_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class LearningRate:
+    """The run's schedule in the form of torch's `lr_scheduler`; `finished` returns the number of finished steps."""
+
+    def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
+        self._rate, self._finished, self._first = rate, finished, 0
+        self._taken, self._set_for, self._set = -1, -1, {}  # the number of finished steps at the last step; when set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"lr_scheduler.{name} was set, which no step reads. Say the schedule in the arguments, or set 'lr' in "
+                "every one of optimizer.param_groups before a step."
+            )
+        super().__setattr__(name, value)
+
+    def __call__(self, step: int) -> float:
+        """The rate of the step after `step` finished ones."""
+        return self._rate(max(step - self._first, 0))
+
+    def begin_at(self, step: int) -> None:
+        """Let the schedule begin after this many steps of the run, whose optimizer began again there."""
+        self._first = step
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of the next step, of each group, as that of transformers' Trainer after a step."""
+        return [self(self._finished())] * GROUPS
+
+    def of_group(self, number: int) -> float:
+        """The rate of a group of parameters in the next step."""
+        step = self._finished()
+        return self._set.get(number, self(step)) if self._set_for == step else self(step)
+
+    def set_for_group(self, number: int, rate: float) -> None:
+        """Let a group of parameters take its next step, and that alone, at another rate than the schedule's.
+
+        Raises:
+            ValueError: the step is taken already, or the schedule follows a metric.
+        """
+        step = self._finished()
+        if self._taken == step or isinstance(self._rate, Plateau):
+            raise ValueError(
+                "param_groups: lr was set where it would not count. Set it in on_step_begin or on_step_end, and beside "
+                "a schedule that is a function of the step."
+            )
+        if self._set_for != step:
+            self._set_for, self._set = step, {}
+        self._set[number] = rate
+
+    def taken(self, groups: int) -> float:
+        """The rate at which the next step is taken, of this many groups.
+
+        Raises:
+            ValueError: they were set to different ones.
+        """
+        rates = {self.of_group(number) for number in range(groups)}
+        self._taken = self._finished()
+        if len(rates) > 1:
+            raise ValueError(
+                f"param_groups: lr was set to {sorted(rates)}, and all parameters train at one rate here. Set the lr "
+                "of every group."
+            )
+        return rates.pop()
+
+    def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
+        """Pass the metric `wanted` to a schedule that follows one.
+
+        Raises:
+            KeyError: the evaluation has no such metric.
+        """
+        if not isinstance(self._rate, Plateau):
+            return
+        name = f"eval_{str(wanted).removeprefix('eval_')}"
+        if name not in metrics:
+            raise KeyError(f"metric_for_best_model: {name!r} is none of {', '.join(metrics)}.")
+        self._rate.observe(float("nan") if metrics[name] is None else metrics[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, ready for JSON; empty for a function of the run's step."""
+        own = self._rate.state() if isinstance(self._rate, Plateau) else {}
+        return own | ({"first": self._first} if self._first else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._first = state.get("first", 0)
+        if isinstance(self._rate, Plateau):
+            self._rate.restore({name: value for name, value in state.items() if name != "first"})

@@ -1,0 +1,594 @@
+"""Build the optimizer from optax, with torch's conventions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from trl_jax.config.optimizers import OPTIMIZERS
+from trl_jax.core.torch_random import TorchParamLayout
+
+# ----------------------------------------------------------------------------------------------------
+# Builds the optimizer that the arguments name from optax, with torch's conventions where the two differ.
+
+
+# transformers' Trainer.get_decay_parameter_names: neither biases nor any kind of norm decay.
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decays(tensor: str) -> bool:
+    """Whether weight decay applies to the parameter of this name on disk."""
+    return not _UNDECAYED.search(tensor.lower())
+
+
+def _where_they_are(params: Any, state: Any) -> Any:
+    del state
+    return params
+
+
+class Optimizer(NamedTuple):
+    """An optax transformation whose `update` takes the `learning_rate` of its step: the schedule stays on the host.
+
+    Attributes:
+        point: (params, state) -> the parameters at which the gradient for `update` is taken.
+        safe_rate: a learning rate up to which a finite gradient always gives a finite update. Without one, the step
+            checks each update, which costs a pass over the parameters.
+    """
+
+    init: Callable
+    update: Callable
+    point: Callable[[Any, Any], Any] = _where_they_are
+    safe_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The arguments of an optimizer; rules take those they know.
+
+    Attributes:
+        optim_args: the argument of this name, parsed.
+        warmup_steps: for rules that warm up by themselves.
+        layout: of the tensors that torch's rules see, for those that look at whole tensors.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    optim_args: dict[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 0
+    layout: TorchParamLayout = TorchParamLayout()
+
+
+def _adam(hyper: Hyperparameters) -> optax.GradientTransformation:
+    dtypes = (hyper.optim_args.get(f"{name}_dtype", "float32") for name in ("momentum", "variance"))
+    return scale_by_adam(hyper.b1, hyper.b2, hyper.eps, *dtypes)
+
+
+def _adafactor(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return scale_by_adafactor(hyper.layout)
+
+
+def _sgd(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return with_momentum(**hyper.optim_args) if hyper.optim_args.get("momentum") else optax.identity()
+
+
+def _adagrad(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return scale_by_adagrad(**hyper.optim_args)
+
+
+def _rmsprop(hyper: Hyperparameters) -> optax.GradientTransformation:
+    args = dict(hyper.optim_args)
+    momentum = args.pop("momentum", 0.0)
+    rms = scale_by_rms(**args)
+    return optax.chain(rms, with_momentum(momentum)) if momentum else rms
+
+
+def _lion(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return optax.scale_by_lion(hyper.b1, hyper.b2)
+
+
+def _ademamix(hyper: Hyperparameters) -> optax.GradientTransformation:
+    args = dict(hyper.optim_args)
+    b1, b2, b3 = args.pop("beta1", hyper.b1), args.pop("beta2", hyper.b2), args.pop("beta3", 0.9999)
+    return scale_by_ademamix(b1, b2, b3, args.pop("alpha", 5.0), args.pop("eps", hyper.eps), **args)
+
+
+_RULES = {
+    "adamw": _adam,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "lion": _lion,
+    "ademamix": _ademamix,
+}
+# Schedule-free rules: the decay of the average, the transformation of gradients, the factor of the rate.
+_SCHEDULE_FREE = {
+    "schedule_free_adamw": lambda hyper: (
+        hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), warm(hyper.warmup_steps)),
+    "schedule_free_radam": lambda hyper: (hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), rectified(hyper.b2)),
+    "schedule_free_sgd": lambda hyper: (0.9, optax.identity(), warm(hyper.warmup_steps)),
+}  # fmt: skip
+_COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the gradient
+
+
+def make_optimizer(
+    name: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+) -> Optimizer:
+    """Build the optimizer that `optim` names: clipping where `max_grad_norm` > 0, its rule, weight decay, the rate.
+
+    Args:
+        decayed: for each parameter, whether it decays.
+    """
+    named = OPTIMIZERS[name]
+    hyper = replace(hyper, optim_args=named.fixed | hyper.optim_args)
+    if named.kind in _SCHEDULE_FREE:
+        return _schedule_free(named.kind, hyper, decayed=decayed, max_grad_norm=max_grad_norm)
+    steps = [_RULES[named.kind](hyper)]
+    if hyper.weight_decay:
+        decay = optax.add_decayed_weights(hyper.weight_decay, mask=decayed)
+        steps.insert(0 if named.kind in _COUPLED else 1, decay)
+    return _chained(steps, max_grad_norm, _safe_rate_of_adam(hyper) if named.kind == "adamw" else None)
+
+
+def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
+    """With these betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
+    with a finite norm is below 2e19, so that the update is finite in float32 up to this rate."""
+    return 1e3 if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
+
+
+def _schedule_free(
+    kind: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+) -> Optimizer:
+    b1, direction, factor = _SCHEDULE_FREE[kind](hyper)
+    if hyper.weight_decay:  # of the point where the gradient is taken, behind the gradient's transformation
+        direction = optax.chain(direction, optax.add_decayed_weights(hyper.weight_decay, mask=decayed))
+    r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
+    clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    chain = optax.chain(clip, schedule_free(direction, factor, b1=b1, r=r, power=power))
+    return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]))
+
+
+def from_optax(tx: optax.GradientTransformation, *, peak: float, max_grad_norm: float | None) -> Optimizer:
+    """A user's transformation, which contains its rate: its updates are scaled by the schedule's rate over `peak`.
+
+    torch's LambdaLR scales the rate with which an optimizer was made in the same way.
+    """
+    unscaled = optax.chain(tx, optax.scale(-1.0 / peak))
+    return _chained([unscaled], max_grad_norm)
+
+
+def _chained(
+    steps: list[optax.GradientTransformation], max_grad_norm: float | None, safe_rate: float | None = None
+) -> Optimizer:
+    clip = [clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
+    chain = optax.chain(*clip, *steps, _scale_by_learning_rate())
+    return Optimizer(chain.init, chain.update, safe_rate=safe_rate)
+
+
+def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
+    """Multiplies by minus the `learning_rate` handed to `update`."""
+
+    def update(updates, state, params=None, *, learning_rate, **extra):
+        del params, extra
+        return jax.tree.map(lambda u: -learning_rate * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict[str, jax.Array]) -> Any:
+    """AdamW's state with these moments in it, as after `count` steps.
+
+    Raises:
+        ValueError: `state` is another optimizer's.
+    """
+    replaced = []
+
+    def moments(node):
+        if not isinstance(node, optax.ScaleByAdamState):
+            return node
+        replaced.append(node)
+        return optax.ScaleByAdamState(jnp.asarray(count, jnp.int32), mu, nu)
+
+    filled = jax.tree.map(moments, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    if not replaced:
+        raise ValueError("The checkpoint holds AdamW's moments, but optim names another rule. Resume with adamw_torch.")
+    return filled
+
+
+# ----------------------------------------------------------------------------------------------------
+# Schedule-free optimizers (Defazio et al. 2024, arXiv:2405.15682), with the paper's three sequences x, y and z.
+
+
+_TABLE = 4096  # steps whose rectification is computed in double precision
+
+
+class ScheduleFreeState(NamedTuple):
+    """The state, without the parameters x.
+
+    Attributes:
+        count: steps taken.
+        weights: sum of the weights that the average has given to steps.
+        highest: the highest rate of any step.
+        fast: z.
+        direction: state of the transformation of gradients.
+    """
+
+    count: jax.Array
+    weights: jax.Array
+    highest: jax.Array
+    fast: dict[str, jax.Array]
+    direction: Any
+
+
+def point(b1: float, params: dict[str, jax.Array], state: ScheduleFreeState) -> dict[str, jax.Array]:
+    """y, where the next gradient is taken."""
+    return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, state.fast)
+
+
+def schedule_free(
+    direction: optax.GradientTransformation, factor: Callable[[jax.Array], Any], *, b1: float, r: float, power: float
+) -> optax.GradientTransformationExtraArgs:
+    """Steps of z against `direction`, averaged into x with weights `(t + 1)**r * highest_rate**power`.
+
+    Args:
+        direction: transforms gradients before the rate is applied; its parameters are y.
+        factor: finished steps -> factor of the rate.
+    """
+
+    def init(params):
+        zero = jnp.zeros(())
+        fast = jax.tree.map(jnp.copy, params)  # a copy: a step is donated both
+        return ScheduleFreeState(jnp.zeros((), jnp.int32), zero, jnp.copy(zero), fast, direction.init(params))
+
+    def update(updates, state, params, *, learning_rate, **extra):
+        del extra
+        rate = learning_rate * factor(state.count)
+        directed, successor = direction.update(updates, state.direction, point(b1, params, state))
+        fast = jax.tree.map(lambda z, d: z - rate * d, state.fast, directed)
+        highest = jnp.maximum(state.highest, rate)
+        weight = (state.count + 1.0) ** r * highest**power
+        weights = state.weights + weight
+        new = jnp.where(weights > 0, weight / jnp.where(weights > 0, weights, 1.0), 0.0)
+        moved = jax.tree.map(lambda x, z: new * (z - x), params, fast)
+        return moved, ScheduleFreeState(state.count + 1, weights, highest, fast, successor)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def over_root_mean_square(b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam without its first moment, which the average x replaces."""
+
+    def init(params):
+        return RunningState(jnp.zeros((), jnp.int32), {"squares": jax.tree.map(jnp.zeros_like, params)})
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        squares = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.averages["squares"], updates)
+        second = bias(b2, count)
+        updates = jax.tree.map(lambda g, v: g / (jnp.sqrt(v / second) + eps), updates, squares)
+        return updates, RunningState(count, {"squares": squares})
+
+    return optax.GradientTransformation(init, update)
+
+
+def warm(steps: int) -> Callable[[jax.Array], Any]:
+    """A factor that rises from 1 / steps to 1, for a warmup within the optimizer."""
+    return lambda count: jnp.minimum((count + 1) / steps, 1.0) if steps else 1.0
+
+
+def rectified(b2: float) -> Callable[[jax.Array], Any]:
+    """RAdam's factor (Liu et al. 2020, arXiv:1908.03265): 0 while the variance of the second moment is unknown."""
+    longest = 2 / (1 - b2) - 1
+
+    def shares(steps, decayed, numbers):
+        length = longest - 2 * steps * decayed / (1 - decayed)
+        known = length > 4
+        length = numbers.where(known, length, 5.0)
+        squared = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        return numbers.where(known, numbers.sqrt(squared), 0.0)
+
+    steps = np.arange(1, _TABLE + 1, dtype=np.float64)
+    table = shares(steps, b2**steps, np).astype(np.float32)  # in the beginning, differences of nearly equal numbers
+
+    def share(count):
+        later = shares(count + 1.0, 1 - bias(b2, count + 1), jnp)
+        return jnp.where(count < _TABLE, jnp.asarray(table)[jnp.minimum(count, _TABLE - 1)], later)
+
+    return share
+
+
+# ----------------------------------------------------------------------------------------------------
+# transformers' Adafactor: of a matrix it keeps the average squares of rows and of columns.
+
+
+_EPS = 1e-30  # added to squares
+_DECAY = 0.8  # the average of t steps forgets t**-0.8 of itself
+_LARGEST = 1.0  # bound of an update's root mean square
+
+
+class FactoredState(NamedTuple):
+    """Attributes:
+    count: steps taken.
+    rows: for each of torch's tensors, average squares of its rows `[..., out]`; of a vector, of each number.
+    columns: for each matrix, average squares of its columns `[..., in]`.
+    """
+
+    count: jax.Array
+    rows: dict[str, jax.Array]
+    columns: dict[str, jax.Array]
+
+
+def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation:
+    """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), neither with a relative step nor scaled by parameters.
+
+    Averages and bounds are those of torch's tensors, which `layout` finds in the arrays; optax's rule takes each array
+    for a tensor.
+    """
+
+    def init(params):
+        tensors = _joined(params, layout)
+        matrices = {name: x for name, x in tensors.items() if _is_matrix(name, x, layout)}
+        rows = {name: jnp.zeros(x.shape[:-1] if name in matrices else x.shape) for name, x in tensors.items()}
+        columns = {name: jnp.zeros((*x.shape[:-2], x.shape[-1])) for name, x in matrices.items()}
+        return FactoredState(jnp.zeros((), jnp.int32), rows, columns)
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        share = count.astype(jnp.float32) ** -_DECAY
+        rows, columns, steps = {}, {}, {}
+        for name, g in _joined(updates, layout).items():
+            square = jnp.square(g) + _EPS
+            if name in state.columns:
+                rows[name] = _towards(state.rows[name], jnp.mean(square, axis=-1), share)
+                columns[name] = _towards(state.columns[name], jnp.mean(square, axis=-2), share)
+                of_row = rows[name] / jnp.mean(rows[name], axis=-1, keepdims=True)
+                step = g * jax.lax.rsqrt(of_row)[..., None] * jax.lax.rsqrt(columns[name])[..., None, :]
+            else:
+                rows[name] = _towards(state.rows[name], square, share)
+                step = g * jax.lax.rsqrt(rows[name])
+            steps[name] = _bounded(step, first=name in layout.stacked)
+        return _split(steps, updates, layout), FactoredState(count, rows, columns)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _towards(average: jax.Array, values: jax.Array, share: jax.Array) -> jax.Array:
+    return (1 - share) * average + share * values
+
+
+def _bounded(step: jax.Array, first: int) -> jax.Array:
+    """Scale to a root mean square, over the axes from `first` on, of at most _LARGEST."""
+    size = jnp.sqrt(jnp.mean(jnp.square(step), axis=tuple(range(first, step.ndim)), keepdims=True))
+    return step / jnp.maximum(size / _LARGEST, 1)
+
+
+def _is_matrix(path: str, array: jax.Array, layout: TorchParamLayout) -> bool:
+    return array.ndim - (path in layout.stacked) >= 2
+
+
+def _axis(path: str, array: jax.Array, layout: TorchParamLayout) -> int:
+    """The axis of outputs, along which arrays are joined to a tensor."""
+    return -2 if _is_matrix(path, array, layout) else -1
+
+
+def _members(paths: Iterable[str], layout: TorchParamLayout) -> dict[str, list[str]]:
+    """First path -> all paths, for each of torch's tensors."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(layout.joined.get(path, path), []).append(path)
+    return {paths[0]: paths for paths in groups.values()}
+
+
+def _joined(arrays: Mapping[str, jax.Array], layout: TorchParamLayout) -> dict[str, jax.Array]:
+    return {
+        name: jnp.concatenate([arrays[path] for path in paths], _axis(name, arrays[name], layout))
+        for name, paths in _members(arrays, layout).items()
+    }
+
+
+def _split(
+    tensors: Mapping[str, jax.Array], arrays: Mapping[str, jax.Array], layout: TorchParamLayout
+) -> dict[str, jax.Array]:
+    """Split the tensors into arrays of these shapes."""
+    found = {}
+    for name, paths in _members(arrays, layout).items():
+        axis = _axis(name, arrays[name], layout)
+        ends = list(itertools.accumulate(arrays[path].shape[axis] for path in paths))
+        found |= dict(zip(paths, jnp.split(tensors[name], ends[:-1], axis), strict=True))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Update rules as optax transformations, with torch's conventions where optax has others.
+
+
+_CHUNK = 4096  # elements that fit into the first cache
+
+
+class RunningState(NamedTuple):
+    """Steps taken, and averages by name, each a tree like the parameters."""
+
+    count: jax.Array
+    averages: dict[str, Any]
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The global norm of arrays on one device. On CPUs it takes a tenth of the time of optax's, has a digit more and
+    keeps no squares in memory: XLA sums an array element by element, and here rows are added to rows."""
+    return jax.lax.platform_dependent(tree, cpu=_norm_by_rows, default=optax.global_norm)
+
+
+def _norm_by_rows(tree: Any) -> jax.Array:
+    leaves = jax.tree.leaves(tree)
+    return jnp.sqrt(sum(map(_sum_of_squares, leaves))).astype(jnp.result_type(*leaves))  # as optax has it
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    rows, dtype = x.reshape(-1, x.shape[-1] if x.ndim else 1), jnp.promote_types(x.dtype, jnp.float32)
+    many = min(len(rows), max(1, _CHUNK // rows.shape[1]))
+    turns = len(rows) // many
+
+    def squares(some):
+        return jnp.square(some.astype(dtype))
+
+    def add(turn, sums):
+        return sums + squares(jax.lax.dynamic_slice_in_dim(rows, turn * many, many))
+
+    sums = jax.lax.fori_loop(0, turns, add, jnp.zeros((many, rows.shape[1]), dtype))
+    return jnp.sum(sums) + jnp.sum(squares(rows[turns * many :]))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """torch's clip_grad_norm_: scale by `max_norm / (norm + 1e-6)` where that is below 1.
+
+    optax's own divides by the norm alone, which differs in the seventh digit. `grad_norm` saves computing the norm.
+    """
+
+    def update(updates, state, params=None, *, grad_norm=None, **extra):
+        del params, extra
+        norm = optax.global_norm(updates) if grad_norm is None else grad_norm
+        scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+        return jax.tree.map(lambda g: g * scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def bias(decay: float, count: jax.Array) -> jax.Array:
+    """`1 - decay**count` with all its digits: from float32's 0.999, the first steps would lose four of seven."""
+    return -jnp.expm1(count * math.log(decay)) if decay > 0 else jnp.ones(())
+
+
+def scale_by_adam(
+    b1: float, b2: float, eps: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
+) -> optax.GradientTransformation:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980), eps outside the root; moments have dtypes of their own."""
+
+    def init(params):
+        mu, nu = (
+            jax.tree.map(lambda p, dtype=dtype: jnp.zeros(p.shape, dtype), params) for dtype in (mu_dtype, nu_dtype)
+        )
+        return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=mu, nu=nu)
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        mu = jax.tree.map(lambda m, g: b1 * m.astype(g.dtype) + (1 - b1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v.astype(g.dtype) + (1 - b2) * jnp.square(g), state.nu, updates)
+        first, second = bias(b1, count), bias(b2, count)
+        updates = jax.tree.map(lambda m, v: (m / first) / (jnp.sqrt(v / second) + eps), mu, nu)
+        mu, nu = optax.tree.cast(mu, jnp.dtype(mu_dtype)), optax.tree.cast(nu, jnp.dtype(nu_dtype))
+        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def with_momentum(momentum: float, dampening: float = 0.0, nesterov: bool = False) -> optax.GradientTransformation:
+    """torch's momentum: `1 - dampening` scales the gradients of all steps but the first."""
+
+    def init(params):
+        return RunningState(jnp.zeros((), jnp.int32), {"momentum": jax.tree.map(jnp.zeros_like, params)})
+
+    def update(updates, state, params=None):
+        del params
+        share = jnp.where(state.count == 0, 1.0, 1.0 - dampening)
+        kept = jax.tree.map(lambda m, g: momentum * m + share * g, state.averages["momentum"], updates)
+        ahead = jax.tree.map(lambda g, m: g + momentum * m, updates, kept) if nesterov else kept
+        return ahead, RunningState(optax.safe_increment(state.count), {"momentum": kept})
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_adagrad(lr_decay: float = 0.0, eps: float = 1e-10) -> optax.GradientTransformation:
+    """torch's Adagrad: the squares' sum starts at 0, eps is outside the root, the rate falls as 1 / (1 + t decay)."""
+
+    def init(params):
+        return RunningState(jnp.zeros((), jnp.int32), {"squares": jax.tree.map(jnp.zeros_like, params)})
+
+    def update(updates, state, params=None):
+        del params
+        squares = jax.tree.map(lambda s, g: s + jnp.square(g), state.averages["squares"], updates)
+        rate = 1.0 / (1.0 + state.count * lr_decay)
+        updates = jax.tree.map(lambda g, s: rate * g / (jnp.sqrt(s) + eps), updates, squares)
+        return updates, RunningState(optax.safe_increment(state.count), {"squares": squares})
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False) -> optax.GradientTransformation:
+    """torch's RMSprop: eps outside the root; `centered` takes the squared mean off the mean square."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        means = {"mean": jax.tree.map(jnp.copy, zeros)} if centered else {}
+        return RunningState(jnp.zeros((), jnp.int32), {"squares": zeros} | means)
+
+    def update(updates, state, params=None):
+        del params
+        kept = {"squares": _moved_towards(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
+        squares = kept["squares"]
+        if centered:
+            kept["mean"] = _moved_towards(state.averages["mean"], updates, alpha)
+            squares = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), squares, kept["mean"])
+        updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, squares)
+        return updates, RunningState(optax.safe_increment(state.count), kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_ademamix(
+    b1: float, b2: float, b3: float, alpha: float, eps: float, t_alpha: int | None = None, t_beta3: int | None = None
+) -> optax.GradientTransformation:
+    """AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): Adam with a second, slow momentum of weight `alpha`.
+
+    Over the first `t_alpha` and `t_beta3` steps alpha rises from 0, and b3 from b1, as the paper's appendix has it.
+    """
+
+    def init(params):
+        averages = {name: jax.tree.map(jnp.zeros_like, params) for name in ("fast", "slow", "squares")}
+        return RunningState(jnp.zeros((), jnp.int32), averages)
+
+    def update(updates, state, params=None):
+        del params
+        count, old = optax.safe_increment(state.count), state.averages
+        kept = {
+            "fast": _moved_towards(old["fast"], updates, b1),
+            "slow": _moved_towards(old["slow"], updates, _slow_decay(b1, b3, count, t_beta3)),
+            "squares": _moved_towards(old["squares"], jax.tree.map(jnp.square, updates), b2),
+        }
+        mix = alpha if t_alpha is None else jnp.minimum(alpha, alpha * count / t_alpha)
+        first, second = bias(b1, count), bias(b2, count)
+        updates = jax.tree.map(
+            lambda fast, slow, squares: (fast / first + mix * slow) / (jnp.sqrt(squares / second) + eps),
+            kept["fast"],
+            kept["slow"],
+            kept["squares"],
+        )
+        return updates, RunningState(count, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _slow_decay(b1: float, b3: float, count: jax.Array, steps: int | None) -> jax.Array | float:
+    """The decay on its way from b1 to b3, with which the average's half-life grows linearly."""
+    if steps is None:
+        return b3
+    share = jnp.minimum(count / steps, 1.0)
+    start, end = math.log(b1), math.log(b3)
+    return jnp.exp(start * end / ((1 - share) * end + share * start))
+
+
+def _moved_towards(average: Any, values: Any, decay: Any) -> Any:
+    return jax.tree.map(lambda a, v: decay * a + (1 - decay) * v, average, values)

@@ -1,0 +1,248 @@
+"""Push a run's folder and checkpoints to the Hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+
+from trl_jax.hub.push import Publisher, Run, Upload, write_card
+from trl_jax.mesh.processes import is_first
+from trl_jax.training.checkpoint import MANIFEST, discard, entries, files_below
+from trl_jax.training.state import RunState
+
+logger = logging.getLogger(__name__)
+
+_STAGE = ".push"
+_NOT_ON_CARD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
+_STEP_ONLY = ("loss", "grad_norm", "learning_rate", "step", "total_flos", "num_input_tokens_seen")
+_CLOCK = ("_runtime", "_per_second")
+_NOT_PUSHED = ("_*", "checkpoint-*")  # of a run's folder, as TRL: checkpoints have places of their own
+_NOT_THE_MODEL = ("training_state", "trainer_state.json", MANIFEST)  # of a checkpoint
+
+
+class HubPublisher:
+    """Pushes as `push_to_hub` and `hub_strategy` say.
+
+    repo_id: the repository's full name, None before `open`.
+    """
+
+    def __init__(self, run: RunState, tags: list[str], paper: tuple[str, str] | None = None):
+        """
+        Args:
+            tags: of the model's card.
+            paper: title and arXiv number of the paper that has the method, of the card, too.
+        """
+        self._run, self._tags, self._paper, self.repo_id = run, tags, paper, None
+        self._publisher: Publisher | None = None
+        self._unpushed: Path | None = None  # the newest checkpoint whose push failed
+
+    def open(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository `args.hub_model_id`, named after output_dir if None, unless it exists.
+
+        Raises:
+            TypeError, ValueError: the token cannot be one.
+            PermissionError, ConnectionError: that failed. With `hub_strategy="end"`, a Hub that cannot be reached only
+                gets a warning: it is not needed yet.
+        """
+        args = self._run.args
+        if not is_first():
+            return
+        self._publisher = Publisher(
+            args.hub_model_id or Path(args.output_dir).absolute().name,
+            token=args.hub_token if token is None else token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision,
+        )
+        try:
+            self.repo_id = self._publisher.open()
+        except ConnectionError as error:
+            if not (args.push_to_hub and args.hub_strategy == HubStrategy.END):
+                raise
+            logger.warning("%s It is asked again when there is something to push.", error)
+
+    def wait(self) -> None:
+        """Wait until no upload is running."""
+        self._publisher.wait()
+
+    @property
+    def opened(self) -> bool:
+        """Whether `open` was called in this process."""
+        return self._publisher is not None
+
+    def push(self, message: str, *, blocking: bool, revision: str | None) -> Any:
+        """Upload `args.output_dir`, checkpoints left out. Returns the commit; where not `blocking`, a Future of it.
+
+        Raises:
+            PermissionError, ConnectionError: the last try failed, too; everything is in the folder.
+        """
+        folder = Path(self._run.args.output_dir)
+        uploads = [Upload(folder, message, list(files_below(folder, _is_pushed)))]
+        if not blocking:
+            return self._publisher.push_in_background(
+                uploads, revision=revision, done=lambda succeeded: None, daemon=False
+            )
+        self._publisher.wait()
+        commit = self._publisher.push(uploads, revision=revision)
+        self.repo_id, self._unpushed = self._publisher.repo_id, None
+        return commit
+
+    def write_card(self, model_name: str | None, dataset_name: Any, tags: Any, facts: dict[str, Any]) -> None:
+        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
+        run, folder = self._run, Path(self._run.args.output_dir)
+        began = run.model.name_or_path
+        write_card(
+            folder,
+            model_name=model_name or self.repo_id or run.args.hub_model_id or folder.absolute().name,
+            base_model=None if Path(began).exists() else began,
+            datasets=_listed(dataset_name),
+            tags=[*self._tags, *_listed(tags)],
+            run=card_run(run),
+            adapter=run.model.peft_config["default"].peft_type if run.model.frozen else None,
+            head=run.task.head,
+            paper=self._paper,
+            **facts,
+        )
+
+    @property
+    def pushes_checkpoints(self) -> bool:
+        """Whether checkpoints are pushed during training."""
+        return self._run.args.push_to_hub and self._run.args.hub_strategy != HubStrategy.END
+
+    def push_saved(self, folder: Path) -> None:
+        """Push a checkpoint that was just written, unless hub_strategy says otherwise or an upload is running."""
+        if is_first() and self.pushes_checkpoints and (self._run.args.hub_always_push or not self._publisher.running):
+            self._push_checkpoint(folder)
+
+    def _push_checkpoint(self, folder: Path) -> None:
+        run, args, step = self._run, self._run.args, self._run.state.global_step
+        run.events.fire("on_push_begin")
+        stage = self._staged(folder)
+        where = f"step {step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(run.state.epoch)}"
+        message = f"Training in progress, {where}"
+        uploads = [_whole(stage / "run", message)]
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            place = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
+            uploads.append(_whole(stage / "checkpoint", f"{message}, checkpoint", place))
+
+        def done(succeeded):
+            shutil.rmtree(stage)
+            self._unpushed = None if succeeded else folder
+
+        self._publisher.push_in_background(uploads, done=done)
+
+    def _staged(self, folder: Path) -> Path:
+        """Link the files to push into a folder of their own, because the checkpoint may be removed during the
+        upload."""
+        output_dir = Path(self._run.args.output_dir)
+        stage = output_dir / f"{_STAGE}-{self._run.state.global_step}"
+        discard(stage)
+        _copy(folder, stage / "checkpoint", files_below(folder))
+        _copy(output_dir, stage / "run", files_below(output_dir, _is_pushed), changes=True)
+        _copy(folder, stage / "run", files_below(folder, lambda name: name not in _NOT_THE_MODEL and _is_pushed(name)))
+        return stage
+
+    def finish(self) -> None:
+        """Wait for the last upload, retry it if it failed, and log the failures."""
+        if self._publisher is None:
+            return
+        if self._publisher.running:
+            logger.warning("Waiting for the upload to %s to end.", self._publisher.repo_id)
+        self._publisher.wait()
+        if self._unpushed is not None and self._unpushed.exists():
+            self._push_checkpoint(self._unpushed)
+            self._publisher.wait()
+        self._tell_failures()
+
+    def tell_unfinished(self) -> None:
+        """Tell which uploads did not arrive, and cut off the one under way; wait for none."""
+        if self._publisher is None:
+            return
+        if self._publisher.running:
+            logger.warning(
+                "Leaving while %s to %s is under way: it is cut off. %s.",
+                f'the upload "{self._publisher.uploading}"' if self._publisher.uploading else "an upload",
+                self._publisher.repo_id,
+                self._local(),
+            )
+            self._publisher.cut_off()
+        self._tell_failures()
+
+    def _local(self) -> str:
+        folder = self._run.args.output_dir
+        return f"{folder} holds everything" if Path(folder).is_dir() else f"{folder} is gone, too"
+
+    def _tell_failures(self) -> None:
+        failures = self._publisher.failures
+        if failures:
+            state = "The last one did not arrive either" if self._unpushed is not None else "The last one arrived"
+            logger.error(
+                "%d pushes to %s failed. %s; %s. The first said: %s",
+                len(failures),
+                self._publisher.repo_id,
+                state,
+                self._local(),
+                failures[0],
+            )
+
+
+def card_run(run: RunState) -> Run | None:
+    """The facts of the training for the card; None before the first log."""
+    history = run.state.log_history
+    if not history:
+        return None
+    defaults = type(run.args)("unused", use_cpu=run.args.use_cpu).to_dict()
+    changed = {name: value for name, value in run.args.to_dict().items() if defaults.get(name) != value}
+    for name in (*_NOT_ON_CARD, *(name for name in changed if name.endswith("_token"))):
+        changed.pop(name, None)
+    last: dict[str, float] = {}
+    for log in history:
+        last |= {name: value for name, value in log.items() if name not in _STEP_ONLY}
+    last = {name: value for name, value in last.items() if name == "train_loss" or not name.startswith("train_")}
+    losses = [(log["step"], log["loss"]) for log in history if "loss" in log]
+    return Run(changed, {name: value for name, value in last.items() if not name.endswith(_CLOCK)}, losses)
+
+
+def sweep_stages(output_dir: str) -> None:
+    """Remove the folders of interrupted uploads."""
+    for stage in entries(Path(output_dir), lambda name: name.startswith(f"{_STAGE}-")):
+        discard(stage)
+
+
+def _is_pushed(path: str) -> bool:
+    """Whether a file or folder at this path in the run's folder is pushed: hidden names are private, wherever."""
+    return not Path(path).name.startswith(".") and not any(fnmatch(path.split("/")[0], p) for p in _NOT_PUSHED)
+
+
+def _whole(folder: Path, message: str, path_in_repo: str = "") -> Upload:
+    return Upload(folder, message, list(files_below(folder)), path_in_repo)
+
+
+def _copy(source: Path, target: Path, files: Iterable[str], *, changes: bool = False) -> None:
+    """Bring files of one folder into another; `changes`: all but weights are still written to."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if changes and not name.endswith(".safetensors"):
+            shutil.copy2(source / name, target / name)
+        else:
+            _link(source / name, target / name)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link a file that does not change any more; copy it where the file system has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])

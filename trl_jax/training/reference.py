@@ -1,0 +1,197 @@
+"""The reference model of a policy."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.text import brief
+from trl_jax.data.batch import Batch
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.quantization import halves
+from trl_jax.mesh.mesh import layers_of
+from trl_jax.models.model import merge
+from trl_jax.nn.linear import HALVES
+
+PREFIX = "reference."
+
+
+class Sync(NamedTuple):
+    """How a reference follows the policy.
+
+    mixup_alpha: of the policy, its part in the new reference.
+    steps: between two moves.
+    """
+
+    mixup_alpha: float
+    steps: int
+
+
+@dataclass
+class ReferenceModel:
+    """A model whose arrays are its own, or those of the policy that do not train. Only its arrays change.
+
+    backend: computes it.
+    config: transformers' object, of its checkpoint.
+    arrays: its own, by path with `PREFIX`, as they go to the step beside the policy's frozen arrays.
+    shared: paths of the policy's frozen arrays that it is computed with, too.
+    sync: how its own arrays follow the policy's; None leaves them as they are.
+    dtype: "bfloat16" or "float16", which it is computed in where the policy is in float32; None: as the policy.
+    """
+
+    backend: Backend
+    config: Any
+    arrays: dict[str, Any] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    sync: Sync | None = None
+    dtype: str | None = None
+
+    def follow(self, step: int, policy: dict[str, jax.Array]) -> None:
+        """Follow the policy where it is time to; the arrays before are then given away.
+
+        Args:
+            policy: the policy's arrays by path, after the step.
+        """
+        if self.sync is None or step % self.sync.steps:
+            return
+        policy = {path: policy[path.removeprefix(PREFIX)] for path in self.arrays}
+        self.arrays = _mixed(self.arrays, policy, self.sync.mixup_alpha)
+
+    def following(self, sync: Sync, policy: dict[str, Any]) -> ReferenceModel:
+        """The same, which follows the policy.
+
+        Raises:
+            ValueError: its parameters are not the policy's.
+        """
+        own = {path.removeprefix(PREFIX): array.shape for path, array in self.arrays.items()}
+        other = [path for path, shape in own.items() if path not in policy or policy[path].shape != shape]
+        if other:
+            raise ValueError(
+                f"sync_ref_model=True: {brief(other[0])} of ref_model is not a parameter of the model in the same "
+                "shape, so they cannot be mixed. Pass a ref_model of the same architecture, or leave one of both out."
+            )
+        return replace(self, sync=sync)
+
+    def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The policy's arrays and the reference's, by their paths in either."""
+        policy = {path: array for path, array in arrays.items() if not path.startswith(PREFIX)}
+        own = {path.removeprefix(PREFIX): array for path, array in arrays.items() if path.startswith(PREFIX)}
+        return policy, {path: policy[path] for path in self.shared} | own
+
+    def as_model(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """The reference as a model, with the policy's tokenizer. Its arrays are these, not copies: where
+        the reference moves, they are given away."""
+        own, backend = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}, self.backend
+        if isinstance(backend, NativeBackend) and not self.shared:
+            own, backend = backend.without_bits(own)
+        shared = {path: policy.frozen[path] for path in self.shared}
+        return PreTrainedModel(own, backend, self.config, policy.folder, policy.name_or_path, shared)
+
+    def outputs(self, arrays: dict[str, Any], batch: Batch, **options: Any) -> Any:
+        """The outputs of the reference's head, without gradient.
+
+        Args:
+            arrays: its own, of `split`.
+            options: of the model's call.
+        """
+        if self.dtype is not None and options["dtype"] == jnp.float32:
+            options["dtype"] = jnp.dtype(self.dtype)
+        model = merge(self.backend.graph, jax.lax.stop_gradient(arrays))
+        with layers_of(PREFIX):
+            return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _mixed(
+    reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: jax.Array
+) -> dict[str, jax.Array]:
+    """Of each array `(1 - mixup_alpha) * reference + mixup_alpha * policy`, in float32, in the reference's type."""
+
+    def mixed(own: jax.Array, other: jax.Array) -> jax.Array:
+        total = (1 - mixup_alpha) * own.astype(jnp.float32) + mixup_alpha * other.astype(jnp.float32)
+        return total.astype(own.dtype)
+
+    return jax.tree.map(mixed, reference, policy)
+
+
+def initial_policy(model: PreTrainedModel, *, fresh_adapter: bool) -> ReferenceModel:
+    """The policy as it is now: a copy of what trains. Under an adapter that was just made, the model without it.
+
+    Args:
+        fresh_adapter: whether the model's adapter was made for this run.
+    """
+    shared = frozenset(model.frozen)
+    if not fresh_adapter:
+        return ReferenceModel(model.backend, model.config, _own(model.params), shared)
+    backend = model.backend
+    assert isinstance(backend, AdaptedBackend)
+    whole = {path: array for path, array in model.params.items() if path in backend.base.axes}
+    return ReferenceModel(backend.base, model.config, _own(whole), shared)
+
+
+def given(model: PreTrainedModel, vocab_size: int, *, as_bits: bool) -> ReferenceModel:
+    """A model of the user's, in the dtype that it has.
+
+    Args:
+        vocab_size: how many tokens the policy embeds.
+        as_bits: hold matrices of sixteen bits as whole numbers (`nn.quantized`).
+
+    Raises:
+        ValueError: it embeds fewer tokens than the policy's tokenizer has.
+    """
+    if model.vocab_size < vocab_size:
+        raise ValueError(
+            f"ref_model embeds {model.vocab_size:,} tokens, the policy {vocab_size:,}. Pass a ref_model with the "
+            "same tokenizer, or resize it."
+        )
+    arrays, backend = model.arrays, model.backend
+    native = backend.base if isinstance(backend, AdaptedBackend) else backend
+    stored = native.source.dtype if isinstance(native, NativeBackend) else "float32"
+    if isinstance(backend, NativeBackend):
+        bits = halves(None, backend.source.config) if as_bits else ()
+        arrays, backend = backend.as_stored(arrays, bits)
+    return ReferenceModel(backend, model.config, _own(arrays), dtype=stored if stored in HALVES else None)
+
+
+def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:
+    """A copy of a model as it is now, for `ref_model`. Where that is not passed, a trainer makes one itself.
+
+    Args:
+        model: what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of transformers.
+        num_shared_layers, pattern: refused: all layers are copied.
+    """
+    for name, value in {"num_shared_layers": num_shared_layers, "pattern": pattern}.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: a reference shares no layers with the policy. Leave it out.")
+    if not isinstance(model, PreTrainedModel):
+        return copy.deepcopy(model).eval().requires_grad_(False)
+    twin = copy.copy(model)
+    twin.params, twin.frozen = (jax.tree.map(jnp.copy, arrays) for arrays in (model.params, model.frozen))
+    return twin
+
+
+def _own(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Copies of arrays, by a reference's paths: those of the policy are given away at each step."""
+    return {PREFIX + path: _copied(array) for path, array in arrays.items()}
+
+
+def _copied(array: Any) -> Any:
+    return array if isinstance(array, jax.ShapeDtypeStruct) else jnp.copy(array)
+
+
+def check_sync(model: Any) -> None:
+    """Raise NotImplementedError, as TRL does, where a reference has no weights of its own to move."""
+    if isinstance(model.backend, AdaptedBackend):
+        raise NotImplementedError(
+            "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
+            "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
+            "weights."
+        )

@@ -1,0 +1,270 @@
+"""Log-probabilities of the reference, precomputed and cached on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import datasets
+import jax
+import numpy as np
+import xxhash
+from datasets import Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from trl_jax.core.files import replacing
+from trl_jax.data.batch import Batch, of_examples
+from trl_jax.data.loader import EvalChunk, EvalChunks, fingerprint
+from trl_jax.mesh.mesh import distributed, pieces
+from trl_jax.mesh.processes import from_first, is_first
+from trl_jax.training import data
+from trl_jax.training.devices import ShardedStep
+from trl_jax.training.forward import Forward
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# The reference's log-probabilities of a whole dataset, computed before training, as columns of it.
+
+
+def precomputed(
+    run: RunState,
+    dataset: Any,
+    columns: tuple[str, ...],
+    *,
+    batch_size: int,
+    name: str,
+    facts: dict[str, Any],
+) -> Dataset:
+    """The dataset with a float32 column for each text: its log-probability under the run's reference.
+
+    What an earlier run computed by the same reference of the same rows is read from the disk. The columns of a dataset
+    that has them are replaced: nothing in it says of which model they are. Under a model without weights, of a plan,
+    they are zeros.
+
+    Args:
+        columns: their names, in the order of the texts.
+        batch_size: examples of a batch on each device; by another one the numbers differ in rounding alone.
+        name: the dataset's, for the progress bar.
+        facts: by name, what the numbers depend on besides the reference, the rows and what every run has.
+
+    Raises:
+        ValueError: the dataset is a stream.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "`precompute_ref_log_probs=True` is not supported with IterableDataset. Please use a map-style Dataset or "
+            "set `precompute_ref_log_probs=False`."
+        )
+    dataset = dataset.remove_columns([column for column in columns if column in dataset.column_names])
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in run.arrays.values()):
+        return _with_columns(dataset, columns, np.zeros((len(columns), len(dataset)), np.float32))
+    batch_size *= run.shards
+    cache = LogpsCache(folder_of(run, dataset, batch_size, facts), len(columns), len(dataset))
+    if not cache.known.all():
+        hidden = run.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
+        words = f"Computing reference log probs for {name} dataset"
+        with tqdm(total=len(dataset), initial=int(cache.known.sum()), desc=words, disable=hidden) as progress:
+            _compute(run, dataset, cache, batch_size, progress)
+    return _with_columns(dataset, columns, cache.values)
+
+
+def _compute(run: RunState, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm) -> None:
+    """Put those that are missing into the cache; where it raises, those that were computed are kept.
+
+    A chunk with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
+    with is, bit for bit, what was never broken off.
+    """
+    virtual = run.reference.backend.virtual
+    compute, loader = _compiled(run), data.loader(run, dataset, training=False, virtual=virtual)
+    chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
+    try:
+        with run.on_device():
+            for chunk in chunks:
+                if all(cache.known[rows].all() for rows in chunk.rows):
+                    continue
+                for rows, logps in _by_batch(run, compute, chunk, len(cache.values)):
+                    if not cache.known[rows].all():
+                        progress.update(int(np.count_nonzero(~cache.known[rows])))
+                        cache.put(rows[0], logps)
+    finally:
+        cache.flush()
+
+
+def _by_batch(
+    run: RunState, compute: Callable[[Batch], jax.Array], chunk: EvalChunk, columns: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """The rows of each batch, one behind the other, and the log-probabilities of their texts, `[columns, rows]`."""
+    outputs = [compute(_placed(run, arrays)) for arrays, _ in chunk.passes]
+    batches = zip(chunk.restored(jax.device_get(outputs)), chunk.batches, chunk.rows, strict=True)
+    for logps, batch, rows in batches:
+        yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
+
+
+def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray) -> Dataset:
+    for column, values in zip(columns, found, strict=True):
+        dataset = dataset.add_column(column, values)
+    return dataset
+
+
+def _compiled(run: RunState) -> Callable[[Batch], jax.Array]:
+    """A pass's arrays -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
+    forward = Forward(run)
+
+    def of_pass(arrays: dict, batch: Batch) -> jax.Array:
+        return forward.of_reference(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
+
+    plan = run.sharding_plan
+    if plan is not None:
+        of_pass = ShardedStep(plan, run.model.params, run.frozen).scores(of_pass)
+    return partial(jax.jit(of_pass), run.arrays)
+
+
+def _placed(run: RunState, batch: Batch) -> Batch:
+    return batch if run.sharding_plan is None else distributed(batch, run.sharding_plan.rows)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Log-probabilities of a reference on the disk, in parts, found again by a digest of all that they depend on.
+
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 60  # between two parts: what a run that is killed loses
+_NO_PART = ("_name_or_path", "use_cache")  # of a config in the numbers
+_FORMAT = 3  # raised when this package computes other numbers of the same model and rows
+_PIECE = 1 << 28  # bytes of weights that come to the host at a time
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class LogpsCache:
+    """The log-probabilities of a dataset's texts, those that are known already and those that are put.
+
+    Each part on the disk is an array of NumPy's, `[columns, rows]` of consecutive rows, and has the first row and the
+    digest of its bytes in its name. The first process reads and writes.
+
+    Attributes:
+        values: float32 `[columns, rows]`.
+        known: which of them are there, `[rows]`.
+    """
+
+    def __init__(self, folder: Path | None, columns: int, rows: int):
+        """
+        Args:
+            folder: where the parts are; None keeps nothing.
+        """
+        self._folder = folder if is_first() else None
+        self.values, self.known = np.zeros((columns, rows), np.float32), np.zeros(rows, bool)
+        self._start = self._stop = 0  # rows that are not written yet
+        self._written = time.monotonic()
+        self._read()
+        self.values = np.frombuffer(from_first(self.values.tobytes()), np.float32).reshape(columns, rows).copy()
+        self.known = np.frombuffer(from_first(self.known.tobytes()), bool).copy()
+
+    def put(self, start: int, values: np.ndarray) -> None:
+        """Add those of the rows from `start`, `[columns, rows]`, and write a part when it is time."""
+        if start != self._stop:
+            self.flush()
+            self._start = start
+        self._stop = start + values.shape[1]
+        self.values[:, start : self._stop], self.known[start : self._stop] = values, True
+        if time.monotonic() - self._written >= SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet. A disk that takes nothing costs a warning, and the run goes on."""
+        part, start = self.values[:, self._start : self._stop], self._start
+        self._start, self._written = self._stop, time.monotonic()
+        if self._folder is None or not part.size:
+            return
+        try:
+            _write(self._folder, start, part)
+        except OSError as error:
+            logger.warning(f"The reference's log-probabilities are not kept for the next run: {error}.")
+            self._folder = None
+
+    def _read(self) -> None:
+        damaged = []
+        for path in [] if self._folder is None else sorted(self._folder.glob("*.npy")):
+            try:
+                start, part = _part(path)
+                self.values[:, start : start + part.shape[1]] = part
+                self.known[start : start + part.shape[1]] = True
+            except (OSError, ValueError):
+                damaged.append(path)
+        for path in damaged:
+            with contextlib.suppress(OSError):  # then the next run says so again
+                path.unlink()
+        if damaged:
+            logger.warning(
+                f"{len(damaged)} of the files of log-probabilities in {self._folder} cannot be read or are damaged "
+                f"({damaged[0].name}): what they had is computed again."
+            )
+
+
+def _write(folder: Path, start: int, part: np.ndarray) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, part, allow_pickle=False)
+    content = buffer.getvalue()
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / f"{start}-{xxhash.xxh3_128_hexdigest(content)}.npy") as beside:
+        beside.write_bytes(content)
+
+
+def _part(path: Path) -> tuple[int, np.ndarray]:
+    """The first row of a part, and its values.
+
+    Raises:
+        ValueError: it is not what was written under this name.
+    """
+    content = path.read_bytes()
+    start, _, digest = path.stem.partition("-")
+    if xxhash.xxh3_128_hexdigest(content) != digest:
+        raise ValueError(f"{path} is damaged.")
+    return int(start), np.load(io.BytesIO(content), allow_pickle=False)
+
+
+def folder_of(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str, Any]) -> Path | None:
+    """Where the log-probabilities of the run's reference belong: beside the cache files of the dataset, or among those
+    of all datasets for one in memory. None where `datasets.disable_caching()` was called.
+
+    Args:
+        batch_size: examples of a batch, on which ropes of some models depend.
+        facts: what else the numbers depend on.
+    """
+    if not datasets.is_caching_enabled():
+        return None
+    files = dataset.cache_files
+    parent = Path(files[0]["filename"]).parent if files else Path(datasets.config.HF_DATASETS_CACHE)
+    return parent / f"reference-logps-{_key(run, dataset, batch_size, facts)}"
+
+
+def _key(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str, Any]) -> str:
+    """The digest of the reference's weights, of what is computed with them, and of the prepared rows."""
+    args, reference = run.args, run.reference
+    settings = {key: value for key, value in reference.config.to_dict().items() if key not in _NO_PART}
+    whole = {
+        **facts,
+        "computed by": [_FORMAT, version("jax")],
+        "rows": fingerprint(dataset, run.task.columns),
+        "batch size": None if reference.backend.batch_invariant else batch_size,
+        "max_length": None if reference.backend.window is None else args.max_length,
+        "dtype": [args.compute_dtype, args.tf32, args.device.type, reference.dtype],
+        "model": [reference.backend.name, _ADDRESS.sub("", repr(reference.backend.graph)), settings],
+    }
+    digest = xxhash.xxh3_128(json.dumps(whole, sort_keys=True, default=str).encode())
+    _, arrays = reference.split(run.arrays)
+    for path in sorted(arrays):
+        digest.update(f"{path} {arrays[path].dtype} {arrays[path].shape}".encode())
+        for piece in pieces(arrays[path], _PIECE):
+            digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+    return digest.hexdigest()

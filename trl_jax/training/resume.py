@@ -1,0 +1,783 @@
+"""Write checkpoints of a run and resume from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from datasets import Dataset
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.files import write_whole
+from trl_jax.core.secrets import masked
+from trl_jax.core.text import brief, listed
+from trl_jax.data.loader import RunLength, fingerprint
+from trl_jax.hub.checkpoint import keep_processor_files
+from trl_jax.hub.peft_backend import LoraBackend
+from trl_jax.hub.peft_config import CONFIG as ADAPTER
+from trl_jax.hub.peft_config import PISSA
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_state import OPTIMIZER as OPTIMIZER_torch_state
+from trl_jax.hub.torch_state import random_state, write_adamw_moments
+from trl_jax.mesh.processes import barrier, is_first, several
+from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.training import devices
+from trl_jax.training.checkpoint import (
+    FACTS,
+    MANIFEST,
+    STATE_FILE,
+    TENSORS,
+    AsyncSaver,
+    BrokenCheckpoint,
+    Progress,
+    RunLock,
+    SavedProgress,
+    await_checkpoint,
+    checkpoint_of,
+    checkpoints,
+    host_copy,
+    libraries,
+    progress_json,
+    record,
+    recorded,
+    run_of,
+    save_checkpoint,
+    verify,
+    write_progress,
+)
+from trl_jax.training.data import loader, order_of
+from trl_jax.training.events import Events
+from trl_jax.training.optimizer_choice import LearningRate
+from trl_jax.training.optimizers import decays, with_adam_moments
+from trl_jax.training.reference import PREFIX
+from trl_jax.training.state import RunState, TrainerHooks
+
+# ----------------------------------------------------------------------------------------------------
+# Resume from a checkpoint: all errors are raised before anything of the run changes.
+
+
+_FACTS = {"order": dict, "schedule": dict, "tokens_seen": int, "shards": int, "step_examples": int, "fills": bool}
+
+logger = logging.getLogger(__name__)
+
+
+def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length: RunLength, tx: Any) -> Progress:
+    """Restore the run to the state in which it wrote this checkpoint; returns its progress.
+
+    Raises:
+        ValueError: the checkpoint is of another model, dataset, batch or release.
+    """
+    folder, args = point.folder, run.args
+    saved = None if point.manifest is None or point.model_only else SavedProgress(folder)
+    if point.manifest is not None and not args.ignore_data_skip:
+        _check_dataset(point, checkpointer.dataset_fingerprint())
+    if saved is not None:
+        _check_facts(saved)
+    reached = point.state.global_step >= length.max_steps
+    if saved is not None:
+        _check_place(run, saved, point.state.global_step)
+        _check_frozen(saved, checkpointer.frozen_digests())
+        if not (reached or args.ignore_data_skip):
+            _check_order(run, saved)
+    params = weights_of(run, folder)
+    if saved is None:
+        params, state, progress = _of_transformers(run, point, params, tx)
+        if point.model_only:
+            checkpointer.lr_scheduler.begin_at(point.state.global_step)
+    else:
+        params, state, progress = _of_ours(run, checkpointer, saved, params, tx, point.state.global_step, length)
+    _resume_tables(run, folder)
+    run.model.params, run.progress.optimizer_state = params, state
+    log_changes(folder, checkpointer.arguments)
+    if point.manifest is not None:
+        _log_libraries(folder, point.manifest["libraries"])
+    progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
+    progress.micro_batches = math.ceil(progress.examples / run.micro_batch_examples)
+    if args.ignore_data_skip and not progress.stop_training:
+        _begin_epoch_again(run, progress, length)
+    _restore_state(run, point)
+    logger.warning("Resuming from %s: step %d of %d.", folder, point.state.global_step, length.max_steps)
+    return progress
+
+
+def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
+    """The weights of a checkpoint, placed on the devices of the run's.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    model, plan = run.model, run.sharding_plan
+    params = model.backend.load(folder, run.args.seed, None if plan is None else plan.place)
+    shapes = {path: array.shape for path, array in params.items()}
+    if shapes != {path: array.shape for path, array in model.params.items()}:
+        raise ValueError(
+            f"{folder} holds another model than {model.name_or_path}: their weights differ in name or shape. "
+            "Resume with the model the run began with."
+        )
+    return params if plan is None else plan.placed(params)
+
+
+def _begin_epoch_again(run: RunState, progress: Progress, length: RunLength) -> None:
+    """Skip no rows of the epoch that is under way; one of which none are left is over."""
+    if progress.micro_batches >= length.micro_batches_per_epoch:
+        return
+    progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
+    if run.rollout is not None:
+        run.rollout.begin_epoch_again(progress.epoch)
+
+
+def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
+    state = tx.init(params)
+    if point.model_only:
+        logger.warning(
+            "%s holds the model alone (save_only_model=True): the step and the place in the data go on, while the "
+            "optimizer, its learning-rate schedule and the random numbers%s begin again, as in TRL.",
+            point.folder,
+            ", and the reference that follows the policy" if run.moving_reference else "",
+        )
+    else:
+        state = optimizer_state(point.folder, state, run.model, lambda folder: weights_of(run, folder))
+    if run.sharding_plan is not None:
+        state = run.sharding_plan.placed_state(state, params)
+    run.progress.tokens_seen = tokens_seen(point.state)
+    if run.rollout is not None:
+        place = rollout_place(point.folder, point.state, run.rollout, run.step_examples, model_only=point.model_only)
+        return params, state, place
+    return params, state, _place_of(run, point.state)
+
+
+def _of_ours(
+    run: RunState,
+    checkpointer: Checkpointer,
+    saved: SavedProgress,
+    params: dict,
+    tx: Any,
+    step: int,
+    length: RunLength,
+) -> tuple[dict, Any, Progress]:
+    _check_step(run, saved)
+    like, plan = jax.eval_shape(tx.init, params), run.sharding_plan
+    places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
+    params = saved.tree("params", params, places[0]) if saved.names("params") else params
+    state = saved.tree("optimizer", like, places[1])
+    if run.rollout is not None:
+        arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
+        moved = run.rollout.restore(arrays, saved.facts["rollout"])
+        if moved:
+            saved.progress.examples = run.rollout.micro_batches_done * run.micro_batch_examples
+        if moved or saved.facts["step_examples"] != run.step_examples:
+            _check_steps_left(run, saved, step, length)
+    _resume_reference(run, saved)
+    run.progress.fill_last, run.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
+    saved.restore_random_state()
+    checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
+    return params, state, saved.progress
+
+
+def _resume_reference(run: RunState, saved: SavedProgress) -> None:
+    """Let a reference that followed the policy go on from where it was."""
+    if run.reference is None or not saved.names("reference"):
+        return
+    arrays, plan = run.reference.arrays, run.sharding_plan
+    places = None if plan is None else plan.params(arrays)
+    run.reference.arrays = saved.tree("reference", arrays, places)
+
+
+def _resume_tables(run: RunState, folder: Path) -> None:
+    """Take the tables of a resized vocabulary as they were: a script that resizes it again may draw other rows."""
+    backend, reference = run.model.backend, run.reference
+    if not isinstance(backend, LoraBackend):
+        return
+    run.model.frozen = run.model.frozen | backend.restore_tables(folder, run.model.frozen)
+    if reference is not None and reference.backend is backend.base:  # with its own copies of tables that train
+        own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+        changed = {path: backend.base.replaced(own, path, backend.tables[path]) for path in backend.tables.keys() & own}
+        reference.arrays = reference.arrays | {PREFIX + path: arrays[path] for path, arrays in changed.items()}
+
+
+def _restore_state(run: RunState, point: ResumePoint) -> None:
+    state = run.events.state = point.state
+    state.is_local_process_zero = state.is_world_process_zero = is_first()
+    restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
+    state.train_batch_size = run.train_batch_size
+    if state.best_model_checkpoint is not None:  # the run's folder may have moved
+        run_id = None if point.manifest is None else point.manifest.get("run", "")
+        best = checkpoint_of(run_id, point.folder.parent, Path(state.best_model_checkpoint).name)
+        state.best_model_checkpoint = None if best is None else str(best)
+
+
+def _check_step(run: RunState, saved: SavedProgress) -> None:
+    """Raise ValueError where other devices would change the number of examples in a step."""
+    then, args = saved.facts["step_examples"], run.args
+    if saved.facts["shards"] == run.shards or then == run.step_examples:
+        return
+    way = f"Set gradient_accumulation_steps={then // run.micro_batch_examples}."
+    if then % run.micro_batch_examples:
+        way = f"Choose both so that the product is {then}, or a mesh whose data x fsdp divides it."
+    raise ValueError(
+        f"{saved.folder} was trained in steps of {then} examples on {saved.facts['shards']} devices; {run.shards} "
+        f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
+        f"{args.gradient_accumulation_steps} give {run.step_examples}. {way}"
+    )
+
+
+def _check_steps_left(run: RunState, saved: SavedProgress, step: int, length: RunLength) -> None:
+    """Raise ValueError where a run of whole epochs, in other sizes than before, would end with prompts left."""
+    args, progress, source = run.args, saved.progress, run.rollout
+    if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
+        return
+    cycle, rows = source.cycle, len(run.train_dataset)
+    left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
+    left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
+    reached = (progress.epoch + 1) * len(source) - left
+    if step > reached and reached < length.max_steps:
+        raise ValueError(
+            f"{saved.folder} is at step {step}. In this run's sizes, {args.num_train_epochs:g} epochs are "
+            f"{length.max_steps} steps, and the prompts so far {reached}: the run would end with prompts left. Pass "
+            f"max_steps={step + length.max_steps - reached}, or num_generations, num_iterations, steps_per_generation "
+            "and the batch size that it began with."
+        )
+
+
+def _check_dataset(point: ResumePoint, now: str | None) -> None:
+    then = point.manifest["dataset"]
+    if then != now:
+        raise ValueError(
+            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, then {then}): its "
+            "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
+            "ignore_data_skip=True to begin the epoch again with these."
+        )
+
+
+def _check_facts(saved: SavedProgress) -> None:
+    """Raises BrokenCheckpoint for a fact of another kind than `Checkpointer` writes."""
+    for name, kind in _FACTS.items():
+        if type(saved.facts.get(name)) is not kind:
+            raise BrokenCheckpoint(
+                f"{saved.folder / FACTS}: {name} is {brief(saved.facts.get(name))}, wanted a {kind.__name__}. Resume "
+                "from another checkpoint."
+            )
+
+
+def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
+    """Raises BrokenCheckpoint for a place that no run of so many steps on so many rows can have reached."""
+    progress, path, rows = saved.progress, saved.folder / FACTS, run.train_dataset
+    if progress.epoch > step:
+        raise BrokenCheckpoint(f"{path}: epoch is {progress.epoch}, which a run of {step} steps has not reached.")
+    most = len(rows) + saved.facts["step_examples"] if isinstance(rows, Dataset) else progress.examples
+    known = run.rollout is None and not run.args.ignore_data_skip
+    if known and progress.examples > most:  # the last step of an epoch may be filled up
+        raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
+
+
+def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
+    """Raise ValueError where the base model under an adapter is another one."""
+    then = saved.facts.get("frozen", {})  # which earlier checkpoints lack
+    changed = sorted(path for path in then.keys() & now if then[path] != now[path])
+    if changed:
+        raise ValueError(
+            f"{saved.folder} was trained on other frozen weights than this model has: {listed(changed, 4)}. An adapter "
+            "belongs to the weights that it was trained on. Pass the model that the run began with; one that a script "
+            "has changed is in no file until save_pretrained() writes it."
+        )
+
+
+def _check_order(run: RunState, saved: SavedProgress) -> None:
+    """Raises ValueError where the rest of an epoch would be that of another order."""
+    then, now, progress = saved.facts["order"], order_of(run), saved.progress
+    if then == now or progress.epoch_over or not progress.examples:
+        return
+    told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
+    raise ValueError(
+        f"{saved.folder} is in the middle of an epoch whose rows came in the order of {told}. This run's {found} make "
+        "another order, in which some rows would come twice and others never. Pass the same (data_seed is that of "
+        "seed where it is None), or ignore_data_skip=True to begin the epoch anew in the new order."
+    )
+
+
+def _log_libraries(folder: Path, then: dict[str, str]) -> None:
+    now = libraries()
+    changes = [f"{name}: {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+    if changes:
+        logger.warning(
+            "Resuming with other versions than %s was written with: %s. The numbers may differ in their last digits "
+            "from those of a run that was not broken.",
+            folder,
+            "; ".join(changes),
+        )
+
+
+def log_changes(folder: Path, arguments: str) -> None:
+    path = folder / ARGUMENTS
+    then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    changes = changed_arguments(masked(then), json.loads(arguments)) if then else []
+    if changes:
+        logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
+
+
+def _place_of(run: RunState, state: TrainerState) -> Progress:
+    steps = len(loader(run, run.train_dataset, training=True)) if isinstance(run.train_dataset, Dataset) else None
+    return place(state, steps, run.step_examples)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints of a run: weights and optimizer state bit for bit, and the position in the data.
+
+
+_PER_PROCESS = ("process_id", "local_rank")  # arguments that differ between the processes of a run
+
+
+class Checkpointer:
+    """Writes checkpoints, in a thread while training goes on where nothing depends on them being complete.
+
+    lr_scheduler: the run's schedule, whose state is saved; set at the beginning of train().
+    run_id: of the run, in the manifest of each checkpoint; set there, too.
+    lock: of output_dir, while train() has it.
+    """
+
+    def __init__(self, run: RunState, arguments: str, hooks: TrainerHooks):
+        """
+        Args:
+            arguments: the text of training_args.json.
+        """
+        self._run, self.arguments, self._hooks = run, arguments, hooks
+        self.lock: RunLock | None = None
+        self.saver = AsyncSaver()
+        self.lr_scheduler: LearningRate | None = None
+        self.run_id = ""
+        self._fingerprint: str | None = None
+        self._frozen: dict[str, int] | None = None
+
+    def save(self, progress: Progress, *, background: bool) -> Path:
+        """Write the checkpoint of this step; returns its folder.
+
+        Args:
+            background: write in a thread while training goes on, where nothing prevents it.
+
+        Raises:
+            FloatingPointError: weights are NaN or infinite.
+        """
+        run = self._run
+        self._check_weights()
+        if self.lock is not None:
+            self.lock.renew()
+        self.saver.settle()  # before the copy, so that no two copies exist at once
+        background = background and self._may_write_in_background()
+        needed, write = self._least_bytes(), self._writer(progress, background=background)
+        if not is_first():  # gathers what the first process writes
+            write(Path(run.args.output_dir))
+            barrier("checkpoint")
+            return await_checkpoint(run.args.output_dir, run.state, self.run_id)
+        folder = save_checkpoint(
+            run.args.output_dir,
+            write,
+            run.events,
+            facts={"run": self.run_id, "dataset": self.dataset_fingerprint()},
+            needed=needed,
+            **({"begin": self.saver.begin} if background else {}),
+        )
+        barrier("checkpoint")
+        return folder
+
+    def begin(self, found: ResumePoint | None, new_id: str) -> None:
+        """Take the id of the run that is resumed, or the new one."""
+        args, resumed = self._run.args, found is not None and found.manifest is not None
+        self.run_id = (resumed and found.manifest.get("run")) or new_id
+        if is_first() and args.save_strategy != SaveStrategy.NO:
+            replaces = args.save_total_limit is not None
+            record(Path(args.output_dir), self.run_id, fresh=found is None, replaces=replaces)
+
+    def _may_write_in_background(self) -> bool:
+        """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
+        host has memory for the copy that is written."""
+        run, own = self._run, self._run.overridden.union(self._hooks.set_by_script())
+        if own & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_in_background or several():
+            return False
+        if any(type(c).on_save is not TrainerCallback.on_save for c in run.events.handler.callbacks):
+            return False
+        spare = devices.available()
+        return spare is None or self._copied_bytes() < spare / 2
+
+    def _writer(self, progress: Progress, *, background: bool) -> Callable[[Path], None]:
+        """The function that writes a checkpoint's folder; with `background`, from a copy of all that the next step
+        changes."""
+        run = self._run
+        trees = {"params": run.model.params}
+        if not run.args.save_only_model:
+            trees |= {"optimizer": run.progress.optimizer_state, "reference": run.moving_reference}
+        trees = host_copy(trees) if background else trees
+        rollout = None
+        if run.rollout is not None:
+            trees["rollout"], rollout = run.rollout.state()
+        fill_last = run.shards > 1 if run.progress.fill_last is None else run.progress.fill_last
+        facts = {"tokens_seen": run.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fill_last}
+        facts |= {"order": order_of(run), "rollout": rollout, "frozen": self.frozen_digests()}
+        text, steps = progress_json(progress, facts), list(progress.unreported)
+
+        def write(folder: Path) -> None:
+            if background:
+                self.write_model(folder, run.model.with_params(trees["params"]))
+            else:
+                self._hooks.save_model(folder, _internal_call=True)
+            if run.args.save_only_model:
+                return
+            rounded = set(run.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
+            saved = {name: tree for name, tree in trees.items() if rounded or name != "params"}
+            write_progress(folder, steps, saved, text, writes=is_first())
+
+        return write
+
+    def write_model(self, folder: Path, model: PreTrainedModel) -> None:
+        """Write the files of save_model for this model, which may be a copy of the trainer's."""
+        write_model(folder, model, self._run.processing_class, self.arguments)
+
+    def _copied_bytes(self) -> int:
+        run = self._run
+        copied = run.model.params, run.progress.optimizer_state, run.moving_reference
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(copied))
+
+    def _least_bytes(self) -> int:
+        """Least size of the checkpoint: weights and moments, without small files."""
+        run = self._run
+        width = 4 if "float32" in run.model.backend.dtypes.values() else 2
+        weights = width * run.model.num_parameters(only_trainable=True)
+        state = () if run.args.save_only_model else (run.progress.optimizer_state, run.moving_reference)
+        return weights + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+    def _check_weights(self) -> None:
+        """Raise FloatingPointError for NaN or infinite weights, before they replace a good checkpoint."""
+        bad = [path for path, good in jax.device_get(_finite(self._run.model.params)).items() if not good]
+        if bad:
+            raise FloatingPointError(
+                f"Step {self._run.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No checkpoint "
+                "was written; what was there is as it was. Lower learning_rate and resume."
+            )
+
+    def forget_dataset(self) -> None:
+        """Forget the fingerprint: the dataset may have been replaced since the last run."""
+        self._fingerprint = None
+
+    def dataset_fingerprint(self) -> str | None:
+        """The digest of a table, computed once a run; None for a stream, whose rows are known only as they arrive."""
+        run = self._run
+        if self._fingerprint is None and isinstance(run.train_dataset, Dataset):
+            self._fingerprint = fingerprint(run.train_dataset, run.task.columns)
+        return self._fingerprint
+
+    def frozen_digests(self) -> dict[str, int]:
+        """Digests of the base model's arrays under an adapter, by path, computed once: they are in no file of the run.
+
+        Those in an adapter's file are left out, and those that are computed when the model is made, by PiSSA or in few
+        bits, as their last digits may depend on the machine.
+        """
+        model = self._run.model
+        if self._frozen is None:
+            backend, self._frozen = model.backend, {}
+            if isinstance(backend, LoraBackend) and backend.config.init_lora_weights != PISSA:
+                kept = {path.removesuffix(".codes"): path for path in model.frozen if backend.is_as_in_files(path)}
+                arrays = {path: backend.floats(name, model.frozen[name]) for path, name in kept.items()}
+                self._frozen = {path: int(_digest(array)) for path, array in arrays.items()}
+        return self._frozen
+
+    def digests(self) -> dict[str, int]:
+        """Digests of the facts that all processes of a run must share, by name."""
+        arguments = {name: value for name, value in json.loads(self.arguments).items() if name not in _PER_PROCESS}
+        facts = {
+            "arguments": json.dumps(arguments),
+            "train_dataset": str(self.dataset_fingerprint()),
+            "release": " ".join(map(version, ("jax", "flax", "optax"))),
+        }
+        return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
+
+
+@jax.jit
+def _digest(array: jax.Array) -> jax.Array:
+    """A digest of the numbers of an array, the same for every dtype that has them and however it is divided."""
+    bits, place = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32), jnp.uint32(0)
+    for axis, size in enumerate(array.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+@jax.jit
+def _finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.isfinite(array).all() for path, array in params.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds the checkpoint from which a run resumes, and restores callbacks.
+
+
+OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to resume from. `manifest` is None where another program wrote it, such as TRL."""
+
+    folder: Path
+    state: TrainerState
+    manifest: dict[str, Any] | None
+
+    @property
+    def model_only(self) -> bool:
+        """Whether `save_only_model` left out the optimizer, its schedule and the random numbers."""
+        if self.manifest is None:
+            return not (self.folder / OPTIMIZER).is_file()
+        return not any(name in self.manifest["files"] for name in (FACTS, TENSORS))
+
+
+def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
+    """Find the checkpoint at a path, or for True the newest complete one of the run that was last at `output_dir`.
+
+    Without a checkpoint of this package's there, True takes one of transformers' Trainer.
+
+    Raises:
+        ValueError: there is none, nothing tells which of several runs is meant, or the one at the path is not complete;
+            the text names the file, and a checkpoint that is complete.
+    """
+    if wanted is True:
+        return _newest(Path(output_dir))
+    folder = Path(wanted)
+    if not folder.is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={str(wanted)!r} is not a folder. Pass a checkpoint's, or True for the newest in "
+            "output_dir."
+        )
+    try:
+        return check(folder)
+    except BrokenCheckpoint as error:
+        raise BrokenCheckpoint(f"{error} {_another(folder)}") from error
+
+
+def check(folder: Path) -> ResumePoint:
+    """Check every byte of a checkpoint; without a manifest, that it can be read at all.
+
+    Raises:
+        BrokenCheckpoint: it is not complete.
+    """
+    manifest = verify(folder) if (folder / MANIFEST).exists() or not _is_transformers(folder) else None
+    path = folder / STATE_FILE
+    try:
+        state = TrainerState.load_from_json(str(path))
+        _check_numbers(state, manifest)
+        return ResumePoint(folder, state, manifest)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {str(error)[:500]}.") from error
+
+
+def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None:
+    """Raises ValueError for a state that no run can have written."""
+    step, epoch = state.global_step, state.epoch
+    if type(step) is not int or step < 0 or not isinstance(state.log_history, list):
+        raise ValueError(f"global_step is {brief(step)}, wanted a whole number of at least 0, and log_history a list")
+    if manifest is not None and step != manifest["step"]:
+        raise ValueError(f"global_step is {step}, but {MANIFEST} says {manifest['step']}")
+    most = max(state.num_train_epochs, step) + 1
+    if epoch is not None and not 0 <= epoch <= most:
+        raise ValueError(f"epoch is {brief(epoch)}, wanted one from 0 to {most} after {step} steps")
+
+
+def _is_transformers(folder: Path) -> bool:
+    """Whether transformers' Trainer may have written it, whose optimizer and arguments are pickles."""
+    pickles = [folder / OPTIMIZER, folder / "training_args.bin"]
+    return (folder / STATE_FILE).is_file() and any(path.is_file() for path in pickles)
+
+
+def _newest(run_dir: Path) -> ResumePoint:
+    runs = {path: run_of(path) for path in reversed(checkpoints(run_dir))}
+    wanted = _wanted_run(run_dir, runs)
+    faults, others = [], [path.name for path, run in runs.items() if run not in (wanted, None)]
+    for candidate in [path for path, run in runs.items() if run in (wanted, None)]:
+        try:
+            point = check(candidate)
+        except BrokenCheckpoint as error:
+            faults.append(str(error))
+            logger.warning("%s is passed over: %s", candidate, error)
+        else:
+            if point.manifest is not None or wanted is None:
+                return point
+            others.append(candidate.name)
+    why = " ".join(faults) or ("" if others else "There is no checkpoint-<step> in it.")
+    if others:
+        whose = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} not of the run that was begun last here."
+        why = f"{why} {whose} Pass a path to go on from there.".lstrip()
+    raise ValueError(f"No valid checkpoint found in output directory ({run_dir}). {why} Train without resuming.")
+
+
+def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
+    """The run that was last at the folder, by its record; without one, the only run there is."""
+    wanted, known = recorded(run_dir), {run for run in runs.values() if run is not None}
+    if wanted is None and len(known) > 1:
+        listed = ", ".join(f"{path.name} (run {run[:8]})" for path, run in runs.items() if run is not None)
+        raise ValueError(
+            f"output_dir={str(run_dir)!r} holds checkpoints of {len(known)} runs: {listed}. Nothing tells which is "
+            "meant: pass the path of one as resume_from_checkpoint."
+        )
+    return wanted if wanted is not None else next(iter(known), None)
+
+
+def _another(folder: Path) -> str:
+    """A sentence that names the newest complete checkpoint beside a broken one, of the same run if that is known."""
+    run = run_of(folder)
+    for candidate in reversed(checkpoints(folder.absolute().parent)):
+        if candidate != folder.absolute() and (run is None or run_of(candidate) == run):
+            try:
+                return f"{check(candidate).folder} is whole: pass that one."
+            except BrokenCheckpoint:
+                continue
+    return "There is no other whole checkpoint beside it."
+
+
+def restore_callbacks(events: Events, *, wholly: bool) -> None:
+    """Restore the counts of callbacks from `events.state`, such as the evaluations without an improvement.
+
+    Their settings stay as the script has them now, unless `wholly`.
+    """
+    left = {
+        name: list(states) if isinstance(states, list) else [states]
+        for name, states in events.state.stateful_callbacks.items()
+    }
+    for callback in events.handler.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, ExportableState) and left.get(name):
+            saved = left[name].pop(0)
+            for attribute, value in ((saved["args"] if wholly else {}) | saved["attributes"]).items():
+                if value != masked(vars(callback).get(attribute), attribute):  # else it is as saved, or was a secret
+                    setattr(callback, attribute, value)
+    missing = [name for name, states in left.items() if states and name != type(events.control).__name__]
+    if missing:
+        logger.warning("The checkpoint has the state of callbacks that this run lacks: %s.", listed(missing))
+
+
+def changed_arguments(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "name: old -> new" for every argument that has changed."""
+    names = sorted((then.keys() | now.keys()) - {"resume_from_checkpoint"})
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return [f"{name}: {brief(then.get(name), 200)} -> {brief(now.get(name), 200)}" for name in changed]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Resume from the files that transformers' Trainer writes into a checkpoint.
+
+
+_ENTROPY = "entropy_ctrl_state.json"  # of TRL's GRPOTrainer with use_adaptive_entropy
+
+
+def optimizer_state(
+    folder: Path, fresh: Any, model: PreTrainedModel, load: Callable[[Path], dict[str, jax.Array]]
+) -> Any:
+    """`fresh` with AdamW's moments from optimizer.pt; unchanged, with a warning, where they cannot be read without
+    torch, or those of an adapter without peft.
+
+    Args:
+        model: that trains.
+        load: reads a folder of weights.
+    """
+    logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
+    for name in ("torch", "peft") if (folder / ADAPTER).is_file() else ("torch",):
+        if importlib.util.find_spec(name) is None:
+            logger.warning("%s takes %s to read, which is not installed: AdamW's moments restart from zero.",
+                           folder / OPTIMIZER_torch_state, name)  # fmt: skip
+            return fresh
+    with tempfile.TemporaryDirectory() as aside:
+        count = write_adamw_moments(folder, Path(aside), model.config, model.backend.head, decays)
+        return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
+
+
+def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> Progress:
+    """The progress of a run of transformers, which counts steps only.
+
+    Args:
+        steps_an_epoch: None for a stream, which is then read from its beginning.
+    """
+    epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
+    over = step == 0 and epoch > 0
+    return Progress(
+        epoch=epoch - over, epoch_over=over, examples=step * examples_a_step, loss_sum=_loss_sum(state.log_history)
+    )
+
+
+def rollout_place(
+    folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
+) -> Progress:
+    """The same of a run whose rows are completions, of which transformers keeps none; with the place in the streams of
+    random numbers, and the coefficient of the entropy bonus, unless the checkpoint has the model alone."""
+    of_epoch = steps.pass_over(state.global_step)
+    for rank, stream in enumerate(() if model_only else steps.streams):
+        known = None
+        if importlib.util.find_spec("torch") is not None:
+            known = random_state(folder, rank, len(steps.streams))
+        if known is None:
+            logger.warning("%s: no state of torch's random numbers was read: completions are drawn anew.", folder)
+        else:
+            stream.restore(known)
+    control = folder / _ENTROPY
+    if steps.bonus is not None and control.is_file():
+        kept = json.loads(control.read_text(encoding="utf-8"))
+        steps.bonus.coef, steps.bonus.entropy = float(kept["entropy_coef"]), float(kept["last_world_entropy"])
+    return Progress(
+        epoch=steps.epoch, epoch_over=not steps.sampler.has_next, examples=of_epoch * examples_a_step,
+        loss_sum=_loss_sum(state.log_history),
+    )  # fmt: skip
+
+
+def tokens_seen(state: TrainerState) -> int:
+    """The number of tokens in the last log, 0 where there is none."""
+    return int(max((log["num_tokens"] for log in state.log_history if "num_tokens" in log), default=0))
+
+
+def _loss_sum(logs: list[dict[str, float]]) -> float:
+    """The sum of the losses of all logged steps; each log has the mean since the one before."""
+    total, before = 0.0, 0
+    for log in logs:
+        if "loss" in log:
+            total, before = total + log["loss"] * (log["step"] - before), log["step"]
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------
+# Write the files of save_model: the model, its tokenizer and the arguments of the run.
+
+
+ARGUMENTS = "training_args.json"
+
+
+def arguments_text(args: BaseConfig) -> str:
+    """The arguments as JSON, without secrets, dtypes by name."""
+    values = args.to_dict()  # hides every name that ends in _token, of which two are no secrets
+    values |= {name: vars(args)[name] for name in ("eos_token", "pad_token") if name in values}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
+    return json.dumps(masked(values), indent=2)  # a script's own to_dict may add secrets
+
+
+def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:
+    """Write a folder that transformers loads: config, weights, tokenizer, what prepares images, and
+    training_args.json.
+
+    Args:
+        model: the trainer's, or a copy of it.
+        arguments: the text that `arguments_text` made.
+    """
+    model.save_pretrained(folder)
+    if is_first():
+        processing_class.save_pretrained(folder)
+        keep_processor_files(model.folder, folder)
+        write_whole(folder / ARGUMENTS, arguments + "\n")
+    barrier("save_model")

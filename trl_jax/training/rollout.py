@@ -1,0 +1,308 @@
+"""The online part of a run: completions by the policy, log-probabilities, and training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.text import brief
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data import prompts as rows
+from trl_jax.data.batch import Batch
+from trl_jax.data.checks import check_no_media, token_ids
+from trl_jax.data.loader import IndexedExample, StepBatch
+from trl_jax.hub.generate import complete, exact_draws
+from trl_jax.mesh.mesh import fetched
+from trl_jax.mesh.processes import is_first, several
+from trl_jax.rollout.completions_log import CompletionsLog
+from trl_jax.rollout.rewards import raised_by
+from trl_jax.rollout.rollout import (
+    Completed,
+    EntropyBonus,
+    Experience,
+    Ids,
+    Judge,
+    Logps,
+    Rewards,
+    Rollout,
+    RolloutSteps,
+    Written,
+    all_written,
+    example_of,
+    step_examples,
+)
+from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
+from trl_jax.rollout.tools import Tools, written_by
+from trl_jax.training import data
+from trl_jax.training.devices import ShardedStep
+from trl_jax.training.forward import AtReference, Forward
+from trl_jax.training.logging import GenerationProgress, ProgressLine
+from trl_jax.training.rollout_processes import RankRewards, RankWriter, local_copy, own_rank
+from trl_jax.training.state import RunState
+
+# ----------------------------------------------------------------------------------------------------
+# The source of the steps of a run that makes its rows itself, and the arrays of a step.
+
+
+def rollout_steps(
+    run: RunState, parts: RolloutParts, forward: Forward, sharded_step: ShardedStep | None
+) -> RolloutSteps:
+    """The source of a run's steps."""
+    cycle, args = run.task.cycle, run.args
+    streams, line = [TorchGenerator(args.seed + rank) for rank in range(run.shards)], ProgressLine(run.events)
+    alone = several() and (parts.rollout_func is not None or exact_draws(args.compute_dtype))
+    writer = PolicyWriter(run, parts, streams[own_rank(run.shards) if alone else 0], line, alone)
+    writer = RankWriter(writer, streams) if alone else writer
+    environments = None if parts.sampling.tools is None else parts.sampling.tools.environments
+    logps = CompletionLogps(run, forward, sharded_step)
+    rollout = Rollout(
+        writer,
+        None if parts.rewards is None else _judge(run, parts.rewards, logps, line),
+        frozenset({*parts.sampling.ends, run.processing_class.pad_token_id}),
+        parts.drops_truncated,
+        lambda tokens: _seen(run, tokens),
+        parts.table if is_first() else None,
+        line,
+        **({} if environments is None else {"begin": environments.begin}),
+    )
+    sampler = partial(_sampler, run, parts.shuffle)
+    return RolloutSteps(
+        rollout, cycle, lambda index: row_of(run, run.train_dataset, index), sampler(), StepMaker(run), streams,
+        parts.bonus, run.task.logps, sampler,
+    )  # fmt: skip
+
+
+def _judge(run: RunState, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
+    if several():  # processes compute together, in one order
+        return Judge(run.task, RankRewards(rewards), logps, at_once, line)
+    return Judge(run.task, rewards, logps, in_a_thread, line)
+
+
+def _sampler(run: RunState, shuffle: bool) -> Sampler:
+    dataset, cycle, seed = run.train_dataset, run.task.cycle, run.args.seed
+    sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
+    if isinstance(dataset, IterableDataset):
+        return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
+    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, **sizes)
+
+
+def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin a call in a thread of its own; the function that is returned waits for it, and raises what it raised."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="trl_jax-logps")
+    future = pool.submit(do)
+    pool.shutdown(wait=False)
+    return future.result
+
+
+def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Do the call, and return a function that gives what it gave."""
+    found = do()
+    return lambda: found
+
+
+def row_of(run: RunState, dataset: Dataset | IterableDataset, index: Any) -> dict[str, Any]:
+    """A row with all that completions are judged by, or its prompt alone with `remove_unused_columns`.
+
+    Args:
+        index: of the row; of a stream, the row itself.
+    """
+    row = index if isinstance(dataset, IterableDataset) else dataset[int(index)]
+    return {"prompt": row["prompt"]} if run.args.remove_unused_columns else row
+
+
+def _seen(run: RunState, tokens: int) -> int:
+    run.state.num_input_tokens_seen += tokens
+    return run.state.num_input_tokens_seen
+
+
+class CommonNumbers:
+    """The numbers that all completions of a step have alike."""
+
+    def __init__(self, run: RunState):
+        self._task, self._at_reference = run.task, AtReference(run)
+
+    def __call__(self, coef: float | None) -> dict[str, float]:
+        """`coef` is the coefficient of the entropy bonus; None without one."""
+        numbers = {} if coef is None else {"entropy_coef": coef}
+        if self._task.diverges_in_loss:
+            numbers["at_reference"] = float(self._at_reference())
+        return numbers
+
+
+class StepMaker:
+    """Micro-batches of completions -> the arrays of a step."""
+
+    def __init__(self, run: RunState):
+        self._run, self._layout = run, data.step_layout(run, training=True)
+        self._numbers = CommonNumbers(run)
+
+    def __call__(
+        self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
+    ) -> StepBatch:
+        task, layout = self._run.task, self._layout
+        part = len(parts) / task.cycle.parts
+        numbers = self._numbers(coef)
+        groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._run.virtual)
+        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The policy of a run as it writes completions.
+
+
+class PolicyWriter:
+    """Completes prompts with the run's model as it is; the random numbers are those of `stream`. A `rollout_func` of
+    the script's does it in its place.
+
+    Args:
+        alone: whether this process completes prompts of its own, on one device, and not those of all with the others.
+    """
+
+    def __init__(self, run: RunState, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
+        self._run, self._sampling, self._stream, self._line = run, parts.sampling, stream, line
+        self._alone = alone
+        self._rollout_func = parts.rollout_func
+
+    def write(self, prompts: list, group: int) -> Written:
+        for prompt in prompts[::group]:
+            check_no_media(prompt, f"The prompt {brief(prompt)}")
+        if self._rollout_func is not None:
+            with raised_by("rollout_func", prompts):
+                return written_by(self._rollout_func, prompts, self._run.vocab_size)
+        tools = self._sampling.tools
+        if tools is not None and not rows.is_conversation(prompts[0]):
+            raise ValueError(
+                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
+                'as in [{"role": "user", "content": "..."}].'
+            )
+        ids = self.prompt_ids(prompts)
+        for prompt, own in zip(prompts, ids, strict=True):
+            token_ids(own, self._run.vocab_size, f"The prompt {brief(prompt)}")
+        alike = all(own == ids[place - place % group] for place, own in enumerate(ids))  # not of every environment
+        completions = self.complete(ids, group if alike else 1)
+        if tools is not None:
+            return tools.completed(ids, completions, partial(self.complete, group=1))
+        return Written(ids, completions, all_written(completions))
+
+    def prompt_ids(self, prompts: list) -> list[list[int]]:
+        sampling = self._sampling
+        own = None if sampling.tools is None else sampling.tools.of_each
+        if own is None:
+            return self._rendered(prompts, sampling.template_options)
+        tools = [list(functions.values()) or None for functions in own]
+        each = zip(prompts, tools, strict=True)
+        return [self._rendered([prompt], sampling.template_options | {"tools": some})[0] for prompt, some in each]
+
+    def _rendered(self, prompts: list, template_options: dict[str, Any]) -> list[list[int]]:
+        options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
+        return rows.prompt_ids(prompts, self._run.processing_class, **options)
+
+    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
+        run, options = self._run, self._sampling.options
+        how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
+        how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None
+        how["progress"] = GenerationProgress(self._line, len(prompt_ids))
+        with run.on_device():
+            model = local_copy(run.model, jax.numpy.asarray) if self._alone else run.model
+            out = complete(model, prompt_ids[::group], options, **how)
+        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+
+    def decoded(self, ids: Ids) -> list[str]:
+        return self._run.processing_class.batch_decode(ids, skip_special_tokens=True)
+
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        known = prompt_ids if self._sampling.parses_messages else None
+        return rows.completion_texts(prompts, completion_ids, self._run.processing_class, known)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Log-probabilities of completions under the policy that wrote them, and under the reference.
+
+
+class CompletionLogps:
+    """Log-probabilities of completions' tokens under the policy or the reference, in passes as those of a step."""
+
+    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None):
+        self._run = run
+        functions = {"policy": forward.of_policy, "reference": forward.of_reference}
+        self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
+
+    def __call__(self, model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
+        run = self._run
+        layout = replace(data.step_layout(run, training=True), accumulation=1)
+        virtual = run.virtual if model == "policy" else run.reference.backend.virtual
+        rows = zip(prompts, completions, completion_mask, strict=True)
+        examples = [example_of(*row).behind(virtual, predicted=False) for row in rows]
+        found = [np.zeros(len(own), np.float32) for own in completions]
+        with run.on_device():
+            for start in range(0, len(examples), layout.batch_size):
+                part = list(enumerate(examples))[start : start + layout.batch_size]
+                step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
+                logps = fetched(self._of[model](run.arrays, data.placed_pass(run, step.arrays)))
+                for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
+                    found[number][completion_mask[number]] = own
+        return found
+
+
+def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
+    """(arrays, batch of one pass) -> log-probabilities of its reads, `[shards, N]`."""
+
+    def first(arrays: dict, batch: Batch) -> jax.Array:
+        return of_pass(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
+
+    if sharded_step is not None:
+        return jax.jit(sharded_step.scores(first))
+    return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
+
+
+# ----------------------------------------------------------------------------------------------------
+# The parts of a rollout that its trainer decides.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the policy completes prompts.
+
+    template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
+    None: all. options: fields of a GenerationConfig, of which eos_token_id, or each of these, ends a completion.
+    parses_messages: completions of conversations are parsed where the tokenizer knows how. tools: which the model may
+    call; None: there are none.
+    """
+
+    template_options: dict[str, Any]
+    max_prompt_length: int | None
+    options: dict[str, Any]
+    parses_messages: bool
+    tools: Tools | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a completion."""
+        ids = self.options["eos_token_id"]
+        return [ids] if isinstance(ids, int) else list(ids)
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """The part of a rollout that its trainer decides.
+
+    rewards: the reward functions; None: completions are not judged.
+    shuffle: whether prompts come in another order each epoch.
+    bonus: the coefficient of the entropy bonus; None without one.
+    rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
+    """
+
+    sampling: Sampling
+    rewards: Rewards | None
+    drops_truncated: bool
+    shuffle: bool
+    bonus: EntropyBonus | None
+    table: CompletionsLog | None
+    rollout_func: Callable[[list], Mapping[str, Any]] | None = None

@@ -1,0 +1,131 @@
+"""A rollout of several processes: each completes and judges the prompts of its own part, and all learn from the whole.
+
+The parts are as TRL's ranks have them: equal runs of the rows in their order, each with a random stream of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import fetched
+from trl_jax.mesh.processes import of_each_process
+from trl_jax.rollout.rewards import RewardFunctions
+from trl_jax.rollout.rollout import Ids, Writer, Written
+
+
+def own_rank(ranks: int) -> int:
+    """The first of the ranks whose rows this process has."""
+    return jax.process_index() * (ranks // jax.process_count())
+
+
+def own_part(rows: int) -> slice:
+    """The rows, of so many, that this process completes; the last processes have fewer where they do not divide."""
+    size = -(-rows // jax.process_count())
+    return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
+
+
+@dataclass
+class RankWriter:
+    """Writes this process's part of the completions, and gets the others'.
+
+    inner: draws from the stream of `own_rank`. streams: of all ranks; those of processes then stand where these left
+        them.
+    """
+
+    inner: Writer
+    streams: Sequence[TorchGenerator]
+
+    def write(self, prompts: list, group: int) -> Written:
+        own = prompts[own_part(len(prompts))]
+        rank = own_rank(len(self.streams))
+
+        def do() -> tuple[Written | None, Any]:
+            # A group of completions may lie on two ranks.
+            made = self.inner.write(own, math.gcd(group, len(own))) if own else None
+            return made, self.streams[rank].state()
+
+        found = of_each_process(do)
+        for process, (_, state) in enumerate(found):
+            self.streams[process * (len(self.streams) // len(found))].restore(state)
+        return joined([made for made, _ in found if made is not None])
+
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        return self.inner.completions(prompts, prompt_ids, completion_ids)
+
+    def decoded(self, ids: Ids) -> list[str]:
+        return self.inner.decoded(ids)
+
+
+def joined(parts: Sequence[Written]) -> Written:
+    """The parts in a row. A column that is no list is the first one's."""
+    ids, written, by_model = (
+        list(chain.from_iterable(lists))
+        for lists in zip(*((part.prompt_ids, part.completion_ids, part.by_model) for part in parts), strict=True)
+    )
+    columns = {
+        name: list(chain.from_iterable(part.columns[name] for part in parts)) if isinstance(value, list) else value
+        for name, value in parts[0].columns.items()
+    }
+    return Written(ids, written, by_model, columns)
+
+
+@dataclass
+class RankRewards:
+    """Reward functions that are called with this process's rows alone, as TRL calls them; the rewards are those of all.
+
+    Numbers that functions log are the means over all processes' calls; where a process logged no column, it has None.
+    """
+
+    inner: RewardFunctions
+    _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _columns: dict[str, list] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return self.inner.names
+
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
+    ) -> np.ndarray:
+        """As `RewardFunctions`, of the rows of all processes, float32 `[B, F]`."""
+        own = own_part(len(rows))
+        parts = [part[own] for part in (rows, prompts, completions, completion_ids)]
+
+        def do() -> tuple[np.ndarray, dict, dict, int]:
+            if not parts[0]:
+                return np.zeros((0, len(self.names)), np.float32), {}, {}, 0
+            return self.inner(*parts), self.inner.sums(), self.inner.extra(), len(parts[0])
+
+        found = of_each_process(do)
+        names = sorted({name for _, sums, _, _ in found for name in sums})
+        self._sums = {name: _added([sums[name] for _, sums, _, _ in found if name in sums]) for name in names}
+        columns = sorted({name for _, _, extra, _ in found for name in extra})
+        self._columns = {name: [value for _, _, extra, size in found for value in extra.get(name, [None] * size)]
+                         for name in columns}  # fmt: skip
+        return np.concatenate([rewards for rewards, *_ in found])
+
+    def metrics(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+    def extra(self) -> dict[str, list]:
+        return self._columns
+
+
+def _added(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    return float(np.sum([total for total, _ in sums], dtype=np.float32)), sum(count for _, count in sums)
+
+
+def local_copy(model: PreTrainedModel, place: Callable[[np.ndarray], jax.Array]) -> PreTrainedModel:
+    """The model with all of its arrays on this process's device; all processes must ask together."""
+    own = model.with_params({path: place(fetched(array)) for path, array in model.params.items()})
+    own.frozen = {path: place(fetched(array)) for path, array in model.frozen.items()}
+    return own

@@ -1,0 +1,695 @@
+"""A script's own `compute_loss` and `prediction_step`, in JAX or torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch, of_examples
+from trl_jax.hub import torch_objects
+from trl_jax.hub.heads import HeadName
+from trl_jax.losses.supervised import load_balancing_loss
+from trl_jax.models.model import merge
+from trl_jax.nn.head import outputs_of_logits
+from trl_jax.tasks.task import Task, TokenTask
+from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
+from trl_jax.training.state import RunState
+from trl_jax.training.torch_errors import NotGiven, WrittenInTorch, may_run_in_torch, outputs_alone, torch_explained
+from trl_jax.training.update import updated
+
+# ----------------------------------------------------------------------------------------------------
+# A step and an evaluation with a script's own `compute_loss` or `prediction_step`.
+
+
+class UserLossStep:
+    """A step as `engine.step.make_step` makes it, for a loss that is a mean over the examples it gets.
+
+    A micro-batch has only its real examples, so a shorter one is compiled as another program.
+    """
+
+    def __init__(self, run: RunState, user_loss: UserLoss, without_frozen: Callable, tx: Any):
+        """
+        Args:
+            without_frozen: turns a loss into one without gradients of frozen parameters.
+        """
+        self._run, self._user_loss, self._point = run, user_loss, tx.point
+        loss = without_frozen(self._training_loss)
+        self._grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnames="values")
+        self._in_torch = TorchLoss(run, user_loss, without_frozen)
+        self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
+
+    def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict) -> tuple:
+        micro = self._user_loss.inputs(arrays)
+        parts, num_items = len(micro), None
+        if arrays.targets is not None:  # such a loss divides by the targets of the whole step itself
+            parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
+        keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
+        total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
+        values, state, pass_weight = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
+        for inputs, micro_key in zip(micro, keys, strict=True):
+            given = at, frozen, inputs, micro_key, num_items, pass_weight
+            (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
+            total, sums = total + loss / parts, [*sums, found]
+            gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
+        gradients = jax.tree.map(lambda g: g / parts, gradients)
+        params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
+        return params, opt_state, stacked | {"loss": total} | measured
+
+    def _value_and_grad(self, *given: Any, state: dict, values: tuple) -> tuple:
+        """`((loss, sums), gradient)` of a micro-batch; a loss in torch reads the trainer's state and values itself."""
+        if not self._user_loss.in_torch:
+            try:
+                return self._grad(*given, state=state, values=values)
+            except WrittenInTorch as error:
+                self._user_loss.to_torch(error)
+        return self._in_torch.value_and_grad(*given)
+
+    def _training_loss(
+        self,
+        params: dict,
+        frozen: dict,
+        inputs: dict,
+        key: Any,
+        num_items: Any,
+        pass_weight: Any,
+        *,
+        state: dict,
+        values: tuple,
+    ) -> tuple:
+        del values  # read from the trainer while this is traced; other values are another program
+        args = self._run.args
+        options = {"dtype": args.compute_dtype, "remat": args.remats[-1], "key": key, "pass_weight": pass_weight}
+        bound = self._user_loss.bound(frozen | params, inputs, training=True, **options)
+        return self._user_loss(bound, inputs, state, num_items)
+
+
+def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
+    """Apply the update; as in `engine.step`, nothing changes where loss, gradient or update is not finite."""
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(total) & jnp.isfinite(norm)
+    params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, learning_rate)
+    return params, opt_state, {"grad_norm": norm, "updated": applied}
+
+
+class UserLossEvaluation:
+    """Evaluates a batch by the script's `compute_loss`: `(params, arrays) -> (sums with "loss", outputs)`."""
+
+    def __init__(self, run: RunState, user_loss: UserLoss):
+        self._user_loss, self._in_torch = user_loss, TorchLoss(run, user_loss)
+        self._loss = jax.jit(self._evaluation_loss, static_argnames=("dtype", "values"))
+
+    def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
+        [inputs] = self._user_loss.inputs(arrays)
+        values, state = self._user_loss.values(), self._user_loss.state()
+        if not self._user_loss.in_torch:
+            try:
+                return self._loss(params, inputs, state, dtype=dtype, values=values)
+            except WrittenInTorch as error:
+                self._user_loss.to_torch(error)
+        return self._in_torch.evaluated(params, inputs, dtype=dtype)
+
+    def _evaluation_loss(self, params: dict, inputs: dict, state: dict, *, dtype: str, values: tuple) -> tuple:
+        del values
+        bound = self._user_loss.bound(params, inputs, dtype=dtype)
+        loss, sums = self._user_loss(bound, inputs, state)
+        outputs = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(len(inputs["input_ids"]))
+        return sums | {"loss": loss}, outputs
+
+
+class UserPrediction:
+    """Evaluates a batch by the script's `prediction_step`, which is not compiled; outputs are (logits, labels), `()` in
+    the place of None."""
+
+    def __init__(self, run: RunState, user_loss: UserLoss, prediction_step: Callable):
+        self._run, self._user_loss, self._prediction_step = run, user_loss, prediction_step
+
+    def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
+        [inputs] = self._user_loss.inputs(arrays)
+        bound = self._user_loss.bound(params, inputs, dtype=dtype)
+        with torch_explained():
+            inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
+            loss, logits, labels = self._prediction_step(bound, inputs, self._run.args.prediction_loss_only, None)
+        sums = self._user_loss.sums(bound, inputs)
+        on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in (logits, labels))
+        return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
+
+
+# ----------------------------------------------------------------------------------------------------
+# A script's own `compute_loss`: the model that it calls, and the sums to log beside it.
+
+
+logger = logging.getLogger(__name__)
+
+
+def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers and strings that a script set on its trainer, by name; a compiled loss contains their current
+    values."""
+    kinds = (bool, int, float, str)
+    return tuple((name, value) for name, value in sorted(vars(trainer).items()) if type(value) in kinds)
+
+
+class Outputs:
+    """The result of calling the model, by attribute, key or index: `loss`, where labels were passed, then `logits`.
+
+    loss: the mean over targets, or their sum divided by `num_items_in_batch`, as transformers' causal models give it.
+    aux_loss: the load-balancing loss of a mixture of experts, not weighted; None where the run adds none.
+    logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's.
+    """
+
+    def __init__(self, logits: jax.Array, loss: jax.Array | None = None, aux_loss: jax.Array | None = None):
+        self.logits, self.loss, self.aux_loss = logits, loss, aux_loss
+
+    def __getitem__(self, key: str | int) -> jax.Array:
+        every = {"loss": self.loss, "aux_loss": self.aux_loss, "logits": self.logits}
+        there = {name: value for name, value in every.items() if value is not None}
+        return list(there.values())[key] if isinstance(key, int) else there[key]
+
+
+class BoundModel:
+    """The model with the parameters of this step, to be called on rows padded on the right.
+
+    `outputs` and `aux_losses` are those of every call, in order; arguments that are `ignored` change nothing;
+    `training` is False in an evaluation, as torch has it. Other attributes are the trainer's model's.
+    """
+
+    ignored = frozenset({"return_dict", "use_cache"})
+
+    def __init__(
+        self,
+        model: Any,
+        params: dict,
+        *,
+        dtype: str,
+        remat: bool | str = False,
+        random_options: Callable[[int, jax.Array], dict[str, Any]] | None = None,
+        ignored: frozenset[str] = frozenset(),
+        head: HeadName = "score",
+        aux_loss_weight: Any = None,
+        training: bool = False,
+    ):
+        """
+        Args:
+            random_options: `(number of the call, lengths of its rows) -> random options`; None for none.
+            ignored: further names of a batch that a call may pass without effect.
+            head: the model's.
+            aux_loss_weight: what the load-balancing loss counts in the batch's; None where it is not asked for.
+        """
+        self._model, self._params, self._random_options = model, params, random_options
+        self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
+        self._ignored = self.ignored | ignored
+        self.config, self.outputs, self._head = model.config, [], head
+        self.aux_losses, self.aux_loss_weight, self.training = [], aux_loss_weight, training
+
+    def __call__(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        **others: Any,
+    ) -> Outputs:
+        """Score rows of token ids `[rows, T]`, before which virtual tokens stand where the model has some.
+
+        Args:
+            labels: `[rows, T]`, of a language model, which then gives `loss`, too.
+            others: `return_dict`, `use_cache` and other entries of a batch, which have no effect.
+
+        Raises:
+            TypeError: an unknown argument.
+        """
+        if labels is not None and self._head == "score" and "labels" not in self._ignored:
+            others["labels"] = labels
+        if unknown := others.keys() - self._ignored:
+            raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
+        tokens, virtual = jnp.asarray(input_ids), self._model.backend.virtual
+        if virtual.count:
+            ones = jnp.ones((len(tokens), virtual.count), int)
+            tokens = jnp.hstack([jnp.broadcast_to(virtual.ids, ones.shape), tokens])
+            attention_mask = None if attention_mask is None else jnp.hstack([ones, attention_mask])
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        options = dict(self._options)
+        if self._random_options is not None:
+            visible = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
+            options |= self._random_options(len(self.outputs), jnp.sum(visible, axis=1))
+        model = merge(self._model.graph, self._params, options.get("dropout_key"))
+        if model.needs_valid:
+            options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
+        if self._head == "lm":
+            logits, aux_loss = self._logits(model, tokens, places, attention_mask, options)
+            self.outputs.append(logits.reshape(*tokens.shape, -1)[:, virtual.count :])
+            loss = None if labels is None else mean_loss(self.outputs[-1], jnp.asarray(labels), num_items_in_batch)
+            return Outputs(self.outputs[-1], None if loss is None else self.balanced(loss, aux_loss), aux_loss)
+        at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
+        self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
+        return Outputs(self.outputs[-1][:, None])
+
+    def _logits(
+        self, model: Any, tokens: jax.Array, places: jax.Array, mask: Any, options: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if self.aux_loss_weight is None:
+            return model(tokens, places, None, **options), None
+        options["router_token_count"] = jnp.ones(tokens.shape, int) if mask is None else jnp.asarray(mask)
+        logits, sums = model(tokens, places, None, **options)
+        self.aux_losses.append(load_balancing_loss(sums))
+        return logits, self.aux_losses[-1]
+
+    def default_loss(self, task: Task, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Outputs]:
+        """The task's loss of a batch, and what the model gave; arguments as of `default_loss.default_loss`."""
+        return default_loss(task, self, inputs, num_items)
+
+    def balanced(self, loss: jax.Array, aux_loss: jax.Array | None) -> jax.Array:
+        """The loss of a batch with the load-balancing loss of a call, if there is one."""
+        return loss if aux_loss is None else loss + self.aux_loss_weight * aux_loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class UserLoss:
+    """Calls a script's own loss with the model and the batch in TRL's form, and computes the sums to log.
+
+    values: returns the numbers and strings on the script's trainer; the loss is compiled again when they change.
+    in_torch: whether the loss was found to be written in torch.
+    """
+
+    def __init__(
+        self, run: RunState, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
+    ):
+        self._run, self._forward, self.compute_loss, self.values = run, forward, compute_loss, values
+        self.in_torch = False
+
+    def __call__(
+        self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss and the sums of a batch.
+
+        Args:
+            state: from `state()`; the script reads it as `self.state`.
+            num_items: the targets of the whole step, for a language model's loss, which divides by them; None in an
+                evaluation and under a score head.
+
+        Raises:
+            TypeError: the script called torch, read parameters, or did not return a scalar.
+        """
+        options = {} if self._run.task.head == "score" else {"num_items_in_batch": num_items}
+        refused = parameters_refused(self._run.model, read_in_jax)
+        with self._run.state_replaced(state), torch_explained(), refused:
+            result = self.compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
+        loss = result[0] if isinstance(result, tuple) else result
+        if not isinstance(loss, jax.Array) or loss.shape != ():
+            raise TypeError(
+                f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
+                "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
+            )
+        return loss.astype(jnp.float32), self.sums(bound, inputs)
+
+    def to_torch(self, error: WrittenInTorch) -> None:
+        """Go on with a loss in torch, if it can; else raise the error."""
+        if not may_run_in_torch(error):
+            raise error
+        self.in_torch = True
+        logger.warning(
+            "compute_loss is written in torch (`%s`): JAX computes the model, and its outputs go to torch and their "
+            "gradient back for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
+            error.line,
+            error.instead,
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The step and epoch, for a compiled loss that reads `self.state`."""
+        state = self._run.state
+        return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
+
+    def bound(
+        self,
+        params: dict,
+        inputs: dict,
+        *,
+        dtype: str,
+        remat: bool | str = False,
+        key: jax.Array | None = None,
+        pass_weight: Any = 1.0,
+        first_call: int = 0,
+        training: bool = False,
+    ) -> BoundModel:
+        """The model with these parameters, for one batch of `inputs`.
+
+        Args:
+            key: that of the batch, in training.
+            pass_weight: what the batch counts in a mean over those of the step.
+            first_call: how many calls of the batch came before.
+        """
+
+        def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
+            return self._forward.random_options(jax.random.fold_in(key, first_call + call), lengths)
+
+        return BoundModel(
+            self._run.model,
+            params,
+            dtype=dtype,
+            remat=remat,
+            random_options=None if key is None else random_options,
+            ignored=frozenset(inputs),
+            head=self._run.task.head,
+            aux_loss_weight=aux_loss_weight(self._run, pass_weight),
+            training=training,
+        )
+
+    def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
+        """The sums of the task's loss, where the calls cover each row of the batch once; otherwise sums without
+        examples."""
+        task, rows = self._run.task, len(inputs["input_ids"])
+        if task.head == "lm":
+            covered = bound.outputs and bound.outputs[-1].shape[:2] == inputs["labels"].shape
+            logits = bound.outputs[-1] if covered else jnp.zeros((*inputs["labels"].shape, 1))
+            labels = jnp.asarray(inputs["labels"])
+            sums = task_loss(task, logits, labels if covered else jnp.full_like(labels, IGNORED))[1]
+            return sums | aux_loss_sums(bound.aux_losses[-1:])
+        outputs, texts = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(0), len(task.columns.texts)
+        complete = len(outputs) == rows
+        outputs, examples = (outputs, rows // texts) if complete else (jnp.zeros(texts), 1)
+        weight = jnp.ones(examples) if complete else jnp.zeros(examples)
+        extras = {
+            name: inputs[name] if complete else jnp.zeros(examples) for name in task.columns.numbers if name in inputs
+        }
+        return task.loss(outputs, LossBatch(weight, Extras(extras), examples))[1]
+
+    def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
+        """Each micro-batch of a step of padded rows, as `inputs_of`."""
+        return inputs_of(arrays, self._run.task)
+
+
+def _described(value: Any) -> str:
+    return f"an array {list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(value).__qualname__}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The batches of a script: dicts of NumPy arrays in TRL's form, made from those of a step.
+
+
+def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, np.ndarray]]:
+    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
+    `virtual` tokens that each row begins with."""
+    return [
+        task.inputs(batch)
+        for m in range(len(arrays.weight))
+        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts), virtual))
+    ]
+
+
+def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
+    """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples and
+    of their texts."""
+    examples = int(np.count_nonzero(batch.weight))
+    if not examples:
+        return {}
+    labels = {}
+    if batch.targets is None:
+        tokens, lengths = (of_examples(array, texts, examples) for array in (batch.tokens, batch.lengths))
+    else:
+        real = batch.lengths > 0
+        tokens, lengths, labels = batch.tokens[real], batch.lengths[real], {"labels": _labels(batch)[real]}
+    rows = {"input_ids": tokens, "attention_mask": (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)}
+    rows = {name: values[:, virtual:] for name, values in (rows | labels).items()}
+    numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
+    numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
+    return rows | numbers
+
+
+def _labels(batch: Batch) -> np.ndarray:
+    """Transformers' labels `[R, T]` of padded rows: each target at its own place, -100 elsewhere."""
+    labels, read = np.full(batch.tokens.size, IGNORED, np.int32), batch.targets >= 0
+    labels[batch.reads[read] + 1] = batch.targets[read]
+    return labels.reshape(batch.tokens.shape)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The loss that a script's own `compute_loss` finds behind `super()`.
+
+
+def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Any]:
+    """The task's loss of a batch, and the outputs that the model gave.
+
+    Args:
+        model: a `BoundModel`.
+        inputs: as `compute_loss` gets them.
+        num_items: the targets of the whole step, for a language model; None means the batch's own.
+    """
+    outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    if task.head == "lm":
+        loss, _ = task_loss(task, outputs.logits, inputs["labels"], num_items)
+        return model.balanced(loss, outputs.aux_loss), outputs
+    examples = len(outputs.logits) // len(task.columns.texts)
+    extras = Extras({name: inputs[name] for name in task.columns.numbers if name in inputs})
+    weight = jnp.full(examples, 1.0 / examples)
+    return task.loss(outputs.logits[:, 0], LossBatch(weight, extras, examples))[0], outputs
+
+
+# ----------------------------------------------------------------------------------------------------
+# A language model's numbers from whole logits: for scripts that ask for those. The step itself never holds them.
+
+
+def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    """`task.of_pass` of rows of a text each.
+
+    Args:
+        logits: `[rows, T, V]`.
+        labels: transformers', `[rows, T]`.
+    """
+    rows, length = labels.shape
+    targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
+    text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
+    outputs = outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    return task.of_pass(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras=Extras()))
+
+
+def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: Any = None) -> tuple:
+    """The task's `(loss, sums)` of rows of a text each, which weigh the same: by token where the task weighs tokens.
+
+    Args:
+        logits, labels: as in `pass_of_logits`.
+        num_items: what a sum over tokens is divided by; None means the rows' own targets.
+    """
+    rows, targets = len(labels), jnp.maximum(1, jnp.sum(labels[:, 1:] != IGNORED))
+    weight = 1 / (targets if num_items is None else num_items) if task.per_token else 1 / rows
+    batch = LossBatch(jnp.full(rows, weight), Extras(), rows)
+    return task.loss(pass_of_logits(task, logits, labels), batch)
+
+
+def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> jax.Array:
+    """The cross-entropy of transformers' causal models: the mean over targets, or their sum over `num_items`.
+
+    Args:
+        logits: `[rows, T, V]`.
+        labels: `[rows, T]`, -100 where nothing is predicted.
+    """
+    targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
+    outputs = outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    return -jnp.sum(outputs.logps) / (jnp.sum(targets >= 0) if num_items is None else num_items)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A script's own loss and the model's parameters, which it cannot read: they would be numbers without a gradient.
+
+
+READ = ("named_parameters", "get_input_embeddings")  # all other ways to the values go through these
+
+
+@contextlib.contextmanager
+def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
+    """A context in which asking for the model's parameters raises the error that is made then."""
+
+    def asked() -> Any:
+        raise error()
+
+    vars(model).update(dict.fromkeys(READ, asked))
+    try:
+        yield
+    finally:
+        for name in READ:
+            del vars(model)[name]
+
+
+def read_in_jax() -> TypeError:
+    return TypeError(
+        "compute_loss reads the model's parameters, which have no gradient there: a loss is of what model(...) gives. "
+        "For a penalty on weights set weight_decay, or return one from create_optimizer, as in "
+        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)); what a script only looks at, it can read "
+        "before train()."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# A script's own loss that is written in torch: JAX computes the model's outputs, torch the loss of them and its
+# derivative by them, and JAX goes on backwards from there.
+
+
+class TorchOutputs(Outputs):
+    """`Outputs` of torch's tensors; what else a model of torch's has is not given."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotGiven(f"the model's {name}")
+
+
+class TorchModel:
+    """The model as a loss in torch calls it; each call is kept with what its gradient goes back through.
+
+    leaves, backwards, outputs: of the calls, in order: tensors that take up a gradient, the way back from them, and
+        the arrays that JAX computed.
+    """
+
+    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool):
+        """
+        Args:
+            compute: `(kind of call, arrays, number of the call) -> (outputs by name, the way back)`.
+            known: the names that a call may pass, with or without effect.
+            training: False in an evaluation.
+        """
+        self._compute, self._model, self._known, self.training = compute, model, known, training
+        self.leaves, self.backwards, self.outputs = [], [], []
+
+    def __call__(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> TorchOutputs:
+        """As `BoundModel`'s, of tensors."""
+        if unknown := others.keys() - self._known:
+            raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
+        found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
+        given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
+        return self._outputs("call", given)[1]
+
+    def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, TorchOutputs]:
+        """The task's loss of a batch, and what the model gave."""
+        del task  # the run's
+        return self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
+
+    def _outputs(self, kind: str, tensors: dict[str, Any]) -> tuple[Any, TorchOutputs]:
+        arrays = {name: np.asarray(value) for name, value in tensors.items()}
+        outputs, back = self._compute(kind, arrays, len(self.outputs))
+        leaves, shown = torch_objects.asking(outputs)
+        self.leaves.append(leaves)
+        self.backwards.append(back)
+        self.outputs.append(outputs)
+        return shown.get("loss"), TorchOutputs(shown["logits"], shown.get("loss"), shown.get("aux_loss"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class TorchLoss:
+    """Computes a script's loss in torch, and its gradient by the parameters; as `UserLoss` in a compiled step."""
+
+    def __init__(self, run: RunState, user_loss: UserLoss, without_frozen: Callable = lambda loss: loss):
+        """
+        Args:
+            without_frozen: turns a function of the parameters into one without gradients of frozen ones.
+        """
+        self._run, self._user_loss = run, user_loss
+        static = ("kind", "call", "dtype", "remat")
+        outputs = without_frozen(self._outputs)
+        self._forward = jax.jit(outputs, static_argnames=static)
+        self._both = jax.jit(partial(_with_way_back, outputs), static_argnames=static)
+        self._back = jax.jit(lambda back, gradient: back(gradient)[0])
+        self._sums = jax.jit(self._task_sums)
+
+    def value_and_grad(
+        self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
+    ) -> tuple[tuple[Any, dict], dict]:
+        """`((loss, sums), gradient)` of a micro-batch, as of the compiled loss."""
+        args = self._run.args
+        options = {"dtype": args.compute_dtype, "remat": args.remats[-1]}
+
+        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, Any]:
+            return self._both(params, frozen, inputs, arrays, key, pass_weight, kind=kind, call=call, **options)
+
+        model = self._model(compute, inputs, training=True)
+        loss = self._loss(model, inputs, num_items)
+        if not (loss.requires_grad and model.leaves):
+            raise TypeError("compute_loss returned a tensor without a gradient: wanted a loss of model(...).logits.")
+        backwards = zip(model.backwards, torch_objects.gradients(loss, model.leaves), strict=True)
+        parts = [self._back(back, gradient) for back, gradient in backwards]
+        gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
+        return (np.float32(loss.item()), self._sums(model.outputs, inputs)), gradient
+
+    def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
+        """`(sums with "loss", outputs)` of a batch."""
+
+        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
+            return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
+
+        model = self._model(compute, inputs, training=False)
+        with torch_objects.without_gradient():
+            loss = self._loss(model, inputs, None)
+        outputs = [_of_texts(found, self._run.task.head) for found in model.outputs]
+        found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
+        return self._sums(model.outputs, inputs) | {"loss": jnp.float32(loss.item())}, found
+
+    def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
+        known = frozenset(inputs) | BoundModel.ignored
+        if self._run.task.head == "lm":
+            known |= {"labels", "num_items_in_batch"}
+        return TorchModel(compute, self._run.model, known, training)
+
+    def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
+        """The script's loss, a tensor of one number."""
+        tensors = torch_objects.batch_tensors(inputs)
+        options = {}
+        if self._run.task.head == "lm":
+            options = {"num_items_in_batch": num_items}
+            options = options if num_items is None else torch_objects.batch_tensors(options)
+        refused = parameters_refused(self._run.model, lambda: NotGiven("the model's parameters"))
+        with refused, outputs_alone():
+            result = self._user_loss.compute_loss(model, tensors, **options)
+        loss = result[0] if isinstance(result, tuple) else result
+        if not torch_objects.is_tensor(loss) or loss.numel() != 1:
+            what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
+            raise TypeError(f"compute_loss returned {what}: wanted a tensor of one number, as in loss.mean().")
+        return loss.reshape(())
+
+    def _outputs(
+        self,
+        params: dict,
+        frozen: dict,
+        inputs: dict,
+        arrays: dict,
+        key: Any,
+        pass_weight: Any,
+        *,
+        kind: str,
+        call: int,
+        **options: Any,
+    ) -> dict[str, jax.Array]:
+        """The outputs of one call of the model, by name."""
+        options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
+        bound = self._user_loss.bound(frozen | params, inputs, **options)
+        if kind == "default":
+            of_batch = {name: arrays[name] for name in inputs}
+            loss, outputs = default_loss(self._run.task, bound, of_batch, arrays.get("num_items"))
+        else:
+            outputs = bound(**arrays)
+            loss = outputs.loss
+        found = {"loss": loss, "aux_loss": outputs.aux_loss, "logits": outputs.logits}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _task_sums(self, outputs: list[dict], inputs: dict) -> dict[str, jax.Array]:
+        aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
+        found = [_of_texts(one, self._run.task.head) for one in outputs]
+        return self._user_loss.sums(SimpleNamespace(outputs=found, aux_losses=aux_losses), inputs)
+
+
+def _with_way_back(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
+    """The outputs, and the function that takes their gradient to that of the parameters."""
+    return jax.vjp(lambda params: outputs(params, *given, **options), params)
+
+
+def _of_texts(outputs: dict[str, jax.Array], head: str) -> jax.Array:
+    return outputs["logits"] if head == "lm" else outputs["logits"][:, 0]

@@ -1,0 +1,220 @@
+"""Build a run from a trainer's arguments."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging as transformers_logging
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.text import brief
+from trl_jax.core.torch_random import set_seed
+from trl_jax.data import chat
+from trl_jax.data.chat import load_tokenizer
+from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_state import seed_if_imported
+from trl_jax.mesh.mesh import Fetched
+from trl_jax.mesh.processes import is_first, several
+from trl_jax.training import model
+from trl_jax.training.logging import show_lines
+from trl_jax.training.mesh import check_division, sharding_plan_of
+from trl_jax.training.reference import PREFIX, ReferenceModel
+from trl_jax.training.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+def tokenizer_of(
+    processing_class: Any,
+    checkpoint: Checkpoint | PreTrainedModel,
+    torch_model: Any,
+    args: BaseConfig,
+    sides: Mapping[str, str] | None = None,
+) -> Any:
+    """The tokenizer that was passed as `processing_class`, that of a processor that was, or the model's own, which then
+    pads and cuts on these `sides`; None: on its own.
+
+    Raises:
+        TypeError: another thing was passed.
+        ValueError: nothing was, and the model was loaded from nowhere.
+    """
+    if isinstance(processing_class, str | os.PathLike | dict | type):
+        raise TypeError(
+            "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
+            f"{brief(processing_class)}: load it with transformers' AutoTokenizer.from_pretrained."
+        )
+    if _is_processor(processing_class):
+        return _tokenizer_in(processing_class)
+    if processing_class is not None:
+        return processing_class
+    options = {"trust_remote_code": args.trust_remote_code, "sides": sides}
+    if torch_model is not None:
+        if not torch_model.config._name_or_path:
+            raise ValueError(
+                f"model is a {type(torch_model).__qualname__} that was loaded from no folder or repository, where its "
+                "tokenizer would be. Pass processing_class=AutoTokenizer.from_pretrained(...)."
+            )
+        return load_tokenizer(torch_model.config._name_or_path, torch_model.config, **options)
+    return load_tokenizer(model.tokenizer_folder(checkpoint), checkpoint.config, **options)
+
+
+def _is_processor(value: Any) -> bool:
+    """Whoever made one has imported its class, and with it all that transformers' models need."""
+    module = sys.modules.get("transformers.processing_utils")
+    return module is not None and isinstance(value, module.ProcessorMixin)
+
+
+def _tokenizer_in(processor: Any) -> Any:
+    kind = type(processor).__qualname__
+    if "tokenizer" not in vars(processor):
+        raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")
+    logger.warning(
+        "processing_class is a %s, of which the tokenizer alone is used and saved: this release of trl_jax reads "
+        "texts. What prepares images is saved as it is beside the model; save another there with its save_pretrained.",
+        kind,
+    )  # fmt: skip
+    return processor.tokenizer
+
+
+def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> tuple[int, list[int]]:
+    """Give the tokenizer the special tokens and the chat template of the arguments; `head` is the model's.
+
+    Returns:
+        How many tokens the model has to embed: `rows`, or another number where it can be resized. And the ids of those
+        that came with the template.
+    """
+    new: list[int] = []
+    chat.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
+    if head == "score":
+        chat.warn_of_shared_pad(tokenizer)
+    if args.chat_template_path is not None:
+        path = args.chat_template_path
+        rows, new = chat.settle_chat_template(tokenizer, path, rows=rows, can_resize=can_resize)
+    chat.check_pad(tokenizer, rows)
+    return rows, new
+
+
+def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
+    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids and `use_cache` into the model's
+    configs.
+
+    The configs of torch's model, if one was passed, get them, too.
+    """
+    model, args = run.model, run.args
+    if run.vocab_size != model.vocab_size:
+        model.resize_token_embeddings(run.vocab_size)
+    model.add_model_tags(tags)
+    eos = args.eos_token is not None or args.chat_template_path is not None
+    for config in (model.config, *([] if torch_model is None else [torch_model.config])):
+        chat.settle_ids(config, run.processing_class, eos=eos)
+        config.use_cache = args.use_cache
+    for one in (model, torch_model):
+        if one is not None and run.task.head == "lm":
+            chat.settle_generation(one.generation_config, run.processing_class, eos=eos)
+
+
+def align_model(run: RunState, torch_model: Any) -> None:
+    """Write the tokenizer's special tokens into the configs of a model that is about to train, and of torch's model, if
+    one was passed."""
+    updated = {}
+    for one in (run.model, torch_model):
+        if one is not None:
+            ends = one.generation_config if run.task.head == "lm" else None
+            updated |= chat.align(one.config, ends, run.processing_class)
+    if updated:
+        logger.warning(
+            "The tokenizer has new PAD/BOS/EOS tokens that differ from the model config and generation config. "
+            "The model config and generation config were aligned accordingly, being updated with the tokenizer's "
+            "values. Updated tokens: %s.",
+            updated,
+        )
+
+
+def divide(run: RunState) -> None:
+    """Distribute the model's arrays over the mesh of the arguments, if there is one."""
+    run.sharding_plan = sharding_plan_of(run.args)
+    check_division(run.sharding_plan, run.model, run.own_loss)
+    model = run.model
+    if run.sharding_plan is not None:
+        run.sharding_plan = replace(run.sharding_plan, axes=model.backend.axes)
+        model.params, model.frozen = map(run.sharding_plan.placed, (model.params, model.frozen))
+    if several():
+        model.read, model.writes = Fetched, is_first()
+
+
+def attach_reference(run: RunState, reference: ReferenceModel) -> None:
+    """Let a run's step compute a reference, too, its arrays divided over the mesh as the policy's are."""
+    plan = run.sharding_plan
+    if plan is not None:
+        axes = {PREFIX + path: axes for path, axes in reference.backend.axes.items()}
+        run.sharding_plan = plan = replace(plan, axes={**plan.axes, **axes})
+        reference = replace(reference, arrays=plan.placed(reference.arrays))
+    run.reference = reference
+
+
+def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
+    """Raise ValueError where a strategy of the arguments lacks an evaluation set or a metric that it needs."""
+    if args.eval_strategy != "no" and eval_dataset is None:
+        raise ValueError(
+            f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
+            "eval_strategy='no'."
+        )
+    if args.eval_on_start and eval_dataset is None:
+        raise ValueError("eval_on_start=True needs an eval_dataset. Pass one, or leave eval_on_start out.")
+    wanted = args.metric_for_best_model
+    if wanted is not None and isinstance(eval_dataset, dict):
+        if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
+            raise ValueError(
+                f"metric_for_best_model={wanted!r} names none of the evaluation sets ({', '.join(eval_dataset)}): "
+                f"their metrics are called eval_<name>_loss and so on, as in 'eval_{next(iter(eval_dataset))}_loss'."
+            )
+    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+        raise ValueError(
+            "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the evaluation "
+            "decides, as in metric_for_best_model='loss'."
+        )
+
+
+def set_log_level(level: int, *, asked: bool) -> None:
+    """Set transformers' loggers and ours to what `log_level` asks for; `asked`: it is not left to transformers."""
+    transformers_logging.set_verbosity(level)
+    ours = logging.getLogger("trl_jax")
+    ours.setLevel(level)
+    show_lines(level, asked=asked)
+    if not ours.hasHandlers():
+        ours.addHandler(logging.StreamHandler())
+
+
+def seed_script(args: BaseConfig, *, apart: bool) -> None:
+    """Seed what functions of a script draw from, as transformers' Trainer does when it is made: `random`, NumPy, the
+    process's stream of tokens and, where it is imported, torch. No step draws from these.
+
+    Args:
+        apart: whether each process has numbers of its own.
+    """
+    seed = args.seed + (jax.process_index() if apart else 0)
+    set_seed(seed)
+    seed_if_imported(seed)
+
+
+def warn_of_idle_devices(args: BaseConfig) -> None:
+    """Warn where training is on the CPU of a machine that has an accelerator: JAX lacks its plugin and hardly says
+    so."""
+    if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
+        if glob.glob(pattern):
+            logger.warning(
+                'Training on the CPU, though this machine has a %s: pip install "trl_jax[%s]", or pass use_cpu=True.',
+                kind,
+                extra,
+            )

@@ -1,0 +1,215 @@
+"""Explain errors of a script's loss."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import re
+import textwrap
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trl_jax.hub.torch_bridge import available
+
+# ----------------------------------------------------------------------------------------------------
+# Errors of a script's loss, explained: torch code on JAX arrays, translated, and values that are not there yet.
+
+
+_PACKAGE = Path(__file__).parents[1]
+# Of lines without the word: names that torch's functions go by, and what tensors take and have that arrays do not.
+_OF_TORCH = re.compile(
+    r"\btorch\b|\bF\.[a-z]|nn\.functional|\bdim=|\bkeepdim=|\.(unsqueeze|view|detach|cpu|numel|masked_fill|to|float|long|"
+    r"expand|gather|logsumexp|log_softmax|softmax|sigmoid|contiguous|permute|chunk|exp|log|size|unbind|new_tensor)\("
+)
+
+
+_COMPLAINT = re.compile(r"\bTensors?\b")  # of torch's functions, about what is none
+_SAYS_TORCH = re.compile(r"\btorch\b|\bF\.[a-z]|nn\.functional")
+
+
+class WrittenInTorch(TypeError):
+    """A loss has words of torch's, and arrays of JAX's.
+
+    line: the script's.
+    instead: what to write.
+    """
+
+    def __init__(self, line: str, error: BaseException):
+        translated = in_jax(line)
+        self.line = line
+        self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
+        super().__init__(
+            f"compute_loss runs on JAX arrays, which torch cannot take, and which have NumPy's methods: `{line}`; "
+            f"{self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
+        )
+
+
+class NotGiven(AttributeError):
+    """A loss in torch asked for more than the model's outputs."""
+
+
+@contextlib.contextmanager
+def torch_explained() -> Iterator[None]:
+    """Explain errors of a loss: of torch about a JAX array, and of an array about torch's words, with the script's line
+    translated to jax.numpy; of JAX about a value that does not exist while the loss is compiled, with the line and the
+    way out.
+
+    Raises:
+        WrittenInTorch: the script's line has words of torch's.
+    """
+    try:
+        yield
+    except jax.errors.JAXTypeError as error:
+        line = _line_of_script(error)
+        if line is not None and _SAYS_TORCH.search(line):
+            raise WrittenInTorch(line, error) from error
+        raise TypeError(
+            f"compute_loss is compiled once and has no values while it is: `{error if line is None else line}`. "
+            "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
+            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
+            "model(...), not self.model(...). What is to be logged is for a callback or compute_metrics."
+        ) from error
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        line = _line_of_script(error)
+        if line is None or not (_OF_TORCH.search(line) or _COMPLAINT.search(str(error))):
+            raise
+        raise WrittenInTorch(line, error) from error
+
+
+@contextlib.contextmanager
+def outputs_alone() -> Iterator[None]:
+    """Name the line of a loss in torch that asks for more than the model's outputs."""
+    try:
+        yield
+    except NotGiven as error:
+        raise TypeError(
+            f"compute_loss is written in torch and asks for {error}, which stays in JAX: `{_line_of_script(error)}`. "
+            "It is given the outputs of model(input_ids, attention_mask): logits and, of a language model, the loss."
+        ) from error
+
+
+def may_run_in_torch(error: WrittenInTorch) -> bool:
+    """Whether torch is there, and the line its own: where a script uses jax, a word that both have is JAX's."""
+    if not available():
+        return False
+    surely = _SAYS_TORCH.search(error.line) or _COMPLAINT.search(str(error.__cause__))
+    return surely is not None or not _uses_jax(error.__cause__)
+
+
+def _uses_jax(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _of_script(frame.f_code.co_filename)]
+    return any(value is jax or value is jax.numpy for value in frames[-1].f_globals.values())
+
+
+def _line_of_script(error: BaseException) -> str | None:
+    """The statement, or the part of it, in which a script's own code raised; None where none of it did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _of_script(frame.filename)]
+    if not frames:
+        return None
+    last = frames[-1]
+    lines = [linecache.getline(last.filename, number) for number in range(last.lineno, last.end_lineno + 1)]
+    return " ".join(textwrap.dedent("".join(lines)).split()) or last.line
+
+
+def _of_script(file: str) -> bool:
+    return "site-packages" not in file and not Path(file).is_relative_to(_PACKAGE)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Translates a statement of torch into jax.numpy, as far as every name that it then has is one of JAX's or optax's.
+
+
+_FUNCTIONAL = {"torch.nn.functional", "nn.functional", "F", "torch.special"}
+# torch's function -> what is written instead, of its arguments by their order and of those by their names.
+_CALLS = {
+    "cross_entropy": "optax.softmax_cross_entropy_with_integer_labels({0}, jnp.maximum({1}, 0)).mean(where={1} >= 0)",
+    "nll_loss": "-jnp.take_along_axis({0}, {1}[..., None], axis=-1).mean()",
+    "mse_loss": "jnp.mean(({0} - {1}) ** 2)",
+    "l1_loss": "jnp.mean(jnp.abs({0} - {1}))",
+    "smooth_l1_loss": "optax.huber_loss({0}, {1}).mean()",
+    "binary_cross_entropy_with_logits": "optax.sigmoid_binary_cross_entropy({0}, {1}).mean()",
+    "kl_div": "jnp.mean({1} * (jnp.log({1}) - {0}))",
+    "cosine_similarity": "optax.cosine_similarity({0}, {1})",
+    "chunk": "jnp.split({0}, {1})",
+    "gather": "jnp.take_along_axis({0}, {2}, axis={1})",
+    "masked_select": "{0}[{1}]",
+    "numel": "{0}.size",
+}
+_NAMES = {"logsigmoid": "log_sigmoid", "cat": "concatenate", "tensor": "asarray", "as_tensor": "asarray",
+          "clamp": "clip", "bmm": "matmul", "mm": "matmul"}  # fmt: skip
+_KEYWORDS = {"dim": "axis", "keepdim": "keepdims", "input": "", "other": ""}
+# A tensor's method -> what is written instead, of the tensor and its arguments.
+_METHODS = {
+    "unsqueeze": "jnp.expand_dims({0}, {1})", "view": "{0}.reshape({rest})", "detach": "jax.lax.stop_gradient({0})",
+    "contiguous": "{0}", "cpu": "{0}", "cuda": "{0}", "float": "{0}.astype(jnp.float32)",
+    "long": "{0}.astype(jnp.int32)", "bool": "{0}.astype(bool)", "numel": "{0}.size", "size": "{0}.shape[{1}]",
+    "permute": "{0}.transpose({rest})", "masked_fill": "jnp.where({1}, {2}, {0})", "to": "{0}.astype({1})",
+    "gather": "jnp.take_along_axis({0}, {2}, axis={1})", "chunk": "jnp.split({0}, {1})",
+    "expand": "jnp.broadcast_to({0}, ({rest}))", "exp": "jnp.exp({0})", "log": "jnp.log({0})",
+    "sigmoid": "jax.nn.sigmoid({0})", "softmax": "jax.nn.softmax({0}, axis={1})",
+    "log_softmax": "jax.nn.log_softmax({0}, axis={1})", "logsumexp": "jax.nn.logsumexp({0}, axis={1})",
+}  # fmt: skip
+
+
+def in_jax(line: str) -> str | None:
+    """The same in JAX; None where a part of it has no counterpart by name, or it is no whole statement."""
+    text = line.strip()
+    body = text + " pass" if text.endswith(":") else text
+    try:
+        tree = ast.parse(body)
+        written = ast.unparse(_Translated().visit(tree))
+    except (SyntaxError, KeyError, IndexError):
+        return None
+    if body is not text:
+        written = written.removesuffix("pass").rstrip()
+    return written if _exists(written) else None
+
+
+class _Translated(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node = self.generic_visit(node)
+        name = ast.unparse(node.func)
+        owner, _, last = name.rpartition(".")
+        of_module = owner in ("jnp", "jax.nn", "optax")
+        node.keywords = [one for one in (_renamed(one, node.args) for one in node.keywords) if one is not None]
+        if of_module and last in _CALLS:
+            return _filled(_CALLS[last], node.args, node.keywords)
+        if not of_module and isinstance(node.func, ast.Attribute) and last in _METHODS:
+            return _filled(_METHODS[last], [node.func.value, *node.args], node.keywords)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        owner, name = ast.unparse(node.value), _NAMES.get(node.attr, node.attr)
+        if owner in _FUNCTIONAL or owner == "torch":
+            inside = name in dir(jax.nn) and name not in dir(jnp)
+            owner = "jax.nn" if inside else "jnp"
+            return ast.parse(f"{owner}.{name}", mode="eval").body
+        return self.generic_visit(node)
+
+
+def _renamed(keyword: ast.keyword, arguments: list[ast.expr]) -> ast.keyword | None:
+    """A keyword by NumPy's name; one that is an argument in order there is put among these."""
+    new = _KEYWORDS.get(keyword.arg, keyword.arg)
+    if new == "":
+        arguments.append(keyword.value)
+        return None
+    return ast.keyword(new, keyword.value)
+
+
+def _filled(pattern: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.AST:
+    given = [*arguments, *(one.value for one in keywords)]
+    parts = [ast.unparse(one) if isinstance(one, ast.Name | ast.Constant) else f"({ast.unparse(one)})" for one in given]
+    return ast.parse(pattern.format(*parts, rest=", ".join(parts[1:])), mode="eval").body
+
+
+def _exists(written: str) -> bool:
+    """Whether nothing of torch's is left, and each function of JAX's and optax's is there."""
+    modules = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax, "optax": optax}
+    names = re.findall(r"\b(jnp|jax\.nn|jax\.lax|optax)\.(\w+)", written)
+    return not re.search(r"\btorch\b|\bF\.", written) and all(name in dir(modules[owner]) for owner, name in names)
