@@ -61,7 +61,7 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
             "training is then the reference."
         )
     if reference is not None:
-        trainer._given_reference = reference
+        trainer._ref_model = reference
     if "reward_model" in given:
         tokenizer = kept.get("processing_class", kept.get("tokenizer"))
         kept["reward_funcs"] = _judge(trainer, given["reward_model"], tokenizer)

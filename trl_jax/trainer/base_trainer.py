@@ -47,7 +47,7 @@ from trl_jax.trainer.overrides import (
     refuse,
     warn_of_changes,
 )
-from trl_jax.training import data, layout, setup
+from trl_jax.training import data, setup
 from trl_jax.training import metrics as callbacks
 from trl_jax.training import model as model_loading
 from trl_jax.training.accelerate_api import Accelerator
@@ -55,42 +55,440 @@ from trl_jax.training.checkpoint import STATE_FILE, Progress, state_text
 from trl_jax.training.data import Batches
 from trl_jax.training.devices import keep_compilations
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
-from trl_jax.training.forward import check_noise
 from trl_jax.training.logging import tell_saved
-from trl_jax.training.mesh import check_offloading
-from trl_jax.training.metrics import begin_state, events_of
-from trl_jax.training.optimizer_choice import OptimizerChoice, choose
-from trl_jax.training.parts import Parts, assemble
+from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.push import HubPublisher
-from trl_jax.training.rollout import RolloutParts
 from trl_jax.training.script_loss import BoundModel, script_values
 from trl_jax.training.state import RunState, TrainerHooks
 from trl_jax.training.step import default_optimizer
-
-# ----------------------------------------------------------------------------------------------------
-# The attributes and methods that scripts know from transformers' Trainer and that neither train nor evaluate.
 
 
 def _of_run(name: str, doc: str) -> property:
     """An attribute of the trainer that the run's state holds, so that all of its parts see what a script sets."""
 
-    def read(self: Surface) -> Any:
+    def read(self: BaseTrainer) -> Any:
         return vars(self._run)[name]
 
-    def write(self: Surface, value: Any) -> None:
+    def write(self: BaseTrainer, value: Any) -> None:
         setattr(self._run, name, value)
 
     return property(read, write, doc=doc)
 
 
-class Surface(abc.ABC):
-    """Data, files and facts that scripts ask of a trainer, or set on it, besides having it train."""
+class BaseTrainer(abc.ABC):
+    """Trains a model as a task explains it; a subclass says which task (`make_task`) and which arguments
+    (`config_class`).
 
+    A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
+    `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer` and the
+    dataloaders. Other methods that TRL's trainers call on themselves are refused: nobody would call them here.
+
+    Attributes:
+        aux_loss_enabled, router_aux_loss_coef: whether a loss that balances experts is added, and its weight.
+        compute_loss_func: the loss that was passed.
+        parts: what the run is made of.
+    """
+
+    _name: ClassVar[str]  # as in the output directory that is used where none is given, "<model>-<name>"
+    _tag_names: ClassVar[list[str]]  # of the model's card
+    _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
+    config_class: ClassVar[type[BaseConfig]] = BaseConfig
+    _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
+    _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
+    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
+    _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
+    _data_collator: Any = None
+    _compute_loss_func: Callable | None = None
+    compute_loss_func = Settled(
+        lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
+    )
+    aux_loss_enabled = Settled(
+        lambda trainer: trainer._run.router_aux_loss_coef != 0, "Say router_aux_loss_coef in the arguments."
+    )
+    router_aux_loss_coef = Settled(
+        lambda trainer: trainer._run.router_aux_loss_coef, "Say router_aux_loss_coef in the arguments."
+    )
+    _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
+    _progress: Progress | None = None  # what the checkpoint that is being saved has
+    _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
+    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
+    _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
     _run: RunState
     _publisher: HubPublisher
-    parts: Parts
+    parts: setup.Parts
 
-    # ---- what the run holds ------------------------------------------------------------------------------------
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        check_overridden(cls, {**cls._never_called, **cls._once_called})
+        answer_if_loaded()
+
+    @abc.abstractmethod
+    def make_task(self) -> Task:
+        """The task, by `self.args` as they are now; asked for at construction, and before each step and evaluation."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        args: BaseConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        compute_loss_func: Callable | None = None,
+        spec: setup.TrainerSpec | None = None,
+    ):
+        """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
+
+        Args:
+            compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
+            spec: what the trainer class contributes besides its task; None: nothing.
+
+        Raises:
+            TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        """
+        own = () if self._collator_class is None else (self._collator_class,)
+        check_collator(data_collator, (*own, *self._older_collators))
+        args = self._config(args, model)
+        keep_compilations()  # before anything is compiled
+        adapter = None if peft_config is None else as_adapter_config(peft_config)
+        model, torch_model = model_loading.split_model(model)
+        if train_dataset is None:
+            raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
+        check_type(train_dataset, "train")
+        self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
+        self._begin(args, own_loss=compute_loss_func is not None)
+        quantization = model_loading.quantization_of(quantization_config, args)
+        if torch_model is None:
+            checkpoint = model_loading.find(model, args, self._run.task.head)
+        else:
+            checkpoint = model_loading.from_torch(torch_model, args, self._run.task.head)
+        new_tokens = self._settle_data(checkpoint, torch_model, adapter, processing_class, train_dataset, eval_dataset)
+        self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
+        check_compute_metrics(compute_metrics, args.batch_eval_metrics)
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.accelerator = Accelerator(args, self.end)
+        self.parts = setup.assemble(
+            self._run, spec or setup.TrainerSpec(), self._hooks(), self._publisher, callbacks,
+            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
+        )  # fmt: skip
+
+    # ---- construction, step by step
+
+    def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
+        """The arguments that were passed, or those of a run that is called after its model."""
+        if args is None:
+            return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
+        if not isinstance(args, self.config_class):
+            wanted = self.config_class.__name__
+            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
+        return args
+
+    def _begin(self, args: BaseConfig, *, own_loss: bool) -> None:
+        """Begin the run: its task is made, processes find each other, the Hub answers.
+
+        Args:
+            own_loss: the constructor was given a loss.
+        """
+        overridden = names_of_script(type(self)) | ({"compute_loss"} if own_loss else set())
+        self._run = run = RunState(args, None, overridden=overridden)
+        run.batch_size = args.per_device_train_batch_size
+        self._kept = {name: kept.of(args) for name, kept in kept_of(type(self)).items()}
+        self._read_once = read_once(self)
+        run.task = self.make_task()
+        run.pad_to_multiple_of = (args if self.data_collator is None else self.data_collator).pad_to_multiple_of
+        self._publisher = HubPublisher(run, self._tag_names, self._paper)
+        args.join_processes()  # before anything else
+        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
+            self.init_hf_repo()
+
+    def _settle_data(
+        self,
+        checkpoint: Any,
+        torch_model: Any,
+        adapter: AdapterConfig | None,
+        tokenizer: Any,
+        train: Any,
+        evaluation: Any,
+    ) -> list[int]:
+        """Settle the tokenizer and prepare rows, before weights are read: a bad row is named first, and num_proc forks
+        before JAX has threads.
+
+        Returns:
+            The ids of tokens that the chat template brought.
+        """
+        run, args = self._run, self.args
+        run.processing_class = setup.tokenizer_of(tokenizer, checkpoint, torch_model, args, self._tokenizer_sides)
+        run.vocab_size, new_tokens = setup.settle_tokens(
+            args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
+        )
+        run.max_positions = positions_beside(checkpoint.max_positions, adapter)
+        run.train_dataset = self.prepare_dataset(train, "train")
+        run.eval_dataset = self._prepared_for_evaluation(evaluation)
+        return new_tokens
+
+    def _load_policy(
+        self,
+        checkpoint: Checkpoint | PreTrainedModel,
+        torch_model: Any,
+        adapter: AdapterConfig | None,
+        quantization: BitsAndBytesConfig | None,
+        new_tokens: list[int],
+    ) -> None:
+        """Read the weights of the model that trains, and settle what the tokenizer and the arguments say of it.
+
+        Args:
+            new_tokens: those that the chat template brought, which an adapter trains, too.
+        """
+        run, args = self._run, self.args
+        args.check()  # again: setters and plain assignment get past the check at construction
+        setup.check_strategies(args, run.eval_dataset)
+        if torch_model is not None and checkpoint.can_resize:
+            resize(torch_model, run.vocab_size)
+        if adapter is not None and new_tokens:
+            adapter = with_new_tokens(adapter, new_tokens, run.task.head)
+        run.model = model_loading.load_policy(checkpoint, args, adapter, quantization, run.vocab_size)
+        if self.data_collator is None:
+            self._data_collator = self._collator()
+        setup.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
+
+    def _collator(self) -> Any:
+        """TRL's collator of these arguments, for scripts that call it; None where the task has none."""
+        if self._collator_class is None:
+            return None
+        wanted = {field.name for field in dataclasses.fields(self._collator_class)}
+        known = {name: value for name, value in vars(self.args).items() if name in wanted}
+        if known["pad_to_multiple_of"] == "auto":
+            known["pad_to_multiple_of"] = None
+        return self._collator_class(pad_token_id=self.processing_class.pad_token_id, **known)
+
+    def _hooks(self) -> TrainerHooks:
+        """Methods as they are when they are called: a script may set others on the trainer at any time."""
+        return TrainerHooks(
+            compute_loss=lambda *given, **options: self.compute_loss(*given, **options),
+            create_optimizer=lambda: self.create_optimizer(),
+            evaluate=lambda: self.evaluate(),
+            get_train_dataloader=lambda: self.get_train_dataloader(),
+            log=lambda *given: self.log(*given),
+            loss=lambda *given, **options: self.loss(*given, **options),
+            settle_task=lambda: self._settle_task(),
+            prediction_step=lambda *given: self.prediction_step(*given),
+            save_checkpoint=self._save_progress,
+            save_model=lambda *given, **options: self.save_model(*given, **options),
+            script_values=lambda: script_values(self),
+            set_by_script=lambda: vars(self).keys(),
+        )
+
+    # ---- training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end. Returns the steps taken, the mean loss, and the run's metrics.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest whole one in `args.output_dir`.
+
+        Raises:
+            ValueError: there is nothing whole to resume from, or it is of another model, optimizer or dataset.
+            FloatingPointError: several steps in a row gave no number.
+            MemoryError: a step does not fit; the text says what takes how much.
+            SystemExit: SIGTERM (143), SIGINT (130) or SIGHUP (129) asked for it; what the last step gave is in a
+                checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
+        """
+        refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        self._settle_task()
+        if self._run.rollout is None:
+            warn_of_changes(self, self._read_once)
+        else:
+            check_changes(self._run.task, self.make_task())
+        if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
+            self.parts.evaluator.try_metrics(self._metric_hooks())
+            self._tried_metrics = self.compute_metrics
+        return self.parts.training.train(resume_from_checkpoint)
+
+    @property
+    def data_collator(self) -> Any:
+        """The collator as it was passed, or TRL's. Steps are laid out without it, and go by its pad_to_multiple_of."""
+        return self._data_collator
+
+    @data_collator.setter
+    def data_collator(self, collator: Any) -> None:
+        if "parts" not in vars(self):
+            return  # before the constructor, as in TRL, which then overwrites it
+        check_collator(collator, () if self._collator_class is None else (self._collator_class,))
+        check_lengths(collator, self.args)
+        self._data_collator, self._run.pad_to_multiple_of = collator, collator.pad_to_multiple_of
+
+    def _settle_task(self) -> None:
+        """Let the run's task be that of the arguments and attributes as they are now: they may have been changed since.
+
+        Raises:
+            TypeError: something was set on the trainer that nobody would call or read.
+            ValueError: a value that the arguments do not take; or rows would have to be prepared or laid out anew.
+        """
+        check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
+        run = self._run
+        if run.rollout is not None:
+            return  # as in TRL, what decides it was read once
+        task = self.make_task()
+        if task == run.task:
+            return
+        check_kept(self)
+        check_same_rows(run.task, task, in_train=run.progress.in_train, config=self.config_class.__name__)
+        run.task = task
+        self.parts.evaluator.compile_anew()
+
+    def loss(
+        self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The task's loss and sums of one pass through a batch; arguments as of `run.forward.Forward.loss`."""
+        return self.parts.forward.loss(params, batch, key, remat=remat)
+
+    def compute_loss(
+        self,
+        model: BoundModel,
+        inputs: dict[str, jax.Array],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all. One in torch
+        is given tensors, and computes apart from the model.
+
+        Args:
+            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, `[rows, 1]` of a score head
+                and `[rows, T, V]` of a language model's.
+            inputs: `input_ids` and `attention_mask` `[X, T]`: each example's first text, then the second ones, and what
+                else the task has.
+            return_outputs: give `(loss, outputs)`.
+            num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
+                evaluation and under a score head.
+        """
+        if self.compute_loss_func is None:
+            loss, outputs = model.default_loss(self._run.task, inputs, num_items_in_batch)
+        else:
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _save_progress(self, progress: Progress) -> None:
+        self._progress = progress
+        try:
+            self._save_checkpoint(self.model, None)
+        finally:
+            self._progress = None
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write the checkpoint of a step and, as TRL does, the model's card into `args.output_dir`, and push it.
+        Scripts override it, with transformers' arguments, of which neither says more than the run has.
+
+        Raises:
+            RuntimeError: no step has asked for it.
+        """
+        del model, trial
+        if self._progress is None:
+            raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
+        folder = self.parts.checkpointer.save(self._progress, background=not self._publisher.pushes_checkpoints)
+        if is_first():
+            self.create_model_card()
+        self._publisher.push_saved(folder)
+
+    def create_optimizer(self) -> Any:
+        """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
+
+        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
+        schedule of the arguments as a share of its peak.
+        """
+        return default_optimizer(self._run, self.parts.training.choice)
+
+    # ---- evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and metrics over a dataset, raw or prepared; `eval_dataset` of the constructor if none is given.
+
+        A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
+        """
+        refuse(ignore_keys=ignore_keys)
+        self._settle_task()
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            metrics = {}
+            for name, part in dataset.items():
+                part = part if eval_dataset is None else self.prepare_dataset(part, f"eval_dataset[{name!r}]")
+                metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
+            return metrics
+        if isinstance(dataset, str):
+            return self._evaluate_one(dataset, metric_key_prefix)
+        if dataset is None:
+            raise ValueError("evaluate() needs an eval_dataset: pass one to it or to the trainer.")
+        dataset = dataset if eval_dataset is None else self.prepare_dataset(dataset, "eval")
+        return self._evaluate_one(dataset, metric_key_prefix)
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        with together(), self._model_at_rest():
+            metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
+            self.log(metrics)
+            if self.state.epoch is not None:
+                metrics["epoch"] = self.state.epoch
+            self._run.events.fire("on_evaluate", metrics)
+        return metrics
+
+    @contextlib.contextmanager
+    def _model_at_rest(self) -> Iterator[None]:
+        """`model.training` is False meanwhile, as scripts' methods that are called on the way may ask."""
+        self._run.model.eval()
+        try:
+            yield
+        finally:
+            self._run.model.train(self._run.progress.in_train)
+
+    def _metric_hooks(self) -> MetricHooks:
+        return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The task's predictions for every row of a dataset, raw or prepared; of those longer than max_length, too.
+
+        Returns:
+            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, which are `()` unless the
+            task has labels; `metrics` has the loss and the speed.
+        """
+        refuse(ignore_keys=ignore_keys)
+        self._settle_task()
+        prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
+        loader = self.get_test_dataloader(prepared)
+        with together(), self._model_at_rest():
+            return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
+
+    def prediction_step(
+        self,
+        model: BoundModel,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple:
+        """(loss, logits, labels) of one batch. Where a script overrides it, evaluation calls it every time.
+
+        Logits are `[X, 1]` and labels None under a score head, `[rows, T, V]` and `[rows, T]` of a language model.
+        """
+        refuse(ignore_keys=ignore_keys)
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return (loss, None, None) if prediction_loss_only else (loss, outputs["logits"], inputs.get("labels"))
+
+    # ---- what the run holds
 
     model = _of_run("model", "The model that trains.")
     args = _of_run("args", "The configuration.")
@@ -234,7 +632,7 @@ class Surface(abc.ABC):
             "configuration and call train()."
         )
 
-    # ---- data --------------------------------------------------------------------------------------------------
+    # ---- data
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
@@ -276,7 +674,7 @@ class Surface(abc.ABC):
         """Batches of a prepared dataset, in its order."""
         return self.batches(test_dataset, training=False)
 
-    # ---- files and the Hub -------------------------------------------------------------------------------------
+    # ---- files and the Hub
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
@@ -343,480 +741,3 @@ class Surface(abc.ABC):
     ) -> None:
         """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
         self._publisher.write_card(model_name, dataset_name, tags, facts)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The methods of a trainer that evaluate and predict.
-
-
-class Evaluating(Surface):
-    """Evaluates and predicts with the model as it is.
-
-    Attributes:
-        compute_metrics, preprocess_logits_for_metrics: as they were passed; a script may set others.
-    """
-
-    _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
-    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
-    _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
-    _settle_task: Callable[[], None]  # of `BaseTrainer`
-    compute_loss: Callable  # of `BaseTrainer`, or a script's own
-    compute_metrics: Callable | None
-    preprocess_logits_for_metrics: Callable | None
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Loss and metrics over a dataset, raw or prepared; `eval_dataset` of the constructor if none is given.
-
-        A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
-        """
-        refuse(ignore_keys=ignore_keys)
-        self._settle_task()
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            metrics = {}
-            for name, part in dataset.items():
-                part = part if eval_dataset is None else self.prepare_dataset(part, f"eval_dataset[{name!r}]")
-                metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
-            return metrics
-        if isinstance(dataset, str):
-            return self._evaluate_one(dataset, metric_key_prefix)
-        if dataset is None:
-            raise ValueError("evaluate() needs an eval_dataset: pass one to it or to the trainer.")
-        dataset = dataset if eval_dataset is None else self.prepare_dataset(dataset, "eval")
-        return self._evaluate_one(dataset, metric_key_prefix)
-
-    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        with together(), self._model_at_rest():
-            metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
-            self.log(metrics)
-            if self.state.epoch is not None:
-                metrics["epoch"] = self.state.epoch
-            self._run.events.fire("on_evaluate", metrics)
-        return metrics
-
-    @contextlib.contextmanager
-    def _model_at_rest(self) -> Iterator[None]:
-        """`model.training` is False meanwhile, as scripts' methods that are called on the way may ask."""
-        self._run.model.eval()
-        try:
-            yield
-        finally:
-            self._run.model.train(self._run.progress.in_train)
-
-    def _metric_hooks(self) -> MetricHooks:
-        return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """The task's predictions for every row of a dataset, raw or prepared; of those longer than max_length, too.
-
-        Returns:
-            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, which are `()` unless the
-            task has labels; `metrics` has the loss and the speed.
-        """
-        refuse(ignore_keys=ignore_keys)
-        self._settle_task()
-        prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
-        loader = self.get_test_dataloader(prepared)
-        with together(), self._model_at_rest():
-            return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
-
-    def prediction_step(
-        self,
-        model: BoundModel,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple:
-        """(loss, logits, labels) of one batch. Where a script overrides it, evaluation calls it every time.
-
-        Logits are `[X, 1]` and labels None under a score head, `[rows, T, V]` and `[rows, T]` of a language model.
-        """
-        refuse(ignore_keys=ignore_keys)
-        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return (loss, None, None) if prediction_loss_only else (loss, outputs["logits"], inputs.get("labels"))
-
-
-# ----------------------------------------------------------------------------------------------------
-# The steps of a trainer's constructor.
-
-
-class Setup(Surface):
-    """The steps of `BaseTrainer.__init__`, in their order. `BaseTrainer` says what these attributes are:"""
-
-    _name: ClassVar[str]
-    _tag_names: ClassVar[list[str]]
-    _paper: ClassVar[tuple[str, str] | None]
-    config_class: ClassVar[type[BaseConfig]]
-    _collator_class: ClassVar[type | None]
-    _tokenizer_sides: ClassVar[Mapping[str, str] | None]
-    _data_collator: Any
-    data_collator: Any
-    make_task: Callable[[], Task]
-    _settle_task: Callable[[], None]
-
-    def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
-        """The arguments that were passed, or those of a run that is called after its model."""
-        if args is None:
-            return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
-        if not isinstance(args, self.config_class):
-            wanted = self.config_class.__name__
-            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
-        return args
-
-    def _begin(self, args: BaseConfig, *, own_loss: bool) -> None:
-        """Begin the run: its task is made, processes find each other, the Hub answers.
-
-        Args:
-            own_loss: the constructor was given a loss.
-        """
-        overridden = names_of_script(type(self)) | ({"compute_loss"} if own_loss else set())
-        self._run = run = RunState(args, None, overridden=overridden)
-        run.batch_size = args.per_device_train_batch_size
-        self._kept = {name: kept.of(args) for name, kept in kept_of(type(self)).items()}
-        self._read_once = read_once(self)
-        run.task = self.make_task()
-        run.pad_to_multiple_of = (args if self.data_collator is None else self.data_collator).pad_to_multiple_of
-        self._publisher = HubPublisher(run, self._tag_names, self._paper)
-        args.join_processes()  # before anything else
-        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
-            self.init_hf_repo()
-
-    def _settle_data(
-        self,
-        checkpoint: Any,
-        torch_model: Any,
-        adapter: AdapterConfig | None,
-        tokenizer: Any,
-        train: Any,
-        evaluation: Any,
-    ) -> list[int]:
-        """Settle the tokenizer and prepare rows, before weights are read: a bad row is named first, and num_proc forks
-        before JAX has threads.
-
-        Returns:
-            The ids of tokens that the chat template brought.
-        """
-        run, args = self._run, self.args
-        run.processing_class = setup.tokenizer_of(tokenizer, checkpoint, torch_model, args, self._tokenizer_sides)
-        run.vocab_size, new_tokens = setup.settle_tokens(
-            args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
-        )
-        run.max_positions = positions_beside(checkpoint.max_positions, adapter)
-        run.train_dataset = self.prepare_dataset(train, "train")
-        run.eval_dataset = self._prepared_for_evaluation(evaluation)
-        return new_tokens
-
-    def _load_policy(
-        self,
-        checkpoint: Checkpoint | PreTrainedModel,
-        torch_model: Any,
-        adapter: AdapterConfig | None,
-        quantization: BitsAndBytesConfig | None,
-        new_tokens: list[int],
-    ) -> None:
-        """Read the weights of the model that trains, and settle what the tokenizer and the arguments say of it.
-
-        Args:
-            new_tokens: those that the chat template brought, which an adapter trains, too.
-        """
-        run, args = self._run, self.args
-        args.check()  # again: setters and plain assignment get past the check at construction
-        setup.check_strategies(args, run.eval_dataset)
-        if torch_model is not None and checkpoint.can_resize:
-            resize(torch_model, run.vocab_size)
-        if adapter is not None and new_tokens:
-            adapter = with_new_tokens(adapter, new_tokens, run.task.head)
-        run.model = model_loading.load_policy(checkpoint, args, adapter, quantization, run.vocab_size)
-        if self.data_collator is None:
-            self._data_collator = self._collator()
-        setup.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
-
-    def _collator(self) -> Any:
-        """TRL's collator of these arguments, for scripts that call it; None where the task has none."""
-        if self._collator_class is None:
-            return None
-        wanted = {field.name for field in dataclasses.fields(self._collator_class)}
-        known = {name: value for name, value in vars(self.args).items() if name in wanted}
-        if known["pad_to_multiple_of"] == "auto":
-            known["pad_to_multiple_of"] = None
-        return self._collator_class(pad_token_id=self.processing_class.pad_token_id, **known)
-
-    def _assemble(
-        self,
-        callbacks: Any,
-        choose: Callable[[], OptimizerChoice],
-        torch_model: Any,
-        reference: Callable[[RunState], None] | None,
-        rollout: Callable[[RunState], RolloutParts] | None,
-    ) -> None:
-        """Divide the model over the devices and make the parts of the run; arguments as of `BaseTrainer` and
-        `run.parts.assemble`."""
-        run, args = self._run, self.args
-        self.accelerator = Accelerator(args, self.end)
-        setup.divide(run)
-        if reference is not None:
-            reference(run)
-        setup.seed_script(args, apart=rollout is not None)
-        run.events = events_of(run, callbacks)
-        begin_state(run)
-        self._balance_experts()
-        own_rows = None if rollout is None else rollout(run)
-        self.parts = assemble(run, self._hooks(), self._publisher, choose, torch_model, own_rows)
-        run.end_setup()
-        run.events.fire("on_init_end")
-        check_noise(args, run.model.backend)
-        layout.check_layout(args, run.model.backend, compares=run.compares)
-        check_offloading(args, run.model.backend)
-
-    def _balance_experts(self) -> None:
-        """Let the run add the load-balancing loss of a mixture of experts, in trainers whose argument weighs it."""
-
-    def _hooks(self) -> TrainerHooks:
-        """Methods as they are when they are called: a script may set others on the trainer at any time."""
-        return TrainerHooks(
-            compute_loss=lambda *given, **options: self.compute_loss(*given, **options),
-            create_optimizer=lambda: self.create_optimizer(),
-            evaluate=lambda: self.evaluate(),
-            get_train_dataloader=lambda: self.get_train_dataloader(),
-            log=lambda *given: self.log(*given),
-            loss=lambda *given, **options: self.loss(*given, **options),
-            settle_task=lambda: self._settle_task(),
-            prediction_step=lambda *given: self.prediction_step(*given),
-            save_checkpoint=self._save_progress,
-            save_model=lambda *given, **options: self.save_model(*given, **options),
-            script_values=lambda: script_values(self),
-            set_by_script=lambda: vars(self).keys(),
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The base of every trainer: TRL's surface around the parts of a run.
-
-
-class BaseTrainer(Setup, Evaluating):
-    """Trains a model as a task explains it; a subclass says which task (`make_task`) and which arguments
-    (`config_class`).
-
-    A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
-    `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer` and the
-    dataloaders. Other methods that TRL's trainers call on themselves are refused: nobody would call them here.
-
-    Attributes:
-        aux_loss_enabled, router_aux_loss_coef: whether a loss that balances experts is added, and its weight.
-        compute_loss_func: the loss that was passed.
-        parts: what the run is made of.
-    """
-
-    _name: ClassVar[str]  # as in the output directory that is used where none is given, "<model>-<name>"
-    _tag_names: ClassVar[list[str]]  # of the model's card
-    _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
-    config_class: ClassVar[type[BaseConfig]] = BaseConfig
-    _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
-    _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
-    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
-    _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
-    _data_collator: Any = None
-    _compute_loss_func: Callable | None = None
-    compute_loss_func = Settled(
-        lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
-    )
-    aux_loss_enabled = Settled(
-        lambda trainer: trainer._run.router_aux_loss_coef != 0, "Say router_aux_loss_coef in the arguments."
-    )
-    router_aux_loss_coef = Settled(
-        lambda trainer: trainer._run.router_aux_loss_coef, "Say router_aux_loss_coef in the arguments."
-    )
-    _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
-    _progress: Progress | None = None  # what the checkpoint that is being saved has
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        check_overridden(cls, {**cls._never_called, **cls._once_called})
-        answer_if_loaded()
-
-    @abc.abstractmethod
-    def make_task(self) -> Task:
-        """The task, by `self.args` as they are now; asked for at construction, and before each step and evaluation."""
-
-    def __init__(
-        self,
-        model: str | os.PathLike | PreTrainedModel,
-        args: BaseConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        *,
-        compute_loss_func: Callable | None = None,
-        reference: Callable[[RunState], None] | None = None,
-        rollout: Callable[[RunState], RolloutParts] | None = None,
-    ):
-        """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
-
-        Args:
-            compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
-            reference: attaches a reference to the run, once the model is there (`run.construction.attach_reference`).
-            rollout: how the run makes its rows itself; None where they are the dataset's.
-
-        Raises:
-            TypeError, ValueError: an argument, row or checkpoint at fault, by name.
-        """
-        own = () if self._collator_class is None else (self._collator_class,)
-        check_collator(data_collator, (*own, *self._older_collators))
-        args = self._config(args, model)
-        keep_compilations()  # before anything is compiled
-        adapter = None if peft_config is None else as_adapter_config(peft_config)
-        model, torch_model = model_loading.split_model(model)
-        if train_dataset is None:
-            raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
-        check_type(train_dataset, "train")
-        self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
-        self._begin(args, own_loss=compute_loss_func is not None)
-        quantization = model_loading.quantization_of(quantization_config, args)
-        if torch_model is None:
-            checkpoint = model_loading.find(model, args, self._run.task.head)
-        else:
-            checkpoint = model_loading.from_torch(torch_model, args, self._run.task.head)
-        new_tokens = self._settle_data(checkpoint, torch_model, adapter, processing_class, train_dataset, eval_dataset)
-        self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
-        check_compute_metrics(compute_metrics, args.batch_eval_metrics)
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self._assemble(
-            callbacks, lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model, reference, rollout
-        )
-
-    # ---- training ----------------------------------------------------------------------------------------------
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train to the end. Returns the steps taken, the mean loss, and the run's metrics.
-
-        Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the newest whole one in `args.output_dir`.
-
-        Raises:
-            ValueError: there is nothing whole to resume from, or it is of another model, optimizer or dataset.
-            FloatingPointError: several steps in a row gave no number.
-            MemoryError: a step does not fit; the text says what takes how much.
-            SystemExit: SIGTERM (143), SIGINT (130) or SIGHUP (129) asked for it; what the last step gave is in a
-                checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
-        """
-        refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        self._settle_task()
-        if self._run.rollout is None:
-            warn_of_changes(self, self._read_once)
-        else:
-            check_changes(self._run.task, self.make_task())
-        if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
-            self.parts.evaluator.try_metrics(self._metric_hooks())
-            self._tried_metrics = self.compute_metrics
-        return self.parts.training.train(resume_from_checkpoint)
-
-    @property
-    def data_collator(self) -> Any:
-        """The collator as it was passed, or TRL's. Steps are laid out without it, and go by its pad_to_multiple_of."""
-        return self._data_collator
-
-    @data_collator.setter
-    def data_collator(self, collator: Any) -> None:
-        if "parts" not in vars(self):
-            return  # before the constructor, as in TRL, which then overwrites it
-        check_collator(collator, () if self._collator_class is None else (self._collator_class,))
-        check_lengths(collator, self.args)
-        self._data_collator, self._run.pad_to_multiple_of = collator, collator.pad_to_multiple_of
-
-    def _settle_task(self) -> None:
-        """Let the run's task be that of the arguments and attributes as they are now: they may have been changed since.
-
-        Raises:
-            TypeError: something was set on the trainer that nobody would call or read.
-            ValueError: a value that the arguments do not take; or rows would have to be prepared or laid out anew.
-        """
-        check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
-        run = self._run
-        if run.rollout is not None:
-            return  # as in TRL, what decides it was read once
-        task = self.make_task()
-        if task == run.task:
-            return
-        check_kept(self)
-        check_same_rows(run.task, task, in_train=run.progress.in_train, config=self.config_class.__name__)
-        run.task = task
-        self.parts.evaluator.compile_anew()
-
-    def loss(
-        self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's loss and sums of one pass through a batch; arguments as of `run.forward.Forward.loss`."""
-        return self.parts.forward.loss(params, batch, key, remat=remat)
-
-    def compute_loss(
-        self,
-        model: BoundModel,
-        inputs: dict[str, jax.Array],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all. One in torch
-        is given tensors, and computes apart from the model.
-
-        Args:
-            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, `[rows, 1]` of a score head
-                and `[rows, T, V]` of a language model's.
-            inputs: `input_ids` and `attention_mask` `[X, T]`: each example's first text, then the second ones, and what
-                else the task has.
-            return_outputs: give `(loss, outputs)`.
-            num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
-                evaluation and under a score head.
-        """
-        if self.compute_loss_func is None:
-            loss, outputs = model.default_loss(self._run.task, inputs, num_items_in_batch)
-        else:
-            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-    def _save_progress(self, progress: Progress) -> None:
-        self._progress = progress
-        try:
-            self._save_checkpoint(self.model, None)
-        finally:
-            self._progress = None
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the checkpoint of a step and, as TRL does, the model's card into `args.output_dir`, and push it.
-        Scripts override it, with transformers' arguments, of which neither says more than the run has.
-
-        Raises:
-            RuntimeError: no step has asked for it.
-        """
-        del model, trial
-        if self._progress is None:
-            raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
-        folder = self.parts.checkpointer.save(self._progress, background=not self._publisher.pushes_checkpoints)
-        if is_first():
-            self.create_model_card()
-        self._publisher.push_saved(folder)
-
-    def create_optimizer(self) -> Any:
-        """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
-
-        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
-        schedule of the arguments as a share of its peak.
-        """
-        return default_optimizer(self._run, self.parts.training.choice)

@@ -20,6 +20,7 @@ from trl_jax.data.chat_templates import (
 )
 from trl_jax.data.checks import argument as argument_checks
 from trl_jax.hub.generate import check_generates
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
@@ -29,14 +30,13 @@ from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
-from trl_jax.trainer.reference import HeldReference
+from trl_jax.trainer.reference import attach_policy_reference, reference_as_model
+from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.rollout import RolloutParts, Sampling
 from trl_jax.training.state import RunState
 
-# ----------------------------------------------------------------------------------------------------
-# The functions and environments that a script lets its model act by: checked, and with how the tokenizer tells calls
-# from text.
+# ---- Tools and environments, and how the tokenizer tells tool calls from text
 
 
 def tools_of(
@@ -105,8 +105,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
+# ---- Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there
 
 
 _OWN_SAMPLING = "generation_config of {}: tokens are sampled by its arguments. Say generation_kwargs in its config."
@@ -130,8 +129,18 @@ def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
     return property(get, put, doc=f"`args.{name}`.")
 
 
-class RolloutAttributes(BaseTrainer):
-    """Attributes of all of them."""
+class OnlineTrainer(BaseTrainer):
+    """The base of online trainers: rows are prompts, and the model learns from its own completions.
+
+    Attributes:
+        tools: functions that the model may call in its completions.
+    """
+
+    tools: Sequence[Callable] = ()
+    _environments: Environments | None = None
+    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
+    _writes_completions: ClassVar[bool] = True
+    _parses_messages: ClassVar[bool] = True
 
     temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
     repetition_penalty, max_completion_length = map(argument, ("repetition_penalty", "max_completion_length"))
@@ -149,30 +158,14 @@ class RolloutAttributes(BaseTrainer):
     def generation_config(self, value: Any) -> None:
         raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
 
-
-# ----------------------------------------------------------------------------------------------------
-# The base of trainers that learn from completions which the model writes itself.
-
-
-class TrainerWithRollout(RolloutAttributes):
-    """A trainer whose rows are prompts, and which learns from what the model makes of them.
-
-    Attributes:
-        tools: functions that the model may call in its completions.
-    """
-
-    tools: Sequence[Callable] = ()
-    _environments: Environments | None = None
-    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
-    _writes_completions: ClassVar[bool] = True
-    _parses_messages: ClassVar[bool] = True
-
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are those of `BaseTrainer`."""
-        super().__init__(model, reference=self._attach_reference, rollout=self._rollout, **arguments)
+        spec = setup.TrainerSpec(self._attach_reference, self._rollout, self._balance_experts)
+        super().__init__(model, spec=spec, **arguments)
 
-    def _balance_experts(self) -> None:
-        balance_experts(self._run, self.args.router_aux_loss_coef)
+    @staticmethod
+    def _balance_experts(run: RunState) -> None:
+        balance_experts(run, run.args.router_aux_loss_coef)
 
     def get_train_dataloader(self) -> Any:
         """Raises TypeError: there is none."""
@@ -287,13 +280,18 @@ def _options(run: RunState) -> dict[str, Any]:
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arguments that TRL's GRPOTrainer and RLOOTrainer keep on themselves, for scripts that read them there.
+# ---- GRPO and RLOO
 
 
-class PolicyAttributes(TrainerWithRollout):
-    """Attributes of both trainers."""
+class PolicyTrainer(OnlineTrainer):
+    """The base of GRPO and RLOO: rewards of completions, and a KL penalty against a reference with `beta`.
 
+    Attributes:
+        reward_func_names: the reward functions' names in metrics.
+    """
+
+    _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+    _ref_model: Any = None  # scripts of TRL up to 0.21 pass one; else the policy as it is before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
     num_generations_eval = argument(
         "num_generations_eval", lambda args: args.num_generations_eval or args.num_generations
@@ -338,19 +336,10 @@ class PolicyAttributes(TrainerWithRollout):
             )
         judge.task = replace(judge.task, reward_weights=found)
 
-
-# ----------------------------------------------------------------------------------------------------
-# The base of trainers that learn from the rewards of completions which the policy writes itself: GRPO and RLOO.
-
-
-class TrainerWithRewards(HeldReference, PolicyAttributes):
-    """A trainer that judges completions by reward functions, and holds the policy near a reference if it is to.
-
-    Attributes:
-        reward_func_names: the reward functions' names in metrics.
-    """
-
-    _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference model as it is now; None without `beta`, and with an adapter."""
+        return reference_as_model(self._run, self._ref_model)
 
     def __init__(
         self,
@@ -394,7 +383,7 @@ class TrainerWithRewards(HeldReference, PolicyAttributes):
                     "`beta` to a non-zero value."
                 )
             return
-        self._hold_reference(run)
+        attach_policy_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
 
     def _rewards(self, run: RunState) -> RewardFunctions:
         args = run.args

@@ -22,8 +22,7 @@ from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, 
 from trl_jax.training.reference_logps import precomputed
 from trl_jax.training.state import RunState
 
-# ----------------------------------------------------------------------------------------------------
-# The base of trainers on preference pairs without a reference: ORPO and CPO.
+# ---- The base of trainers on preference pairs without a reference: ORPO and CPO
 
 
 class ReferenceFreeTrainer(BaseTrainer):
@@ -80,57 +79,50 @@ class ReferenceFreeTrainer(BaseTrainer):
             model, None if args is None else as_config(args, self.config_class), None, train_dataset, eval_dataset,
             processing_class, callbacks=callbacks, optimizers=optimizers,
             quantization_config=quantization_config, peft_config=peft_config,
+            spec=setup.TrainerSpec(balance_experts=self._balance_experts),
         )  # fmt: skip
 
-    def _balance_experts(self) -> None:
-        """As in TRL, by the model's config alone: where it has `output_router_logits`, by its coefficient."""
-        asked = self._run.model.config.get_text_config().to_dict().get("output_router_logits", False)
-        balance_experts(self._run, None if asked else 0.0)
+    @staticmethod
+    def _balance_experts(run: RunState) -> None:
+        """As in TRL, by the model's config alone: with `output_router_logits`, by its coefficient."""
+        asked = run.model.config.get_text_config().to_dict().get("output_router_logits", False)
+        balance_experts(run, None if asked else 0.0)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The reference that a trainer's policy is compared with: a model of the script's, or the policy as it begins.
+# ---- The reference model of a policy: a model that the script passes, or the policy as it is before training
 
 
-class HeldReference:
-    """A part of trainers whose arguments have `sync_ref_model`."""
-
-    _run: RunState
-    _given_reference: Any = None
-    _fresh_adapter: bool = False
-
-    @property
-    def ref_model(self) -> PreTrainedModel | None:
-        """The reference as it is now; None where it is not in memory as a model of its own: where nothing is compared
-        in the run, with `precompute_ref_log_probs`, and of an adapter, whose reference is the model under it."""
-        model, reference = self._run.model, self._run.reference
-        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
-            return None
-        return reference.as_model(model)
-
-    def _hold_reference(self, run: RunState) -> None:
-        """Let the run's step compute it; it follows the policy where the arguments say so."""
-        args, reference = run.args, self._reference(run)
-        if args.sync_ref_model:
-            check_sync(run.model)
-            sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
-            reference = reference.following(sync, run.model.arrays)
-        setup.attach_reference(run, reference)
-
-    def _reference(self, run: RunState) -> ReferenceModel:
-        if self._given_reference is None:
-            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
-        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
-        return given(model.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+def loaded_reference(run: RunState, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
+    """`ref_model` as the run's step computes it; None: the policy as it is now, or the base of a fresh adapter."""
+    if ref_model is None:
+        return initial_policy(run.model, fresh_adapter=fresh_adapter)
+    as_bits = run.sharding_plan is None and not run.args.sync_ref_model
+    return given(model.load_reference(ref_model, run.args), run.vocab_size, as_bits=as_bits)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The base of trainers that compare a policy with a reference model: DPO and KTO.
+def attach_policy_reference(run: RunState, ref_model: Any, *, fresh_adapter: bool) -> None:
+    """Let the run's step compute the reference, which follows the policy with `sync_ref_model`."""
+    args, reference = run.args, loaded_reference(run, ref_model, fresh_adapter=fresh_adapter)
+    if args.sync_ref_model:
+        check_sync(run.model)
+        sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+        reference = reference.following(sync, run.model.arrays)
+    setup.attach_reference(run, reference)
 
 
-class TrainerWithReference(HeldReference, BaseTrainer):
-    """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
-    columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
+def reference_as_model(run: RunState, ref_model: Any) -> PreTrainedModel | None:
+    """The reference as it is now, for `trainer.ref_model`. None where it is not a model of its own in memory: without a
+    comparison, with `precompute_ref_log_probs`, and with an adapter, whose reference is the model below it."""
+    if run.reference is None or (ref_model is None and isinstance(run.model.backend, AdaptedBackend)):
+        return None
+    return run.reference.as_model(run.model)
+
+
+class ReferenceTrainer(BaseTrainer):
+    """The base of trainers that compare a policy with a reference model: DPO and KTO.
+
+    The task has the reference's log-probabilities as optional columns of numbers. They are computed in the step, or
+    before training with `precompute_ref_log_probs`.
     """
 
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
@@ -143,20 +135,27 @@ class TrainerWithReference(HeldReference, BaseTrainer):
                 "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
                 "model as it is before training is then the reference."
             )
-        self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
-        super().__init__(model, peft_config=peft_config, reference=self._attach_reference, **arguments)
+        self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
+        spec = setup.TrainerSpec(self._attach_reference, balance_experts=self._balance_experts)
+        super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
         check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
 
-    def _balance_experts(self) -> None:
-        balance_experts(self._run, self.args.router_aux_loss_coef)
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference model as it is now; None where it is not a model of its own in memory."""
+        return reference_as_model(self._run, self._ref_model)
+
+    @staticmethod
+    def _balance_experts(run: RunState) -> None:
+        balance_experts(run, run.args.router_aux_loss_coef)
 
     def _attach_reference(self, run: RunState) -> None:
         if run.args.precompute_ref_log_probs:
             run.finish_rows = self._with_reference
         else:
-            self._hold_reference(run)
+            attach_policy_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
 
     def _precompute(self) -> None:
         """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""
@@ -168,8 +167,9 @@ class TrainerWithReference(HeldReference, BaseTrainer):
             run.eval_dataset = self._with_reference(run.eval_dataset, "eval")
 
     def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
-        run, args, reference = self._run, self.args, self._reference(self._run)
-        if run.state.global_step and self._given_reference is None and reference.arrays:
+        run, args = self._run, self.args
+        reference = loaded_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
+        if run.state.global_step and self._ref_model is None and reference.arrays:
             raise ValueError(
                 "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
                 "because `precompute_ref_log_probs=True` and no `ref_model` was provided: the model as it was is not "

@@ -23,6 +23,8 @@ from trl_jax.trainer.collators import DataCollatorForLanguageModeling
 from trl_jax.trainer.overrides import NEVER_READ, Kept
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.setup import TrainerSpec
+from trl_jax.training.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class SFTTrainer(BaseTrainer):
             model, args, data_collator, train_dataset, eval_dataset, processing_class,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
+            spec=TrainerSpec(balance_experts=self._balance_experts),
         )  # fmt: skip
         if self.aux_loss_enabled and compute_loss_func is not None:
             logger.warning(
@@ -117,8 +120,9 @@ class SFTTrainer(BaseTrainer):
                 "router_aux_loss_coef=0.0."
             )
 
-    def _balance_experts(self) -> None:
-        balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
+    @staticmethod
+    def _balance_experts(run: RunState) -> None:
+        balance_experts(run, run.args.router_aux_loss_coef, in_config=True)
 
     def make_task(self) -> SftTask:
         args = self.args

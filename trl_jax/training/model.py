@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from trl_jax.data.chat import align
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, rows_on_disk, with_adapter
 from trl_jax.hub.config import told_of
 from trl_jax.hub.heads import HeadName
@@ -302,3 +303,20 @@ def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
             "from_pretrained of trl_jax's AutoModelForSequenceClassification or AutoModelForCausalLM returned."
         )
     return model, None
+
+
+def align_special_tokens(model: PreTrainedModel, torch_model: Any, tokenizer: Any, *, head: str) -> None:
+    """Write the tokenizer's special tokens into the configs of a model that is about to train, and of the torch model
+    that was passed, if any."""
+    updated = {}
+    for one in (model, torch_model):
+        if one is not None:
+            ends = one.generation_config if head == "lm" else None
+            updated |= align(one.config, ends, tokenizer)
+    if updated:
+        logger.warning(
+            "The tokenizer has new PAD/BOS/EOS tokens that differ from the model config and generation config. "
+            "The model config and generation config were aligned accordingly, being updated with the tokenizer's "
+            "values. Updated tokens: %s.",
+            updated,
+        )

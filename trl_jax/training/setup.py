@@ -6,9 +6,9 @@ import glob
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from transformers.trainer_utils import SaveStrategy
@@ -23,12 +23,23 @@ from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_state import seed_if_imported
 from trl_jax.mesh.mesh import Fetched
-from trl_jax.mesh.processes import is_first, several
-from trl_jax.training import model
+from trl_jax.mesh.processes import check_alike, is_first, several
+from trl_jax.training import data, layout, model
+from trl_jax.training.devices import ShardedStep
+from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
+from trl_jax.training.forward import Forward, check_noise
 from trl_jax.training.logging import show_lines
-from trl_jax.training.mesh import check_division, sharding_plan_of
+from trl_jax.training.mesh import check_division, check_offloading, sharding_plan_of
+from trl_jax.training.metrics import begin_state, events_of
+from trl_jax.training.optimizer_choice import OptimizerChoice
+from trl_jax.training.push import HubPublisher
 from trl_jax.training.reference import PREFIX, ReferenceModel
-from trl_jax.training.state import RunState
+from trl_jax.training.resume import Checkpointer, arguments_text
+from trl_jax.training.rollout import RolloutParts, rollout_steps
+from trl_jax.training.script_loss import UserLoss
+from trl_jax.training.state import RunState, TrainerHooks
+from trl_jax.training.step import TrainStep
+from trl_jax.training.train import Training
 
 logger = logging.getLogger(__name__)
 
@@ -122,23 +133,6 @@ def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
             chat.settle_generation(one.generation_config, run.processing_class, eos=eos)
 
 
-def align_model(run: RunState, torch_model: Any) -> None:
-    """Write the tokenizer's special tokens into the configs of a model that is about to train, and of torch's model, if
-    one was passed."""
-    updated = {}
-    for one in (run.model, torch_model):
-        if one is not None:
-            ends = one.generation_config if run.task.head == "lm" else None
-            updated |= chat.align(one.config, ends, run.processing_class)
-    if updated:
-        logger.warning(
-            "The tokenizer has new PAD/BOS/EOS tokens that differ from the model config and generation config. "
-            "The model config and generation config were aligned accordingly, being updated with the tokenizer's "
-            "values. Updated tokens: %s.",
-            updated,
-        )
-
-
 def divide(run: RunState) -> None:
     """Distribute the model's arrays over the mesh of the arguments, if there is one."""
     run.sharding_plan = sharding_plan_of(run.args)
@@ -218,3 +212,116 @@ def warn_of_idle_devices(args: BaseConfig) -> None:
                 kind,
                 extra,
             )
+
+
+# ---- The parts of a run, made in order, each with what it needs
+
+
+class Parts(NamedTuple):
+    """The parts of a trainer, for tools that look at a run without training it."""
+
+    run: RunState
+    forward: Forward
+    evaluator: Evaluator | CompletionEvaluator
+    train_step: TrainStep
+    checkpointer: Checkpointer
+    publisher: HubPublisher
+    training: Training
+
+
+class TrainerSpec(NamedTuple):
+    """What a trainer class contributes to its run, besides its task.
+
+    attach_reference: gives the run the model that the policy is compared with, if there is one; None: there is none.
+    rollout: how an online trainer makes its training rows; None: the rows are the dataset's.
+    balance_experts: adds the load-balancing loss of a mixture of experts to the run; None: it is never added.
+    """
+
+    attach_reference: Callable[[RunState], None] | None = None
+    rollout: Callable[[RunState], RolloutParts] | None = None
+    balance_experts: Callable[[RunState], object] | None = None
+
+
+def assemble(
+    run: RunState,
+    spec: TrainerSpec,
+    hooks: TrainerHooks,
+    publisher: HubPublisher,
+    callbacks: Any,
+    choose: Callable[[], OptimizerChoice],
+    torch_model: Any,
+) -> Parts:
+    """Make the parts of a run whose tokenizer, rows and model are there: placed on the devices, with its reference, its
+    callbacks, and the functions that steps and evaluations are compiled from.
+
+    Args:
+        callbacks: those that the constructor was given.
+        choose: the optimizer that the arguments and the constructor ask for, as they are now.
+        torch_model: the torch model that was passed, which gets the trained weights; None without one.
+
+    Raises:
+        ValueError: the run has no end, or an argument does not fit the model.
+        TypeError: a script overrides the loss of a task that needs per-token numbers.
+    """
+    args = run.args
+    divide(run)
+    if spec.attach_reference is not None:
+        spec.attach_reference(run)
+    seed_script(args, apart=spec.rollout is not None)
+    run.events = events_of(run, callbacks)
+    begin_state(run)
+    if spec.balance_experts is not None:
+        spec.balance_experts(run)
+    rollout = None if spec.rollout is None else spec.rollout(run)
+    parts = _make_parts(run, hooks, publisher, choose, torch_model, rollout)
+    run.end_setup()
+    run.events.fire("on_init_end")
+    check_noise(args, run.model.backend)
+    layout.check_layout(args, run.model.backend, compares=run.compares)
+    check_offloading(args, run.model.backend)
+    return parts
+
+
+def _make_parts(
+    run: RunState,
+    hooks: TrainerHooks,
+    publisher: HubPublisher,
+    choose: Callable[[], OptimizerChoice],
+    torch_model: Any,
+    rollout: RolloutParts | None,
+) -> Parts:
+    _check_own_loss(run)
+    arguments = arguments_text(run.args)
+    set_log_level(run.args.get_process_log_level(), asked=run.args.log_level != "passive")
+    warn_of_idle_devices(run.args)
+    os.makedirs(run.args.output_dir, exist_ok=True)
+    checkpointer, forward = Checkpointer(run, arguments, hooks), Forward(run)
+    plan = run.sharding_plan
+    sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.frozen)
+    user_loss = UserLoss(run, forward, hooks.compute_loss, hooks.script_values) if run.own_loss else None
+    if rollout is None:
+        evaluator = Evaluator(run, forward, sharded_step, user_loss, hooks.prediction_step)
+    else:
+        run.rollout = rollout_steps(run, rollout, forward, sharded_step)
+        evaluator = CompletionEvaluator(run, forward, sharded_step, run.rollout)
+    trained_by_script = user_loss if "compute_loss" in run.overridden else None
+    train_step = TrainStep(run, hooks.loss, sharded_step, trained_by_script)
+    training = Training(run, hooks, train_step, checkpointer, publisher, choose, torch_model)
+    data.length_of(run)
+    if several():
+        check_alike(checkpointer.digests())
+    return Parts(run, forward, evaluator, train_step, checkpointer, publisher, training)
+
+
+def _check_own_loss(run: RunState) -> None:
+    if run.own_loss and run.virtual.count:
+        raise TypeError(
+            f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given logits of the texts alone, and the "
+            "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
+        )
+    if run.own_loss and run.task.head == "lm" and run.task.axis == "read":
+        raise TypeError(
+            f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given whole logits, and the loss of "
+            f"{type(run.task).__name__} asks for numbers of each token beside them. Leave the method out, and write a "
+            "task with another loss."
+        )

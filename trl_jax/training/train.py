@@ -43,13 +43,13 @@ from trl_jax.training.metrics import (
     speed_metrics,
     task_metrics,
 )
+from trl_jax.training.model import align_special_tokens
 from trl_jax.training.nonfinite import PATIENCE, NonFiniteGuard, explain
 from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer
 from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.prefetch import AsNeeded, Prefetched
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
-from trl_jax.training.setup import align_model
 from trl_jax.training.state import RunState, TrainerHooks
 from trl_jax.training.step import Changes, TrainStep, compiling_ahead, optimizer_of
 
@@ -89,7 +89,8 @@ class Training:
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
         args = self._run.args
-        align_model(self._run, self._torch_model)
+        run = self._run
+        align_special_tokens(run.model, self._torch_model, run.processing_class, head=run.task.head)
         interrupts = self._run.progress.interrupts = Interrupts()
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"

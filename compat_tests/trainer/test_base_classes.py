@@ -1,0 +1,13 @@
+"""No ladder of base classes: a trainer is at most three classes above BaseTrainer."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_jax.core.trainers import TRAINERS
+
+
+@pytest.mark.parametrize("names", TRAINERS.values(), ids=list(TRAINERS))
+def test_a_trainer_has_at_most_four_classes_of_the_package(names):
+    own = [kind.__name__ for kind in names.load_trainer().__mro__ if kind.__module__.startswith("trl_jax.")]
+    assert own[-1] == "BaseTrainer" and len(own) <= 4
