@@ -73,7 +73,7 @@ FIRST = (
     "parity/test_distillation_curve.py", "parity/test_sft_curve.py", "training/test_optimizers.py",
     "training/test_layouts.py", "models/test_layouts.py", "parity/test_dpo_curve.py",
     "trainer/test_trainer_train.py", "hub/peft/test_targets.py", "mesh/test_two_language_models.py",
-    "hub/test_models_aside.py", "trainer/test_ported.py", "generation/test_batches.py",
+    "cli/test_transformers_patches.py", "trainer/test_ported.py", "generation/test_batches.py",
     "generation/test_generator.py", "data/test_sft_rows.py", "faults/test_going_on.py",
     "generation/test_processors.py", "compat_tests/test_pointwise.py", "training/test_resume.py",
     "cli/test_launchers.py", "trainer/test_set_on_trainers.py", "cli/test_compare_command.py",

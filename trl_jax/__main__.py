@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from trl_jax.cli.main import noting
+from trl_jax.cli.transformers_patches import leave_models_aside
 from trl_jax.cli.trl_alias import install
-from trl_jax.hub.models_aside import leave_models_aside
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
 

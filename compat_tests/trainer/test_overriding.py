@@ -11,7 +11,7 @@ import pytest
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.core.called_by_name import answer_by_name
+from trl_jax.cli.transformers_patches import answer_by_name
 
 KINDS = (
     "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
@@ -150,6 +150,7 @@ def test_a_checkpoint_out_of_turn_is_refused(checkpoint, tmp_path):
 def by_name(checkpoint, tmp_path_factory):
     """(a trainer whose class calls methods of transformers' by name, transformers' Trainer)"""
     transformers = pytest.importorskip("transformers.trainer")
+    answer_by_name(transformers.Trainer)  # as under python -m trl_jax
 
     class Own(trl_jax.RewardTrainer):
         def evaluate(self, *args, **kwargs):
@@ -184,7 +185,7 @@ def test_those_that_our_trainers_lack_are_refused_with_what_to_write(by_name):
         kind.evaluation_loop(trainer, None, "")
     with pytest.raises(TypeError, match=r"^transformers.Trainer.get_optimizer_group was called with a Own; .*Leave it"):
         kind.get_optimizer_group(trainer)
-    with pytest.raises(TypeError, match=r"called by name with a Own of trl_jax\. Import it before"):
+    with pytest.raises(TypeError, match=r"called by name with a Own of trl_jax\. Call super"):
         trainer._memory_tracker  # noqa: B018
 
 

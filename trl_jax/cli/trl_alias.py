@@ -19,8 +19,8 @@ from typing import Any
 
 from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
+from trl_jax.cli.transformers_patches import answer_by_name
 from trl_jax.config.renamed import translated
-from trl_jax.core.called_by_name import answer_by_name
 from trl_jax.core.trainers import EXPERIMENTAL, WHERE
 from trl_jax.legacy.arguments import modern_flags
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from trl_jax.core.trainers import WHERE, fetching
-from trl_jax.hub.models_aside import leave_models_aside
-
-leave_models_aside()  # before a trainer imports transformers' callbacks
 
 _WHERE = WHERE | {
     "BEMACallback": "trl_jax.trainer.callbacks",

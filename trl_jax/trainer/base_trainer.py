@@ -16,7 +16,6 @@ from transformers.trainer_callback import CallbackHandler, TrainerCallback, Trai
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.core.called_by_name import answer_if_loaded
 from trl_jax.core.files import write_whole
 from trl_jax.data.checks import check_type
 from trl_jax.data.loader import ExampleLoader
@@ -120,7 +119,6 @@ class BaseTrainer(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         check_overridden(cls, {**cls._never_called, **cls._once_called})
-        answer_if_loaded()
 
     @abc.abstractmethod
     def make_task(self) -> Task:
@@ -513,8 +511,8 @@ class BaseTrainer(abc.ABC):
         """Refuses transformers' evaluate, predict and train, which ask for it first, where a script that imported them
         late calls them by name."""
         raise TypeError(
-            f"A method of transformers.Trainer was called by name with a {type(self).__name__} of trl_jax. Import it "
-            "before the trainer's class is defined (from transformers import Trainer), or call super()'s."
+            f"A method of transformers.Trainer was called by name with a {type(self).__name__} of trl_jax. Call "
+            "super()'s, or run the script with python -m trl_jax."
         )
 
     @property

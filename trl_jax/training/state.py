@@ -14,7 +14,6 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
-from trl_jax.hub.models_aside import leave_models_aside
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.rollout.rollout import RolloutSteps
@@ -24,15 +23,7 @@ from trl_jax.training.events import Events, Interrupts
 from trl_jax.training.mesh import run_device
 from trl_jax.training.reference import ReferenceModel
 
-# ----------------------------------------------------------------------------------------------------
-# The parts of a run, each handed what it needs.
-
-
-leave_models_aside()  # before any of these imports transformers' callbacks
-
-
-# ----------------------------------------------------------------------------------------------------
-# The methods of a trainer that a script may have overridden, as the parts of a run call them.
+# ---- The methods of a trainer that a script may have overridden, as the parts of a run call them
 
 
 class TrainerHooks(NamedTuple):
@@ -57,8 +48,7 @@ class TrainerHooks(NamedTuple):
     set_by_script: Callable[[], Collection[str]]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The state of a run, shared by all its parts: model, task, data, arguments, callbacks, and what steps change.
+# ---- The state of a run, shared by all its parts: model, task, data, arguments, callbacks, and what steps change
 
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself

@@ -1,4 +1,4 @@
-"""What trl_jax's imports leave out of transformers, which is there as soon as somebody wants it."""
+"""`python -m trl_jax` leaves transformers' models and PEFT out of imports until a script needs them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 SCRIPT = """
 import sys
+from trl_jax.cli.transformers_patches import leave_models_aside
+leave_models_aside()
 from trl_jax import SFTConfig, SFTTrainer
 SFTConfig("out", use_cpu=True)
 assert not {"peft", "transformers.modeling_utils"} & sys.modules.keys()
@@ -50,9 +52,9 @@ def test_models_and_peft_are_imported_when_they_are_wanted(tmp_path):
 
 REFUSED = """
 import sys
-from trl_jax.hub.torch import models_aside
-models_aside._Absent.__getattr__ = lambda self, name: 1 / 0
-models_aside.leave_models_aside()
+from trl_jax.cli import transformers_patches
+transformers_patches._Absent.__getattr__ = lambda self, name: 1 / 0
+transformers_patches.leave_models_aside()
 assert "transformers.conversion_mapping" not in sys.modules and "torch.distributed.fsdp" not in sys.modules
 from transformers.distributed.sharding_utils import DTensor
 import torch.distributed.tensor
