@@ -291,7 +291,9 @@ def test_a_table_of_measurements_names_its_command(page):
     for heading, text in pages.sections(page).items():
         cells = [cell for found in pages.tables(text) for row in found for cell in row.values()]
         if sum(bool(re.search(r"\d\.\d\d|\d\.\de-\d", cell)) for cell in cells) >= 3:
-            named = re.search(r"python -m compat_tests\.|compat_tests/[\w/]+\.py|trl-jax plan --|\(#method\)", text)
+            named = re.search(
+                r"python -m (benchmarks|compat_tests)\.|compat_tests/[\w/]+\.py|trl-jax plan --|\(#method\)", text
+            )
             assert named, (page.name, heading)
 
 

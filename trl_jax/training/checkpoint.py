@@ -246,7 +246,7 @@ def _remember_callbacks(events: Events) -> None:
 # Tells the checkpoints of one run from those of other runs in the same output_dir.
 
 
-RECORD = ".trl_jax.training.state"
+RECORD = ".trl_jax.run"
 _NAME = re.compile(PREFIX_CHECKPOINT_DIR + r"-(\d+)(-run-\w+(-\d+)?)?")
 
 logger = logging.getLogger(__name__)
