@@ -1,5 +1,7 @@
-"""Advantages of completions by the rewards of all completions of the same prompt. NumPy or JAX, float32; of NumPy's
-arrays they are to the bit what torch computes on a CPU, which matters where all rewards of a prompt are the same.
+"""Advantages of completions, relative to the rewards of the other completions for the same prompt.
+
+Functions take NumPy or JAX arrays and compute in float32. With NumPy the results match torch on a CPU bit for bit,
+which matters when all rewards of a group are equal: rounding decides whether the standard deviation is exactly 0.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ import numpy as np
 
 from trl_jax.core.torch_random import torch_sum
 
-_ADDED = 1e-4  # to a standard deviation that is divided by
-_ZERO = 1e-8  # a standard deviation up to this is none
+_ADDED = 1e-4  # added to a standard deviation before dividing by it
+_ZERO = 1e-8  # a standard deviation up to this counts as zero
 
 
 class Advantages(NamedTuple):
-    """Arrays of the kind that came in, `[X]` each.
+    """Arrays `[X]`, NumPy or JAX like the rewards.
 
-    advantages: float32; 0 of a completion without any reward.
-    rewards: float32, the weighted sum of a completion's rewards, NaN where it has none.
-    zero_std: bool, whether the rewards that a completion was compared with are all the same.
+    advantages: float32; 0 for a completion without any reward.
+    rewards: float32, the weighted sum of a completion's rewards; NaN if it has none.
+    zero_std: bool, whether all rewards that the completion was compared with are equal.
     """
 
     advantages: Any
@@ -39,8 +41,8 @@ def group_advantages(
 ) -> Advantages:
     r"""Advantages relative to a prompt's group of completions (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    With $r_{ik}$ the reward of completion $i$ by function $k$, mean and standard deviation over the values that are not
-    NaN, the latter with $n - 1$ in the denominator:
+    With $r_{ik}$ the reward of completion $i$ from function $k$. Means and standard deviations ignore NaN; the latter
+    have $n - 1$ in the denominator.
 
     | aggregation | advantage | from |
     | --- | --- | --- |
@@ -49,14 +51,14 @@ def group_advantages(
       $(s_i - mean(all)) / (std(all) + 10^{-4})$ | GDPO, arXiv:2601.05242 |
 
     Args:
-        rewards: `[X, F]` of F functions, or `[X]`; NaN where a function does not apply. Completions of a prompt stand
-            together, `num_generations` of them.
-        weights: `[F]`; None weighs all as 1.
-        scale_rewards: the standard deviation that sum_then_normalize divides by: of the "group", of the "batch"
+        rewards: `[X, F]` for F reward functions, or `[X]`; NaN where a function does not apply. The `num_generations`
+            completions of a prompt are consecutive.
+        weights: `[F]`; None: all 1.
+        scale_rewards: the standard deviation that sum_then_normalize divides by: over the "group", over the "batch"
             (arXiv:2508.08221), or "none" (Dr. GRPO, arXiv:2503.20783).
 
     Raises:
-        ValueError: an unknown aggregation or scale_rewards.
+        ValueError: unknown aggregation or scale_rewards.
     """
     xp, rewards, weights = _arrays(rewards, weights)
     total = _weighted(xp, rewards, weights)
@@ -81,7 +83,7 @@ def rloo_advantages(
     beta: float = 0.0,
     normalize: bool = False,
 ) -> Advantages:
-    r"""Advantages over the mean of the other completions of the prompt (RLOO, arXiv:2402.14740, section 3.3).
+    r"""Advantages over the leave-one-out mean of the prompt's other completions (RLOO, arXiv:2402.14740, section 3.3).
 
     $$ A_i = r_i - \frac{1}{n - 1} \sum_{j \neq i} r_j,
        \quad r_i = clip(\sum_k w_k r_{ik}) - \beta \sum_t (\log \pi_{old} - \log \pi_{ref})_{it} $$
@@ -90,9 +92,9 @@ def rloo_advantages(
 
     Args:
         rewards, num_generations, weights: as in `group_advantages`.
-        reward_clip_range: bounds of the weighted sum.
-        kl: `[X]`, the sum over a completion's tokens of old - reference log-probability.
-        normalize: divide by the standard deviation of all advantages, once their mean is taken off.
+        reward_clip_range: bounds of the weighted reward sum.
+        kl: `[X]`, old - reference log-probability, summed over a completion's tokens.
+        normalize: subtract the mean of all advantages and divide by their standard deviation.
     """
     xp, rewards, weights = _arrays(rewards, weights)
     total = rewarded = _weighted(xp, rewards, weights)
@@ -101,7 +103,7 @@ def rloo_advantages(
     if kl is not None and beta:
         rewarded = rewarded - xp.float32(beta) * xp.asarray(kl, xp.float32)
     group = rewarded.reshape(-1, num_generations)
-    if num_generations == 1:  # in evaluations
+    if num_generations == 1:  # only in evaluations
         std, advantages = xp.zeros_like(group), xp.zeros_like(rewarded)
     else:
         std, count = _std(xp, group), xp.sum(~xp.isnan(group), axis=1, keepdims=True)
@@ -137,7 +139,7 @@ def _normalize_then_sum(xp: Any, rewards: Any, weights: Any, num_generations: in
 
 
 def _arrays(rewards: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """The module of the rewards' arrays, rewards `[X, F]` and weights `[F]`."""
+    """The array module (NumPy or JAX), rewards as `[X, F]` and weights as `[F]`."""
     xp = jnp if isinstance(rewards, jax.Array) else np
     rewards = xp.asarray(rewards, xp.float32)
     rewards = rewards[:, None] if rewards.ndim == 1 else rewards
@@ -150,7 +152,7 @@ def _weighted(xp: Any, rewards: Any, weights: Any) -> Any:
 
 
 def _sum(xp: Any, rewards: Any, weights: Any) -> Any:
-    """`[X]` of `[X, F]`, of what is not NaN."""
+    """Weighted sum of `[X, F]` over F, ignoring NaN: `[X]`."""
     return _total(xp, rewards * weights)[:, 0]
 
 
@@ -159,7 +161,7 @@ def _or_zero(xp: Any, values: Any) -> Any:
 
 
 def _total(xp: Any, values: Any, axis: int | None = 1) -> Any:
-    """The sum of the values that are not NaN; the axis, None for all of them, stays."""
+    """Sum ignoring NaN, keeping the reduced axis; axis=None reduces all of them."""
     values = _or_zero(xp, values)
     if xp is jnp:
         return jnp.sum(values, axis=axis, keepdims=True)
@@ -168,13 +170,13 @@ def _total(xp: Any, values: Any, axis: int | None = 1) -> Any:
 
 
 def _mean(xp: Any, values: Any, axis: int | None = 1) -> Any:
-    """Of the values that are not NaN, NaN where there is none; the axis, None for all of them, stays."""
+    """Mean ignoring NaN, keeping the reduced axis; NaN if every value is NaN. axis=None reduces all axes."""
     count = xp.sum(~xp.isnan(values), axis=axis, keepdims=True).astype(xp.float32)
     return _total(xp, values, axis) / xp.where(count > 0, count, xp.float32(xp.nan))
 
 
 def _std(xp: Any, values: Any, axis: int | None = 1) -> Any:
-    """Of the values that are not NaN, with n - 1; NaN below two of them, but 0 where there is one value in all."""
+    """Standard deviation ignoring NaN, with n - 1; NaN for fewer than two values, but 0 along an axis of length 1."""
     if (values.size if axis is None else values.shape[axis]) == 1:
         return xp.zeros_like(values)
     count, deviation = xp.sum(~xp.isnan(values), axis=axis, keepdims=True), values - _mean(xp, values, axis)
