@@ -1,5 +1,6 @@
-"""Methods of transformers' Trainer that a script calls by name, as in `transformers.Trainer.evaluate(self, ...)`: of a
-trainer of ours, ours are called.
+"""Support for scripts that call `transformers.Trainer` methods by name, as in `transformers.Trainer.evaluate(self)`.
+
+If `self` is a trainer of trl_jax, its own method runs instead.
 """
 
 from __future__ import annotations
@@ -10,29 +11,29 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_ANSWERED = "_answers_for_trl_jax"
+_PATCHED = "_answers_for_trl_jax"
 
 
 def answer_by_name(kind: type) -> None:
-    """Let the methods of transformers' Trainer, `kind`, call those of our trainers where they are given one.
+    """Patch the methods of `kind`, transformers' Trainer, to dispatch to trl_jax trainers when called with one.
 
-    For other trainers, TRL's among them, nothing changes.
+    Other trainers, including TRL's, behave as before.
     """
-    if _ANSWERED in vars(kind):
+    if _PATCHED in vars(kind):
         return
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
-            setattr(kind, name, _answering(name, method))
-    setattr(kind, _ANSWERED, True)
+            setattr(kind, name, _dispatching(name, method))
+    setattr(kind, _PATCHED, True)
 
 
 def answer_if_loaded() -> None:
-    """The same where transformers' Trainer is imported already: without torch, it cannot be."""
+    """Patch transformers' Trainer if it is already imported. Without torch, it cannot be."""
     if (module := sys.modules.get("transformers.trainer")) is not None:
         answer_by_name(module.Trainer)
 
 
-def _answering(name: str, plain: Callable) -> Callable:
+def _dispatching(name: str, plain: Callable) -> Callable:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl_jax"]
@@ -47,6 +48,6 @@ def _answering(name: str, plain: Callable) -> Callable:
 
 
 def refusal(name: str, kind: type) -> str:
-    """The refusal of a method of transformers' Trainer that our trainer, of this `kind`, does not have."""
+    """The error for a method of transformers' Trainer that trainers of class `kind` do not have."""
     instead = kind._never_called.get(name, "Leave it out, or call a method that the trainer has.")
-    return f"transformers.Trainer.{name} was called with a {kind.__name__}; trainers of trl_jax have none. {instead}"
+    return f"transformers.Trainer.{name} was called with a {kind.__name__}; trl_jax trainers do not have it. {instead}"
