@@ -14,8 +14,8 @@ import numpy as np
 
 from trl_jax.core.torch_random import torch_sum
 
-_ADDED = 1e-4  # added to a standard deviation before dividing by it
-_ZERO = 1e-8  # a standard deviation up to this counts as zero
+_EPSILON = 1e-4  # added to a standard deviation before dividing by it
+_ZERO_STD = 1e-8  # a standard deviation up to this counts as zero
 
 
 class Advantages(NamedTuple):
@@ -70,7 +70,7 @@ def group_advantages(
         raise ValueError(
             f"Invalid multi_objective_aggregation: {aggregation}. Must be 'sum_then_normalize' or 'normalize_then_sum'."
         )
-    return Advantages(_or_zero(xp, advantages), total, xp.abs(std) <= _ZERO)
+    return Advantages(_nan_to_zero(xp, advantages), total, xp.abs(std) <= _ZERO_STD)
 
 
 def rloo_advantages(
@@ -106,13 +106,15 @@ def rloo_advantages(
     if num_generations == 1:  # only in evaluations
         std, advantages = xp.zeros_like(group), xp.zeros_like(rewarded)
     else:
-        std, count = _std(xp, group), xp.sum(~xp.isnan(group), axis=1, keepdims=True)
-        others = _total(xp, group) - group
+        std, count = _nanstd(xp, group), xp.sum(~xp.isnan(group), axis=1, keepdims=True)
+        others = _nansum(xp, group) - group
         advantages = (group - others / xp.where(count > 1, count - 1, xp.nan).astype(xp.float32)).reshape(-1)
     if normalize:
-        advantages = (advantages - _mean(xp, advantages, None)) / (_std(xp, advantages, None) + xp.float32(_ADDED))
-    zero = xp.broadcast_to(xp.abs(std) <= _ZERO, group.shape).reshape(-1)
-    return Advantages(_or_zero(xp, advantages), total, zero)
+        advantages = (advantages - _nanmean(xp, advantages, None)) / (
+            _nanstd(xp, advantages, None) + xp.float32(_EPSILON)
+        )
+    zero = xp.broadcast_to(xp.abs(std) <= _ZERO_STD, group.shape).reshape(-1)
+    return Advantages(_nan_to_zero(xp, advantages), total, zero)
 
 
 def _sum_then_normalize(xp: Any, total: Any, num_generations: int, scale_rewards: str) -> tuple[Any, Any]:
@@ -121,20 +123,20 @@ def _sum_then_normalize(xp: Any, total: Any, num_generations: int, scale_rewards
             f"Invalid value for scale_rewards: {scale_rewards}. Must be one of 'batch', 'group', or 'none'."
         )
     group = total.reshape(-1, num_generations)
-    std = _std(xp, total, None) if scale_rewards == "batch" else _std(xp, group)
-    advantages = group - _mean(xp, group)
+    std = _nanstd(xp, total, None) if scale_rewards == "batch" else _nanstd(xp, group)
+    advantages = group - _nanmean(xp, group)
     if scale_rewards != "none":
-        advantages = advantages / (std + xp.float32(_ADDED))
+        advantages = advantages / (std + xp.float32(_EPSILON))
     return advantages.reshape(-1), xp.broadcast_to(std, group.shape).reshape(-1)
 
 
 def _normalize_then_sum(xp: Any, rewards: Any, weights: Any, num_generations: int) -> tuple[Any, Any]:
     group = rewards.reshape(-1, num_generations, rewards.shape[1])
-    normalized = (group - _mean(xp, group)) / (_std(xp, group) + xp.float32(_ADDED))
+    normalized = (group - _nanmean(xp, group)) / (_nanstd(xp, group) + xp.float32(_EPSILON))
     none = xp.all(xp.isnan(rewards), axis=1)
     total = xp.where(none, xp.float32(xp.nan), _sum(xp, normalized.reshape(rewards.shape), weights))
-    std = _std(xp, total, None)
-    advantages = (total - _mean(xp, total, None)) / (std + xp.float32(_ADDED))
+    std = _nanstd(xp, total, None)
+    advantages = (total - _nanmean(xp, total, None)) / (std + xp.float32(_EPSILON))
     return advantages, xp.broadcast_to(std, total.shape)
 
 
@@ -153,32 +155,32 @@ def _weighted(xp: Any, rewards: Any, weights: Any) -> Any:
 
 def _sum(xp: Any, rewards: Any, weights: Any) -> Any:
     """Weighted sum of `[X, F]` over F, ignoring NaN: `[X]`."""
-    return _total(xp, rewards * weights)[:, 0]
+    return _nansum(xp, rewards * weights)[:, 0]
 
 
-def _or_zero(xp: Any, values: Any) -> Any:
+def _nan_to_zero(xp: Any, values: Any) -> Any:
     return xp.where(xp.isnan(values), xp.float32(0), values)
 
 
-def _total(xp: Any, values: Any, axis: int | None = 1) -> Any:
+def _nansum(xp: Any, values: Any, axis: int | None = 1) -> Any:
     """Sum ignoring NaN, keeping the reduced axis; axis=None reduces all of them."""
-    values = _or_zero(xp, values)
+    values = _nan_to_zero(xp, values)
     if xp is jnp:
         return jnp.sum(values, axis=axis, keepdims=True)
     total = torch_sum(np.ascontiguousarray(values), axis)
     return np.reshape(total, (1,) * values.ndim) if axis is None else np.expand_dims(total, axis)
 
 
-def _mean(xp: Any, values: Any, axis: int | None = 1) -> Any:
+def _nanmean(xp: Any, values: Any, axis: int | None = 1) -> Any:
     """Mean ignoring NaN, keeping the reduced axis; NaN if every value is NaN. axis=None reduces all axes."""
     count = xp.sum(~xp.isnan(values), axis=axis, keepdims=True).astype(xp.float32)
-    return _total(xp, values, axis) / xp.where(count > 0, count, xp.float32(xp.nan))
+    return _nansum(xp, values, axis) / xp.where(count > 0, count, xp.float32(xp.nan))
 
 
-def _std(xp: Any, values: Any, axis: int | None = 1) -> Any:
+def _nanstd(xp: Any, values: Any, axis: int | None = 1) -> Any:
     """Standard deviation ignoring NaN, with n - 1; NaN for fewer than two values, but 0 along an axis of length 1."""
     if (values.size if axis is None else values.shape[axis]) == 1:
         return xp.zeros_like(values)
-    count, deviation = xp.sum(~xp.isnan(values), axis=axis, keepdims=True), values - _mean(xp, values, axis)
+    count, deviation = xp.sum(~xp.isnan(values), axis=axis, keepdims=True), values - _nanmean(xp, values, axis)
     correction = count.astype(xp.float32) / xp.where(count > 1, count - 1, xp.nan).astype(xp.float32)
-    return xp.sqrt(_mean(xp, deviation * deviation, axis) * correction)
+    return xp.sqrt(_nanmean(xp, deviation * deviation, axis) * correction)

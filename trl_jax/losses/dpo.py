@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_REVERSE_KL = 1e-6  # if alpha is this close to 1, use the reverse KL divergence, which is the limit
-_MOST = 80.0  # largest exponent; exp(80) still fits in float32
+_REVERSE_KL_WITHIN = 1e-6  # if alpha is this close to 1, use the reverse KL divergence, which is the limit
+_MAX_EXPONENT = 80.0  # largest exponent; exp(80) still fits in float32
 
 
 class PairLogps(NamedTuple):
@@ -109,8 +109,8 @@ class PreferenceLoss:
             return 1 - jnp.exp(-ratio)
         if self.divergence == "js_divergence":
             return math.log(2) + jax.nn.log_sigmoid(ratio)
-        if self.divergence == "alpha_divergence" and abs(order) >= _REVERSE_KL:
-            return (jnp.exp(jnp.minimum(order * ratio, _MOST)) - 1) / order
+        if self.divergence == "alpha_divergence" and abs(order) >= _REVERSE_KL_WITHIN:
+            return (jnp.exp(jnp.minimum(order * ratio, _MAX_EXPONENT)) - 1) / order
         return ratio
 
     def delta_score(self, pairs: PairLogps) -> jax.Array:
@@ -187,14 +187,14 @@ def _discopop(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
 
 def _aot(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
     policy, reference = pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
-    return _sorted(loss, policy, reference, real)
+    return _sorted_loss(loss, policy, reference, real)
 
 
 def _aot_unpaired(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
-    return _sorted(loss, *pairs.ratios, real)
+    return _sorted_loss(loss, *pairs.ratios, real)
 
 
-def _sorted(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
+def _sorted_loss(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
     """Smoothed sigmoid loss of the difference between two sorted samples. Padding sorts last and is left out."""
     first, second = (jnp.sort(jnp.where(real, values, jnp.inf)) for values in (first, second))
     filled = jnp.arange(len(real)) >= jnp.sum(real)

@@ -186,7 +186,7 @@ def grpo_loss(
     if token_weight is None:
         token_weight = token_weights(settings, places.lengths, completion_weight, places.micro_batch)
     policies = Policies(logps, old, advantages.astype(jnp.float32), places)
-    uncertain = _uncertain(settings, entropies, places)
+    uncertain = _entropy_mask(settings, entropies, places)
     losses, sums = _token_losses(settings, policies, ref, sampling, uncertain)
     losses = token_weight * places.total(losses)
     sums |= {
@@ -229,7 +229,7 @@ def _masked(values: jax.Array | None, places: Reads) -> jax.Array | None:
     return None if values is None else jnp.where(places.mask, values.reshape(-1).astype(jnp.float32), 0)
 
 
-def _uncertain(settings: PolicyLoss, entropies: jax.Array | None, places: Reads) -> jax.Array:
+def _entropy_mask(settings: PolicyLoss, entropies: jax.Array | None, places: Reads) -> jax.Array:
     """1 for tokens that pass the entropy mask, float32 `[N]`."""
     if settings.top_entropy_quantile >= 1:
         return places.mask.astype(jnp.float32)
@@ -357,13 +357,13 @@ def surrogate(settings: PolicyLoss, policies: Policies, correction: jax.Array | 
 
 
 def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
-    high, _ = _compared(settings, policies, settings.highest, -jnp.inf)
+    high, _ = _clip_indicators(settings, policies, settings.highest, -jnp.inf)
     return {"cispo_clipped": policies.sums(settings, high)}
 
 
 def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
     places = policies.places
-    high, low = _compared(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
+    high, low = _clip_indicators(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
     compared = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
     lows, highs = (low, high) if settings.of_sequences else (places.mean(low), places.mean(high))
     return {
@@ -375,7 +375,9 @@ def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
     }
 
 
-def _compared(settings: PolicyLoss, policies: Policies, most: float, least: float) -> tuple[jax.Array, jax.Array]:
+def _clip_indicators(
+    settings: PolicyLoss, policies: Policies, most: float, least: float
+) -> tuple[jax.Array, jax.Array]:
     """Where the ratio (after delta) exceeds `most` with a positive advantage, and where it is below `least` with a
     negative one: 1, else 0."""
     ratio, advantages = policies.ratio(settings), policies.advantages
@@ -390,7 +392,7 @@ def _compared(settings: PolicyLoss, policies: Policies, most: float, least: floa
 # Ratios, and the weights and divergences computed from them
 
 
-_LEAST, _MOST = math.log(1e-8), 20.0  # bounds of VESPO's log weights
+_MIN_LOG, _MAX_LOG = math.log(1e-8), 20.0  # bounds of VESPO's log weights
 
 
 def kl_k3(logps: jax.Array, ref_logps: jax.Array) -> jax.Array:
@@ -462,11 +464,11 @@ def gamma_weights(
         log_ratio: `[N]`; $w$ is the product of the token ratios.
         correction: the result of `sampler_ratio`, a further factor of $w$.
     """
-    log_w = places.total(jnp.clip(log_ratio, -_MOST, _MOST))
+    log_w = places.total(jnp.clip(log_ratio, -_MAX_LOG, _MAX_LOG))
     if correction is not None:
-        logs = jnp.clip(jnp.log(correction), _LEAST, _MOST)
+        logs = jnp.clip(jnp.log(correction), _MIN_LOG, _MAX_LOG)
         log_w += logs if settings.corrects_sequences else places.total(logs)
-    log_w = jnp.clip(log_w, _LEAST, _MOST)
+    log_w = jnp.clip(log_w, _MIN_LOG, _MAX_LOG)
     k = jnp.where(advantages >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
     decay = jnp.where(advantages >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
     decay = jnp.maximum(decay, 1e-4)
