@@ -184,7 +184,7 @@ def test_a_placeholder_is_never_taken_for_another_runs_token(kind, tmp_path):
 
     first = config(marker("one"))
     config(marker("two"))
-    with pytest.raises(ValueError, match="token='<TOKEN>' stands for one of 2 tokens: pass the token itself"):
+    with pytest.raises(ValueError, match="token='<TOKEN>' is a placeholder for 2 tokens: pass the token itself"):
         kind.config(**first.to_dict())
     assert kind.config(str(tmp_path), use_cpu=True, report_to="none", hub_token="<HUB_TOKEN>").hub_token is None
 
@@ -279,7 +279,7 @@ def test_what_can_be_no_token_is_refused_unseen(bad, kind, folder, told, tmp_pat
         ("hub_token", lambda: trainer.push_to_hub(token=bad)),
     )
     for name, way in ways:
-        with pytest.raises((TypeError, ValueError), match=f"^{name} (holds white space|is a )") as refused:
+        with pytest.raises((TypeError, ValueError), match=f"^{name} (contains whitespace|is a )") as refused:
             way()
         assert_untold(told(full_text(refused.value)))
 

@@ -153,21 +153,21 @@ def test_names_that_are_unknown():
 
 
 def population(xp, values, axis=1):
-    return xp.sqrt(xp.nanmean((values - advantages._mean(xp, values, axis)) ** 2, axis=axis, keepdims=True))
+    return xp.sqrt(xp.nanmean((values - advantages._nanmean(xp, values, axis)) ** 2, axis=axis, keepdims=True))
 
 
 def under_the_root(xp, values, axis=1):
     return xp.sqrt(of_samples(xp, values, axis) ** 2 + 1e-4) - 1e-4
 
 
-of_samples = advantages._std
+of_samples = advantages._nanstd
 
 
 @pytest.mark.filterwarnings("ignore:Mean of empty slice")
 @pytest.mark.parametrize("wrong", [population, under_the_root])
 @pytest.mark.parametrize(("aggregation", "scale_rewards"), [case for case in CASES if case[1] != "none"])
 def test_a_mistake_is_noticed(wrong, aggregation, scale_rewards, monkeypatch):
-    monkeypatch.setattr(advantages, "_std", wrong)
+    monkeypatch.setattr(advantages, "_nanstd", wrong)
     made = group_advantages(REWARDS, G, weights=WEIGHTS, aggregation=aggregation, scale_rewards=scale_rewards)
     wanted, _ = by_hand(REWARDS, G, WEIGHTS, aggregation, scale_rewards)
     assert np.abs(made.advantages - wanted).max() > 2e-5

@@ -360,7 +360,7 @@ def test_what_does_not_come_out_even_stays_whole():
     assert spec("keys", (3, 32, 64)) == jax.P()  # small
     assert spec("experts", (3, 8, 64, 32)) == jax.P(None, "tensor", "fsdp", None)
     assert spec("some.other.name", (128, 64)) == jax.P("fsdp", None)
-    with pytest.raises(ValueError, match="is for 4 devices, and there are 8"):
+    with pytest.raises(ValueError, match="needs 4 devices, but there are 8"):
         make_mesh({"data": 4})
     with pytest.raises(ValueError, match="no axis 'model': its axes are data, fsdp, sequence, tensor"):
         make_mesh({"model": 8})

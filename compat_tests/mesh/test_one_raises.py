@@ -51,7 +51,7 @@ def test_an_exception_of_one_process_ends_both(fault, who, kind, checkpoint, tmp
     print(f"{fault} in process {who}: {seconds:.0f} s")
     assert codes == [1, 1] and seconds < MOST, (codes, seconds, texts)
     assert [text.count(SENTENCE) for text in texts] == ([1, 0] if who == 0 else [0, 1]), texts
-    sentence = f"Process {who} of 2 ended with {kind} (its own log says where), so this one, number {1 - who}, ends"
+    sentence = f"Process {who} of 2 ended with {kind} (see its own log), so this process, number {1 - who}, exits"
     assert [text.count(sentence) for text in texts] == ([0, 1] if who == 0 else [1, 0]), texts
 
 

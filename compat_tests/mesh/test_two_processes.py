@@ -74,13 +74,13 @@ def test_row47_a_process_that_has_gone_is_named(folder, tmp_path):
     endless = CONFIG | TWO | {"max_steps": 100_000, "heartbeat": 5}
     results = launch("ours", folder, tmp_path, config=[endless] * 2, killed=1)
     code, text = results[0]
-    assert code != 0 and "RuntimeError: Process 1 of 2 has gone (its own log says why), so this one, number 0" in text
-    assert "start all processes again with resume_from_checkpoint=True" in text
+    assert code != 0 and "RuntimeError: Process 1 of 2 has died (see its own log), so this process, number 0" in text
+    assert "restart all processes with resume_from_checkpoint=True" in text
 
 
 def test_row48_processes_with_other_arguments_are_told_at_the_start(folder, tmp_path):
     results = launch("ours", folder, tmp_path, config=[{"seed": 1}, {"seed": 2}])
     for code, text in results:
         assert code == 1
-        assert "ValueError: The processes of this run differ in arguments: 1 (on " in text, text[-3000:]
-        assert "from process 0. Start the same script with the same arguments, data and release" in text
+        assert "ValueError: The processes of this run have different arguments: 1 (on " in text, text[-3000:]
+        assert "from process 0. Start the same script with the same arguments, data and package versions" in text

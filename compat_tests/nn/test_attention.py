@@ -41,10 +41,10 @@ def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
 @pytest.fixture(params=[True, False], ids=["blocks", "rows"])
 def one_cpu(request, monkeypatch):
     """Whether causal rows go block by block, as on one CPU, or whole, as elsewhere."""
-    in_blocks = vars(sys.modules["trl_jax.nn.attention.attention"])["_in_blocks"]
+    in_blocks = vars(sys.modules["trl_jax.nn.attention.attention"])["_runs_in_blocks"]
     assert in_blocks(np.zeros((1, 128, 1, 1)), AttentionInputs(1.0))
     if not request.param:
-        monkeypatch.setattr("trl_jax.nn.attention.attention._in_blocks", lambda q, inputs: False)
+        monkeypatch.setattr("trl_jax.nn.attention.attention._runs_in_blocks", lambda q, inputs: False)
     return request.param
 
 
@@ -101,7 +101,7 @@ def test_blocks_are_whole_rows(monkeypatch):
         return out, *pull(jnp.cos(out))
 
     in_blocks = jax.jit(both, compiler_options=QUICKLY)()
-    monkeypatch.setattr("trl_jax.nn.attention.attention._in_blocks", lambda q, inputs: False)
+    monkeypatch.setattr("trl_jax.nn.attention.attention._runs_in_blocks", lambda q, inputs: False)
     for ours, whole in zip(in_blocks, jax.jit(lambda: both(), compiler_options=QUICKLY)(), strict=True):
         np.testing.assert_allclose(ours, whole, rtol=1e-6, atol=2e-6)
 

@@ -1,4 +1,4 @@
-"""Curves over the steps of a run, as SVG."""
+"""SVG plots of training curves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Points = list[tuple[float, float]]
 
 
 class Curve(NamedTuple):
-    """Points (step, value), and the color of the line through them."""
+    """(step, value) points, and the color of the line."""
 
     color: str
     points: Points
 
 
 class _Frame(NamedTuple):
-    """The numbers at the edges of a panel whose upper end is at `top`."""
+    """The axes of a panel whose upper edge is at `top`."""
 
     top: float
     last: float
@@ -26,13 +26,13 @@ class _Frame(NamedTuple):
     high: float
 
     def at(self, step: float, value: float) -> tuple[float, float]:
-        """Where a point lies."""
+        """Pixel coordinates of a point."""
         share = (value - self.low) / (self.high - self.low)
         return _MARGIN + (_WIDTH - 16 - _MARGIN) * step / self.last, self.top + _HEIGHT - 28 - (_HEIGHT - 56) * share
 
 
 def points_of(history: Iterable[Mapping[str, Any]], name: str) -> Points:
-    """(step, value) of each log that has a finite number of that name, at most about _POINTS of them."""
+    """(step, value) for each log entry with a finite number called `name`, thinned out to about _POINTS points."""
     values = [(log["step"], log[name]) for log in history if isinstance(log.get(name), int | float)]
     values = [(step, value) for step, value in values if math.isfinite(value)]
     every = -(-len(values) // _POINTS) or 1
@@ -40,7 +40,7 @@ def points_of(history: Iterable[Mapping[str, Any]], name: str) -> Points:
 
 
 def svg(panels: Mapping[str, Sequence[Curve]]) -> str:
-    """A picture with a panel for each title, whose curves have at least one point together."""
+    """An SVG with one panel per title. The curves of a panel must have at least one point in total."""
     size = f'width="{_WIDTH}" height="{_HEIGHT * len(panels)}" font-family="sans-serif" font-size="12"'
     last = max(1, *(step for curves in panels.values() for curve in curves for step, _ in curve.points))
     parts = [part for place, (title, curves) in enumerate(panels.items())

@@ -1,4 +1,4 @@
-"""Small containers that NumPy and JAX code share."""
+"""Small containers shared by NumPy and JAX code. Fields annotated `Any` are NumPy or JAX arrays."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------------
-# Packed rows: texts laid end to end in one row, and the tokens that each of its tokens attends to.
+# Packed rows: several texts concatenated in one row
 
-
-BLOCK = 64  # a packed row's length is a multiple of it; 64 is faster on a CPU than 128 and 256
+BLOCK = 64  # the length of a packed row is a multiple of this; on a CPU, 64 is faster than 128 or 256
 
 
 class RowView(NamedTuple):
-    """Indices that turn the X texts of each packed row into rows of L tokens, and back; int32, of NumPy or JAX.
+    """Int32 indices that convert packed rows to one padded row of L tokens per text (X texts per packed row), and back.
 
-    places: `[R, X, L]`, the place in its packed row of each token of a text, in order; T after the text's end. rows:
-    `[R, S, T]`, the place among the X * L tokens of these rows of each token of the packed row: in its text, or in
-        each of the up to S texts that share it; X * L where there is none.
+    places: `[R, X, L]`, the position in the packed row of each token of a text, in order; T after the end of the text.
+    rows: `[R, S, T]`, for each token of the packed row its index among the X * L tokens of the padded rows. A token
+        shared by several texts has up to S indices, one per text; X * L marks unused entries.
     """
 
     places: Any
@@ -26,21 +24,21 @@ class RowView(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The range of tokens that each token of a packed row attends to; int32 arrays `[R, T]`, of NumPy or JAX.
+    """The range of tokens that each token of a packed row attends to; int32 arrays `[R, T]`.
 
-    A token attends to the range of its row from `first` up to, but not including, `end`. So that one range is enough
-    for both answers to a shared prompt, one answer lies before the prompt in reverse order, the other after it. Padding
-    attends to nothing: both are the row's length.
+    A token attends to the tokens `first <= t < end` of its row. If two completions share a prompt, one of them precedes
+    the prompt in reverse order and the other follows it, so that one contiguous range is enough for each token. Padding
+    attends to nothing: `first` and `end` are both the row length.
 
-    Any number of branches may share a context, which lies once, before them: a token of a branch attends to a second
-    range, its context, from `context` up to, but not including, `context_end`, beside its own range in the branch.
-    Branches do not see each other. What has no context has an empty one.
+    Any number of branches may share a context, which is stored once, before them. A token of a branch attends to a
+    second range, `context <= t < context_end`, in addition to its own range within the branch. Branches do not see each
+    other. Tokens without a context have an empty one.
 
-    longest: length of the longest text that TRL would have run in one batch with the token's. prompt: where the prompt
-        begins that a token belongs to or follows; None where no two answers share one, and each range is in
-        the order of its text.
-    texts: indices for kernels that read rows, else None.
-    context, context_end: None where no branches share one.
+    longest: length of the longest text in the batch that TRL would have run this token in.
+    prompt: where the prompt begins that a token belongs to or follows; None if no two completions share a prompt, in
+        which case all texts are in their natural order.
+    texts: indices for kernels that need one text per row, or None.
+    context, context_end: None if no branches share a context.
     """
 
     first: Any
@@ -53,20 +51,19 @@ class Packed(NamedTuple):
 
 
 def reads_of_rows(places: Any, length: int) -> Any:
-    """Flat places int32 `[R]`, row * T + place, of one token in each row of `length` tokens; of NumPy or JAX."""
+    """Flat int32 indices `[R]`, row * T + place, of one token per row of `length` tokens."""
     return places + np.arange(len(places), dtype=np.int32) * length
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sums over the tokens that a router of experts saw. Arrays are of NumPy or JAX.
+# Outputs of models
 
 
 class RouterSums(NamedTuple):
-    """Float32, of each layer and expert `[L, E]`, and of each layer `[L]`.
+    """Sums over the tokens seen by the MoE routers, float32: `[L, E]` per layer and expert, or `[L]` per layer.
 
-    selected: how many tokens were sent to the expert.
-    probabilities: the sum of the probabilities that the router gave it.
-    tokens: how many tokens were counted.
+    selected: `[L, E]`, the number of tokens routed to the expert.
+    probabilities: `[L, E]`, the sum of the expert's router probabilities.
+    tokens: `[L]`, the number of tokens.
     """
 
     selected: Any
@@ -74,19 +71,15 @@ class RouterSums(NamedTuple):
     tokens: Any
 
 
-# ----------------------------------------------------------------------------------------------------
-# Numbers of a language model's logits at the places that are read. Arrays are of NumPy or JAX.
-
-
 class TokenOutputs(NamedTuple):
-    """Float32 `[N]` each, of every read; zeros where there is no target.
+    """Outputs of a language model head at N reads, float32 `[N]` each; 0 where there is no target.
 
-    logps: the log-probability of the target, log p(target).
+    logps: log p(target).
     entropy: of the distribution, -sum p log p, in nats.
-    mean_logps: the mean of log p over the vocabulary, which label smoothing asks for.
-    correct: 1 where the target is the likeliest id, the first of several that are equally likely.
-    mean_logits: the mean of the logits over the vocabulary. This and the next have no gradient.
-    log_sum_sq_probs: log sum p^2, the log-probability that a token drawn from the distribution has, in the mean.
+    mean_logps: the mean of log p over the vocabulary, used by label smoothing.
+    correct: 1 where the target is the argmax (the first one, if there are ties).
+    mean_logits: the mean logit over the vocabulary; no gradient.
+    log_sum_sq_probs: log sum p^2; no gradient.
     """
 
     logps: Any
@@ -98,26 +91,25 @@ class TokenOutputs(NamedTuple):
 
 
 class Divergences(NamedTuple):
-    """Float32 `[N]` each, of every read; zeros where there is no target.
+    """Divergence between two models at N reads, float32 `[N]` each; 0 where there is no target.
 
-    divergence: of the model's distribution from another model's, in nats.
-    entropy: of the model's, in nats; without a gradient.
+    divergence: of the model's distribution from the other model's, in nats.
+    entropy: of the model's distribution, in nats; no gradient.
     """
 
     divergence: Any
     entropy: Any
 
 
-# ----------------------------------------------------------------------------------------------------
-# Virtual tokens: what stands before each text that a model reads, and is no part of the text.
+# Virtual tokens
 
 
 class VirtualTokens(NamedTuple):
-    """The tokens that an adapter puts before each text.
+    """The virtual tokens that an adapter (prompt tuning, prefix tuning, P-tuning) prepends to each text.
 
-    first: the id of the first one, as many as the vocabulary has; the others follow it.
-    count: how many there are, 0 for none.
-    read: whether the last of them predicts a text's first token; not where they are keys and values alone.
+    first: the id of the first one, which is the vocabulary size; the others follow.
+    count: how many there are; 0 for none.
+    read: whether the last of them predicts the first token of the text; False if they only exist as keys and values.
     """
 
     first: int = 0
@@ -126,11 +118,11 @@ class VirtualTokens(NamedTuple):
 
     @property
     def ids(self) -> np.ndarray:
-        """int32 `[count]`."""
+        """Ids of the virtual tokens, int32 `[count]`."""
         return np.arange(self.first, self.first + self.count, dtype=np.int32)
 
     def before(self, rows: Any) -> np.ndarray:
-        """Rows of ids `[R, T]` behind the virtual tokens, int32 `[R, count + T]`."""
+        """Prepend the virtual tokens to rows of ids `[R, T]`: int32 `[R, count + T]`."""
         rows = np.asarray(rows, np.int32)
         return np.concatenate([np.broadcast_to(self.ids, (len(rows), self.count)), rows], axis=1)
 

@@ -1,7 +1,7 @@
-"""Secrets: what of a value may be written or shown anywhere, and access tokens as they are read.
+"""Secrets: masking them in everything that is shown or written, and reading access tokens.
 
-Everything that leaves the process (files, logs, errors, trackers, cards) goes through `masked` or `scrubbed`; the
-objects that a run works with keep the real values.
+Everything that leaves the process (files, logs, errors, trackers, model cards) goes through `masked` or `scrubbed`.
+The objects used during training keep the real values.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from urllib.parse import quote
 
 from trl_jax.core.text import printable
 
-_SHORTEST = 8  # of the known secrets that are looked for in texts: shorter ones are found in ordinary words
+_MIN_LENGTH = 8  # shorter secrets are not searched for in texts: they would match ordinary words
 _SECRET = re.compile(
     r"(?:^|_)(?:token|(?:api|access|auth|hf|hub|refresh|session)_tokens|secrets?|passwords?|passwd|passphrase|pwd"
     r"|credentials?|authorization|auth|bearer|cookies?|jwt"
     r"|(?:api|access|secret|private|signing|encryption|account|auth|license)_?keys?)$"
 )
-_VOCABULARY = re.compile(  # tokens of a vocabulary, and numbers of them
+_VOCABULARY = re.compile(  # vocabulary tokens and token counts, which are not secrets
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|vision|start|end|stop|prefix|middle|suffix|special|added"
     r"|extra|per|num|max|min|first|last|next|new|scored|boi|eoi)_token$"
 )
-_START = r"(?:\b|(?<=[\[\d;]m))"  # of a word, which the escape code of a colour may come before
+_START = r"(?:\b|(?<=[\[\d;]m))"  # start of a word, possibly after a terminal color code
 _SHAPES = re.compile(
     rf"{_START}(?:hf_(?:[a-z]+_)?[A-Za-z0-9]{{30,}}\b|api_org_[A-Za-z0-9]{{30,}}\b"  # Hugging Face
-    r"|sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI and its like
+    r"|sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI and similar
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{35}\b"  # AWS, Google
     r"|gh[pousr]_[A-Za-z0-9]{36,}\b|github_pat_\w{22,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"  # JSON web tokens
@@ -40,48 +40,48 @@ _SHAPES = re.compile(
     r"|(?<=[?&])(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|sig)=[^&\s]+"
     r"|(?<=\bBearer )(?=\S*[0-9_])[\w.~+/=-]{8,}",
 )
-# name=, "name": and their like, then the value: where quotes or brackets open, to the end of the line if need be.
+# name= or "name": and the like, then the value. A value that opens a quote or bracket may extend to the line end.
 _NAME = re.compile(r"""(?:\\*["'])?\b(?P<name>[A-Za-z][\w.-]{0,80})(?P<closed>\\*["'])?\s*(?P<sign>[=:])\s*""")
 _VALUE = re.compile(r"""\\*(?P<mark>["']).*?(?P=mark)|["'\[({][^\n]*|(?:(?:Bearer|Basic) )?[^\s"'&,;}\])]+""")
-_NO_SECRET = re.compile(r"(?i)none|null|true|false|<[A-Z0-9_]+>")
-_FOLDERS = ("PWD", "OLDPWD")  # of the environment: where a shell is, and was
+_NOT_SECRET = re.compile(r"(?i)none|null|true|false|<[A-Z0-9_]+>")
+_DIRECTORIES = ("PWD", "OLDPWD")  # environment variables for directories, despite the "pwd" in their names
 _Forms = list[tuple[str, str]]
-_known: dict[str, list[str]] = {}  # secrets that were read -> what stands for them, by each of their names
+_known: dict[str, list[str]] = {}  # secret -> its placeholders, one per name under which it was read
 
 
 @lru_cache(4096)
 def is_secret(name: str) -> bool:
-    """Whether what goes by this name is a secret: hub_token, HF_TOKEN, apiKey, password; not eos_token."""
+    """Whether a value with this name is a secret: hub_token, HF_TOKEN, apiKey, password; but not eos_token."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").replace(".", "_").lower()
     return _SECRET.search(words) is not None and _VOCABULARY.search(words) is None
 
 
 def placeholder(name: str) -> str:
-    """Stands for the secret of that name wherever it is written; hub_token's is transformers' own, <HUB_TOKEN>."""
+    """The text that replaces a secret of this name; for hub_token it is <HUB_TOKEN>, as in transformers."""
     return f"<{re.sub('[^A-Z0-9]', '_', name.upper())}>"
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A copy of a value to write or show, in which no secret is left.
+    """A copy of a value that is safe to write or show.
 
-    Secrets are told by the names of keys and fields, at any depth and in JSON in strings, too; by their shapes (hf_...,
-    Bearer ..., user:password in URLs); and by having been read as one.
+    Secrets are recognized by the names of keys and fields, at any depth and also in JSON strings; by their shape
+    (hf_..., Bearer ..., user:password in URLs); and by having been read as a secret before (`learn`).
     """
     return _masked(value, name, _known_forms())
 
 
 def scrubbed(text: str) -> str:
-    """A text without secrets: those that are known, those of a secret's shape, and those that stand behind a name."""
+    """Text without secrets: known ones, anything shaped like one, and values after the name of a secret."""
     return _scrubbed(text, _known_forms())
 
 
 def cleaned(text: str) -> str:
-    """A text for a terminal: without secrets, and with control characters written out."""
+    """Text that is safe to print to a terminal: scrubbed, with control characters escaped."""
     return printable(scrubbed(text))
 
 
 class CleanParser(argparse.ArgumentParser):
-    """A parser whose errors, which quote the command line, are `cleaned`."""
+    """An argument parser that scrubs its error messages, which quote the command line."""
 
     def error(self, message: str) -> NoReturn:
         super().error(cleaned(message))
@@ -92,7 +92,10 @@ def _masked(value: Any, name: str, known: _Forms) -> Any:
     if value is None or isinstance(value, bool | Enum):
         return value
     if isinstance(value, Mapping):
-        return {_text(key, known): _masked(entry, name if hidden else str(key), known) for key, entry in value.items()}
+        return {
+            _scrub_if_text(key, known): _masked(entry, name if hidden else str(key), known)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple | set | frozenset):
         entries = [_masked(entry, name if hidden else "", known) for entry in value]
         named = isinstance(value, tuple) and type(value) is not tuple
@@ -103,55 +106,55 @@ def _masked(value: Any, name: str, known: _Forms) -> Any:
         return value if shown == fields else shown
     if hidden and value != "" and not (isinstance(value, int | float) and name.lower().endswith("token")):
         return placeholder(name)
-    return _text(value, known)
+    return _scrub_if_text(value, known)
 
 
 def _scrubbed(text: str, known: _Forms) -> str:
     if text.lstrip()[:1] in ("{", "["):
         try:
-            held = json.loads(text)
+            parsed = json.loads(text)
         except (ValueError, RecursionError):
             pass
         else:
-            shown = _masked(held, "", known)
-            return text if shown == held else json.dumps(shown, ensure_ascii=False)
+            shown = _masked(parsed, "", known)
+            return text if shown == parsed else json.dumps(shown, ensure_ascii=False)
     for form, instead in known:
         text = text.replace(form, instead)
-    return _SHAPES.sub("<SECRET>", _without_named(text))
+    return _SHAPES.sub("<SECRET>", _mask_named_values(text))
 
 
 def _known_forms() -> _Forms:
-    """How each secret of the environment, and each that was read, may be written, the longest secrets first; with what
-    is written in its place. Made once for a whole value: an environment has many variables, a run many arguments."""
-    secrets = {os.environ.get(key, "").strip(): placeholder(key) for key in os.environ if _hides(key)}
+    """(form, replacement) for each way that a known secret may be written, longest secrets first. Computed once per
+    value to mask, since the environment may have many variables."""
+    secrets = {os.environ.get(key, "").strip(): placeholder(key) for key in os.environ if _is_secret_variable(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
     return [
         (form, instead)
         for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0]))
-        if len(secret) >= _SHORTEST
+        if len(secret) >= _MIN_LENGTH
         for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe="")))
     ]
 
 
-def _hides(key: str) -> bool:
-    """Whether a variable of the environment is a secret."""
-    return key not in _FOLDERS and is_secret(key)
+def _is_secret_variable(key: str) -> bool:
+    """Whether an environment variable holds a secret."""
+    return key not in _DIRECTORIES and is_secret(key)
 
 
 def shown(name: str, value: Any) -> str:
-    """name=value for an error's text."""
+    """name=value for an error message, with secrets masked."""
     return f"{name}={masked(value, name)!r}"
 
 
 def learn(value: Any, name: str = "") -> None:
-    """Keep in mind the secrets in what was read: no text through `scrubbed` shows them from now on."""
+    """Remember the secrets in a value that was read, so that `scrubbed` removes them from now on."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             learn(entry, name if is_secret(name) else str(key))
     elif isinstance(value, list | tuple):
         for entry in value:
             learn(entry, name)
-    elif isinstance(value, str) and is_secret(name) and not _NO_SECRET.fullmatch(value.strip()):
+    elif isinstance(value, str) and is_secret(name) and not _NOT_SECRET.fullmatch(value.strip()):
         names = _known.setdefault(value.strip(), [])
         names += [] if placeholder(name) in names else [placeholder(name)]
     elif isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
@@ -162,45 +165,45 @@ def learn(value: Any, name: str = "") -> None:
 
 
 def as_token(name: str, value: Any) -> str | bool | None:
-    """An access token as it was meant, without the white space around it; True, False and None as they are.
+    """Normalize an access token: strip whitespace; True, False and None pass through.
 
-    What `masked` put in its place means the token that it stands for, if this process has read only one of that name;
-    None for hub_token, where transformers writes the same of no token.
+    A placeholder written by `masked` is resolved to the token it stands for, if this process has read exactly one
+    token of that name. For hub_token it becomes None, since transformers writes the same placeholder without a token.
 
     Raises:
-        TypeError, ValueError: it cannot be a token. The text does not show it.
+        TypeError, ValueError: the value cannot be a token. The message does not show it.
     """
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{name} is a {type(value).__name__}: wanted an access token as text, or None.")
+        raise TypeError(f"{name} is a {type(value).__name__}: an access token must be a string or None.")
     token = value.strip()
     if token == placeholder(name):
-        return _meant(name, token)
+        return _resolve_placeholder(name, token)
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(
-            f"{name} holds white space or characters that no access token has (it is not shown here). Copy it again."
+            f"{name} contains whitespace or characters that no access token has (value not shown). Copy it again."
         )
     learn(token, name)
     return token or None
 
 
 def masked_flags(flags: Iterable[str]) -> list[str]:
-    """A command line to show: --hub_token <HUB_TOKEN>."""
-    told, name = [], ""
+    """A command line that is safe to show: --hub_token <HUB_TOKEN>."""
+    shown_flags, name = [], ""
     for flag in flags:
         key, sign, value = flag.partition("=")
         if flag.startswith("--"):
-            told.append(f"{key}={masked(value, key[2:])}" if sign else flag)
+            shown_flags.append(f"{key}={masked(value, key[2:])}" if sign else flag)
             name = "" if sign else key[2:]
         else:
-            told.append(masked(flag, name))
+            shown_flags.append(masked(flag, name))
             name = ""
-    return told
+    return shown_flags
 
 
 def learn_flags(flags: Iterable[str]) -> None:
-    """`learn` of a command line."""
+    """`learn` for a command line."""
     name = ""
     for flag in flags:
         key, sign, value = flag.partition("=")
@@ -211,29 +214,29 @@ def learn_flags(flags: Iterable[str]) -> None:
             learn(flag, name)
 
 
-def _meant(name: str, token: str) -> str | None:
-    stood_for = [secret for secret, names in _known.items() if token in names]
-    if name == "hub_token" or not stood_for:
+def _resolve_placeholder(name: str, token: str) -> str | None:
+    candidates = [secret for secret, names in _known.items() if token in names]
+    if name == "hub_token" or not candidates:
         return None
-    if len(stood_for) > 1:
-        raise ValueError(f"{name}={token!r} stands for one of {len(stood_for)} tokens: pass the token itself.")
-    return stood_for[0]
+    if len(candidates) > 1:
+        raise ValueError(f"{name}={token!r} is a placeholder for {len(candidates)} tokens: pass the token itself.")
+    return candidates[0]
 
 
-def _text(value: Any, known: _Forms) -> Any:
-    """Scrubbed where it is text; the object itself where nothing is to hide."""
+def _scrub_if_text(value: Any, known: _Forms) -> Any:
+    """Scrubbed if it is a string; the object itself if nothing changes."""
     if not isinstance(value, str):
         return value
-    told = _scrubbed(value, known)
-    return value if told == value else told
+    clean = _scrubbed(value, known)
+    return value if clean == value else clean
 
 
-def _without_named(text: str) -> str:
-    """Without what stands behind the name of a secret, in a text that may be anything."""
+def _mask_named_values(text: str) -> str:
+    """Replace values that follow the name of a secret, in arbitrary text."""
     parts, done = [], 0
     for found in _NAME.finditer(text):
         value = _VALUE.match(text, found.end())
-        if found.start() < done or value is None or not _tells(found, value[0]):
+        if found.start() < done or value is None or not _is_named_secret(found, value[0]):
             continue
         mark = value["mark"] or ""
         parts += [text[done : found.end()], mark, placeholder(found["name"]), mark]
@@ -241,10 +244,10 @@ def _without_named(text: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _tells(found: re.Match, value: str) -> bool:
-    """Whether the value behind a name is a secret; a word of a sentence with a colon behind it is no name."""
+def _is_named_secret(found: re.Match, value: str) -> bool:
+    """Whether a matched name and value are a secret; in prose, a word before a colon is not a name."""
     name, bare, before = found["name"], value.strip("\\\"'"), found.string[: found.start()].rstrip(" ")
-    if not is_secret(name) or bare == "" or _NO_SECRET.fullmatch(bare):
+    if not is_secret(name) or bare == "" or _NOT_SECRET.fullmatch(bare):
         return False
     if name.lower().endswith("token") and bare.replace(".", "", 1).isdigit():
         return False

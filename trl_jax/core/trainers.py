@@ -1,4 +1,4 @@
-"""The trainers by name, and modules whose names are imported on first use."""
+"""The table of trainers, and lazy imports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# ----------------------------------------------------------------------------------------------------
-# Lets a package import its names when they are first used.
+# Lazy imports
 
 
 def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of `package`.
+    """Make a `__getattr__` for `package` that imports names on first use.
 
     Args:
         where: name -> the module that defines it.
@@ -27,18 +26,17 @@ def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     return fetch
 
 
-# ----------------------------------------------------------------------------------------------------
-# The table of trainers. One line here gives a trainer its names on all doors, its command and its plans.
+# Trainers. An entry here gives a trainer its public names, its command line and its `plan` support.
 
 
 class TrainerNames(NamedTuple):
-    """The names of a trainer, whose modules are called as in TRL.
+    """The names of a trainer; its modules are named as in TRL.
 
-    command: as in `trl-jax sft`; its script is scripts/<command>.py, its classes are in trainer/<command>_trainer.py
+    command: as in `trl-jax sft`. The script is scripts/<command>.py, the classes are in trainer/<command>_trainer.py
         and trainer/<command>_config.py.
-    trainer, config: the classes.
-    rows: what the command calls the rows of a dataset.
-    summary: the line of `trl-jax --help`.
+    trainer, config: the class names.
+    rows: what the command line calls the rows of a dataset.
+    summary: one line for `trl-jax --help`.
     """
 
     command: str
@@ -49,12 +47,12 @@ class TrainerNames(NamedTuple):
 
     @property
     def where(self) -> dict[str, str]:
-        """The module that defines each of the classes, by name."""
+        """Class name -> the module that defines it."""
         start = f"trl_jax.trainer.{self.command}"
         return {self.trainer: f"{start}_trainer", self.config: f"{start}_config"}
 
     def load(self, name: str) -> type:
-        """Import one of the classes."""
+        """Import one of the two classes."""
         return vars(importlib.import_module(self.where[name]))[name]
 
     def load_trainer(self) -> type:
@@ -67,31 +65,33 @@ class TrainerNames(NamedTuple):
 _TABLE = (
     TrainerNames("reward", "RewardTrainer", "RewardConfig", "pairs", "train a reward model on preference pairs"),
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
-    TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
-    TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
-    TrainerNames("orpo", "ORPOTrainer", "ORPOConfig", "pairs", "the same without a reference, by the ratio of odds"),
-    TrainerNames("cpo", "CPOTrainer", "CPOConfig", "pairs", "the same without a reference: CPO, SimPO or AlphaPO"),
-    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns"),
-    TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out"),
+    TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs"),
+    TrainerNames(
+        "kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on completions labelled good or bad"
+    ),
+    TrainerNames("orpo", "ORPOTrainer", "ORPOConfig", "pairs", "train on preference pairs without a reference model"),
+    TrainerNames("cpo", "CPOTrainer", "CPOConfig", "pairs", "the same with the CPO, SimPO or AlphaPO loss"),
+    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model online with reward functions"),
+    TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same with REINFORCE leave-one-out"),
     TrainerNames(
         "distillation",
         "DistillationTrainer",
         "DistillationConfig",
         "prompts",
-        "train a language model to predict as a larger one does, on its own answers",
+        "distill a larger language model into a smaller one, on the smaller one's completions",
     ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
-EXPERIMENTAL = ("cpo", "orpo")  # commands of trainers that TRL has in trl.experimental
-DEFAULT = "reward"  # of `trl-jax plan`
+EXPERIMENTAL = ("cpo", "orpo")  # commands whose trainers are in trl.experimental
+DEFAULT = "reward"  # command that `trl-jax plan` assumes
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}
 
 
 def names_of_config(args: object) -> TrainerNames:
-    """The trainer whose arguments these are.
+    """The trainer that these arguments belong to.
 
     Raises:
-        TypeError: they are no trainer's of the table.
+        TypeError: they belong to no trainer of the table.
     """
     kinds = {(kind.__module__, kind.__qualname__) for kind in type(args).__mro__}
     for names in TRAINERS.values():

@@ -1,1 +1,1 @@
-"""Losses in plain jnp: arrays in, (loss, metrics) out. They never see a model."""
+"""Losses in plain jax.numpy: arrays in, `(loss, sums)` out. They know nothing about models."""

@@ -1,4 +1,4 @@
-"""Losses of direct preference optimisation, on the log-probabilities that a policy and a reference give to answers."""
+"""DPO losses, computed from the log-probabilities of a policy and a reference."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_REVERSE_KL = 1e-6  # alpha this near to 1 is the reverse KL divergence, its limit
-_MOST = 80.0  # of an exponent, whose power float32 can hold
+_REVERSE_KL_WITHIN = 1e-6  # if alpha is this close to 1, use the reverse KL divergence, which is the limit
+_MAX_EXPONENT = 80.0  # largest exponent; exp(80) still fits in float32
 
 
 class PairLogps(NamedTuple):
-    """Float32 `[E]` each, of E pairs.
+    """Log-probabilities and token counts of E pairs, float32 `[E]` each.
 
-    chosen, rejected: the policy's log-probability of each answer, summed over its tokens.
-    ref_chosen, ref_rejected: the reference's.
-    chosen_tokens, rejected_tokens: the number of tokens of each answer. Of one that a text begins with, the first
-        counts, too, though nothing predicts it.
-    chosen_sum: as `chosen`, without the weighting of `length_desensitised`.
-    wpo_weight: the weight of each pair in WPO; no gradient goes through it.
-    chosen_targets: the number of tokens of each chosen answer that are predicted.
+    chosen, rejected: the policy's log-probability of each completion, summed over its tokens.
+    ref_chosen, ref_rejected: the same for the reference.
+    chosen_tokens, rejected_tokens: the number of completion tokens. If a text has no prompt, its first token counts
+        too, although nothing predicts it.
+    chosen_sum: as `chosen`, but without the LD-DPO weighting of `length_desensitised`.
+    wpo_weight: WPO's weight of each pair; no gradient flows through it.
+    chosen_targets: the number of predicted tokens in each chosen completion.
     """
 
     chosen: jax.Array
@@ -38,16 +38,16 @@ class PairLogps(NamedTuple):
 
     @property
     def ratios(self) -> tuple[jax.Array, jax.Array]:
-        """The logarithms of policy / reference, of chosen and rejected answers."""
+        """log(policy / reference) of the chosen and of the rejected completions."""
         return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    r"""The weighted sum of the losses that `names` names, by TRL's names.
+    r"""Weighted sum of the losses in `names`, under TRL's names.
 
-    With $c$, $r$ the log-ratios of policy and reference for the chosen and the rejected answer, $u$ their scores under
-    the divergence, and $\Delta = u_c - u_r$:
+    With $c$, $r$ the log-ratios of policy to reference for the chosen and the rejected completion, $u$ their scores
+    under the divergence, $n$ their token counts, and $\Delta = u_c - u_r$:
 
     | name | loss of a pair | from |
     | --- | --- | --- |
@@ -68,9 +68,10 @@ class PreferenceLoss:
     | sigmoid_norm | $-\log \sigma(\beta (u_c / n_c - u_r / n_r))$ | Tulu 3, arXiv:2411.15124 |
 
     Args:
-        names, weights: the losses, and the factor of each.
-        divergence, alpha: of f-DPO (arXiv:2309.16240): reverse_kl, forward_kl, js_divergence or alpha_divergence.
-        label_smoothing: epsilon above.
+        names, weights: the losses, and the coefficient of each.
+        divergence, alpha: f-divergence (f-DPO, arXiv:2309.16240): reverse_kl, forward_kl, js_divergence or
+            alpha_divergence, the last with parameter alpha.
+        label_smoothing: epsilon in the table.
         tau: the temperature of discopop.
         weighted: multiply the losses of each pair by its `wpo_weight` (WPO, arXiv:2406.11827, eq. 2).
     """
@@ -85,11 +86,11 @@ class PreferenceLoss:
     weighted: bool = False
 
     def __call__(self, pairs: PairLogps, weight: jax.Array) -> jax.Array:
-        """The loss of the pairs, a float32 scalar.
+        """The total loss of the pairs, a float32 scalar.
 
         Args:
-            weight: `[E]` share of each pair in the step's loss; 0 marks one that only fills the shape. Losses of
-                `WHOLE_BATCH` are computed of the pairs together, which weigh the same.
+            weight: `[E]`, the weight of each pair in the step's loss; 0 for padding. Losses in `WHOLE_BATCH` depend on
+                all pairs together and give each pair the same value.
         """
         factor, total = pairs.wpo_weight if self.weighted else 1.0, jnp.zeros(())
         for name, of_loss in zip(self.names, self.weights, strict=True):
@@ -99,7 +100,7 @@ class PreferenceLoss:
         return total
 
     def scores(self, pairs: PairLogps) -> tuple[jax.Array, jax.Array]:
-        """The scores of chosen and rejected answers, `[E]` each: the derivative of f at the ratio (f-DPO, table 1)."""
+        """Scores of the chosen and rejected completions, `[E]` each: f' at the policy ratio (f-DPO, table 1)."""
         return tuple(map(self._score, pairs.ratios))
 
     def _score(self, ratio: jax.Array) -> jax.Array:
@@ -108,8 +109,8 @@ class PreferenceLoss:
             return 1 - jnp.exp(-ratio)
         if self.divergence == "js_divergence":
             return math.log(2) + jax.nn.log_sigmoid(ratio)
-        if self.divergence == "alpha_divergence" and abs(order) >= _REVERSE_KL:
-            return (jnp.exp(jnp.minimum(order * ratio, _MOST)) - 1) / order
+        if self.divergence == "alpha_divergence" and abs(order) >= _REVERSE_KL_WITHIN:
+            return (jnp.exp(jnp.minimum(order * ratio, _MAX_EXPONENT)) - 1) / order
         return ratio
 
     def delta_score(self, pairs: PairLogps) -> jax.Array:
@@ -118,14 +119,17 @@ class PreferenceLoss:
         return self.beta * (chosen - rejected)
 
     def delta_score_per_token(self, pairs: PairLogps) -> jax.Array:
-        """The difference of the scores, each divided by the answer's tokens, `[E]`."""
+        """Difference of the scores, each divided by the completion's token count, `[E]`."""
         chosen, rejected = self.scores(pairs)
         return chosen / jnp.maximum(pairs.chosen_tokens, 1) - rejected / jnp.maximum(pairs.rejected_tokens, 1)
 
 
 def length_desensitised(head: jax.Array, tail: jax.Array, alpha: float | None) -> jax.Array:
-    """The log-probability of answers in LD-DPO (arXiv:2409.06411, eq. 10): the tokens beyond the length of the pair's
-    shorter answer, whose sum is `tail`, count by `alpha`. None counts them whole."""
+    """Log-probability of completions in LD-DPO (arXiv:2409.06411, eq. 10).
+
+    `tail` is the sum over the tokens beyond the length of the pair's shorter completion; it is scaled by `alpha`.
+    alpha=None leaves it unscaled.
+    """
     return head + tail if alpha is None else head + alpha * tail
 
 
@@ -183,21 +187,21 @@ def _discopop(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
 
 def _aot(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
     policy, reference = pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
-    return _sorted(loss, policy, reference, real)
+    return _sorted_loss(loss, policy, reference, real)
 
 
 def _aot_unpaired(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
-    return _sorted(loss, *pairs.ratios, real)
+    return _sorted_loss(loss, *pairs.ratios, real)
 
 
-def _sorted(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
-    """The smoothed sigmoid loss of the differences of two sorted samples: the first of `[E]` are those of real ones."""
+def _sorted_loss(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
+    """Smoothed sigmoid loss of the difference between two sorted samples. Padding sorts last and is left out."""
     first, second = (jnp.sort(jnp.where(real, values, jnp.inf)) for values in (first, second))
     filled = jnp.arange(len(real)) >= jnp.sum(real)
     delta_score = loss.beta * jnp.where(filled, 0, jnp.where(filled, 0, first) - jnp.where(filled, 0, second))
     kept, flipped = jax.nn.log_sigmoid(delta_score), jax.nn.log_sigmoid(-delta_score)
     losses = -kept * (1 - loss.label_smoothing) - flipped * loss.label_smoothing
-    # Real pairs weigh the same, wherever they stand: their mean for each.
+    # A loss over sorted samples has no per-pair value, so every pair gets the mean over the real pairs.
     return jnp.sum(jnp.where(filled, 0, losses)) / jnp.maximum(1, jnp.sum(real)) * jnp.ones(len(real))
 
 
@@ -220,7 +224,7 @@ PER_PAIR: dict[str, Callable[[PreferenceLoss, PairLogps], jax.Array]] = {
     "discopop": _discopop,
     "sigmoid_norm": lambda loss, pairs: -jax.nn.log_sigmoid(loss.beta * loss.delta_score_per_token(pairs)),
 }
-# Losses of the pairs of a micro-batch together.
+# Losses that depend on all pairs of a micro-batch together.
 WHOLE_BATCH: dict[str, Callable[[PreferenceLoss, PairLogps, jax.Array], jax.Array]] = {
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,

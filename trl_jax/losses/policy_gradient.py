@@ -1,9 +1,9 @@
-"""Policy gradient losses of sampled completions: GRPO, its variants, and RLOO. Pure functions of arrays.
+"""Policy gradient losses on sampled completions: GRPO and its variants, and RLOO. Pure functions of arrays.
 
     rewards -> `group_advantages` or `rloo_advantages` -> `grpo_loss` or `rloo_loss` -> (loss, sums for the metrics)
 
-Arrays of tokens are flat, `[N]`, with `text` `[N]` to say which of X completions a token belongs to. Functions that say
-so take `[X, T]` as well, one row per completion.
+Token arrays are flat, `[N]`; `text` `[N]` gives the completion (one of X) that each token belongs to. Where a docstring
+says so, `[X, T]` with one row per completion works too.
 """
 
 from __future__ import annotations
@@ -22,429 +22,23 @@ from trl_jax.losses.advantages import group_advantages as group_advantages
 from trl_jax.losses.advantages import rloo_advantages as rloo_advantages
 from trl_jax.losses.supervised import of_all_shards, of_texts, summed
 
-# ----------------------------------------------------------------------------------------------------
-# RLOO's loss.
-
-
-def rloo_loss(
-    logps: jax.Array,
-    old_logps: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array | None = None,
-    *,
-    entropies: jax.Array | None = None,
-    text: jax.Array | None = None,
-    completion_weight: jax.Array | None = None,
-    micro_batch: jax.Array | None = None,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> tuple[jax.Array, Sums]:
-    r"""The clipped loss of X completions, each one action (RLOO, arXiv:2402.14740, section 3.2, with PPO's clipping).
-
-    $$ -\sum_i w_i \min(\rho_i A_i, clip(\rho_i, 1 - \epsilon, 1 + \epsilon_{high}) A_i),
-       \quad \rho_i = \exp(\sum_t l_{it} - l_{old, i}) $$
-
-    with $w$ the completion_weight. A pass may have completions of several micro-batches, and a micro-batch may be
-    divided over passes.
-
-    Args:
-        logps: `[N]` log-probabilities of the policy's tokens, or `[X, T]` without `text`. So are mask and entropies.
-        old_logps: `[X]`, the log-probability of each whole completion under the policy that it was sampled with.
-        advantages: `[X]`.
-        mask, entropies, text, completion_weight, micro_batch: as in `grpo_loss`.
-
-    Returns:
-        The loss, a float32 scalar, and sums `[M]`: `completions` (their number), `tokens`, `entropy`, `clipped_low`,
-        `clipped_high`, `clipped` over completions, and the extremes `low_min` (inf without one) and `high_max` (-inf).
-    """
-    places = reads(logps, mask, text, micro_batch, len(advantages))
-    completion_weight = places.equal_weight if completion_weight is None else completion_weight
-    advantages = advantages.astype(jnp.float32)
-    ratio = jnp.exp(places.total(logps.reshape(-1)) - old_logps)
-    least, most = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    losses = -jnp.minimum(ratio * advantages, clipped(ratio, least, most) * advantages)
-    low = ((ratio < least) & (advantages < 0)).astype(jnp.float32)
-    high = ((ratio > most) & (advantages > 0)).astype(jnp.float32)
-    sums = {
-        "completions": places.by_completion(jnp.ones(len(advantages))),
-        "tokens": places.by_completion(places.lengths),
-        "clipped_low": places.by_completion(low),
-        "clipped_high": places.by_completion(high),
-        "clipped": places.by_completion(low + high),
-        "low_min": jnp.min(jnp.where(places.micro_batch, low, jnp.inf), axis=-1),
-        "high_max": jnp.max(jnp.where(places.micro_batch, high, -jnp.inf), axis=-1),
-    }
-    if entropies is not None:
-        sums["entropy"] = places.by_token(entropies.reshape(-1))
-    return jnp.sum(completion_weight * losses), jax.lax.stop_gradient(sums)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The surrogate losses of tokens, whose gradient is the policy's.
-
-
 Sums = dict[str, jax.Array]
 
 
-class Policies(NamedTuple):
-    """Log-probabilities of the policy and of the one that sampled, `[N]`; advantages `[X]`; and where tokens belong."""
+# Settings
 
-    logps: jax.Array
-    old_logps: jax.Array
-    advantages: jax.Array
-    places: Reads
 
-    def ratio(self, settings: PolicyLoss) -> jax.Array:
-        """The ratio of both policies: of tokens `[N]`, or of completions `[X]`, the geometric mean of their tokens'."""
-        difference = self.logps - self.old_logps
-        return jnp.exp(self.places.mean(difference) if settings.of_sequences else difference)
-
-    def of_tokens(self, settings: PolicyLoss, values: jax.Array) -> jax.Array:
-        """Values of ratios, at the tokens: `[N]`."""
-        return self.places.spread(values) if settings.of_sequences else values
-
-    def sums(self, settings: PolicyLoss, values: jax.Array) -> jax.Array:
-        """Sums of values of ratios over micro-batches, `[M]`."""
-        return (self.places.by_completion if settings.of_sequences else self.places.by_token)(values)
-
-
-def surrogate(settings: PolicyLoss, policies: Policies, correction: jax.Array | None) -> tuple[jax.Array, Sums]:
-    """The losses of tokens, `[N]`, by `settings.loss_type`, and sums of what was clipped or weighed, `[M]`.
-
-    Args:
-        correction: of `sampler_ratio`; of these losses only vespo's takes it.
-    """
-    logps, advantages = policies.logps, policies.places.spread(policies.advantages)
-    ratio = policies.of_tokens(settings, policies.ratio(settings))
-    if settings.loss_type in CLIPPED:
-        within = clipped(ratio, 1 - settings.epsilon, 1 + settings.highest)
-        losses = -jnp.minimum(clipped(ratio, most=settings.delta) * advantages, within * advantages)
-        return losses, _clipped_sums(settings, policies)
-    if settings.loss_type == "cispo":
-        capped = jax.lax.stop_gradient(jnp.minimum(ratio, settings.highest))
-        return -capped * advantages * logps, _capped_sums(settings, policies)
-    if settings.loss_type == "sapo":
-        tau = jnp.where(advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
-        return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, {}
-    phi = gamma_weights(logps - policies.old_logps, policies.advantages, correction, settings, policies.places)
-    return -policies.places.spread(phi) * advantages * logps, {"phi": policies.places.by_completion(phi)}
-
-
-def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
-    high, _ = _compared(settings, policies, settings.highest, -jnp.inf)
-    return {"cispo_clipped": policies.sums(settings, high)}
-
-
-def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
-    places = policies.places
-    high, low = _compared(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
-    compared = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
-    lows, highs = (low, high) if settings.of_sequences else (places.mean(low), places.mean(high))
-    return {
-        "clipped_low": policies.sums(settings, low),
-        "clipped_high": policies.sums(settings, high),
-        "clipped": policies.sums(settings, low + high),
-        "low_min": jnp.min(jnp.where(compared, lows, jnp.inf), axis=-1),
-        "high_max": jnp.max(jnp.where(compared, highs, -jnp.inf), axis=-1),
-    }
-
-
-def _compared(settings: PolicyLoss, policies: Policies, most: float, least: float) -> tuple[jax.Array, jax.Array]:
-    """1 where the ratio, after delta, is above `most` of a positive advantage, and below `least` of a negative one."""
-    ratio, advantages = policies.ratio(settings), policies.advantages
-    if settings.loss_type in CLIPPED:
-        ratio = clipped(ratio, most=settings.delta)
-    if not settings.of_sequences:
-        advantages = policies.places.spread(advantages)
-    high, low = (ratio > most) & (advantages > 0), (ratio < least) & (advantages < 0)
-    return high.astype(jnp.float32), low.astype(jnp.float32)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Ratios of policies, and the weights and divergences that are made of them.
-
-
-_LEAST, _MOST = math.log(1e-8), 20.0  # of the logarithms of VESPO's weights
-
-
-def kl_k3(logps: jax.Array, ref_logps: jax.Array) -> jax.Array:
-    r"""An estimate of a policy's divergence from a reference, of each token, never below 0; of any shape.
-
-    $$ \frac{\pi_{ref}}{\pi} - \log \frac{\pi_{ref}}{\pi} - 1 $$
-
-    The estimator k3 of Schulman 2020, "Approximating KL Divergence"; GRPO, arXiv:2402.03300, eq. 4.
-    """
-    ratio = ref_logps - logps
-    return jnp.exp(ratio) - ratio - 1
-
-
-def clipped(values: jax.Array, least: float | None = None, most: float | None = None) -> jax.Array:
-    """Values within bounds. The gradient goes through at a bound itself, as in torch; jnp.clip would halve it."""
-    values = values if most is None else jnp.where(values > most, most, values)
-    return values if least is None else jnp.where(values < least, least, values)
-
-
-def sampler_ratio(
-    old_logps: jax.Array,
-    sampling_logps: jax.Array,
-    mask: jax.Array | None = None,
-    text: jax.Array | None = None,
-    completions: int | None = None,
-    *,
-    settings: PolicyLoss,
-) -> jax.Array:
-    """The ratio of the old policy and what sampled the tokens, truncated or masked as `settings` says.
-
-    Truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training") and masked (Liu et al. 2025, "When Speed Kills Stability"). A token whose log-probability the sampler did
-    not give, NaN, differs by nothing.
-
-    Args:
-        old_logps, sampling_logps, mask: `[N]` with `text` `[N]` and the number of completions X; or `[X, T]`.
-
-    Returns:
-        Of token_* corrections `[N]` (X T of `[X, T]`), 1 where the mask is 0; of sequence_* `[X]`.
-    """
-    completions = len(old_logps) if completions is None else completions
-    places = reads(old_logps, mask, text, None, completions)
-    difference = places.difference(old_logps, sampling_logps)
-    if settings.corrects_sequences:
-        difference = places.total(difference)
-    ratio, least, most = jnp.exp(difference), settings.sampler_clip_min, settings.sampler_clip_max
-    if settings.sampler_correction.endswith("truncate"):
-        return clipped(ratio, least, most)
-    outside = (ratio < (-math.inf if least is None else least)) | (ratio > (math.inf if most is None else most))
-    return jnp.where(outside, 0, ratio)
-
-
-def off_policy_mask(
-    logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, places: Reads
-) -> jax.Array:
-    """Which completions count, bool `[X]`: those of an advantage from 0 on, and those whose mean log-ratio of sampler
-    and policy is at most `threshold` (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
-    divergence = places.mean(places.difference(sampling_logps, jax.lax.stop_gradient(logps)))
-    return (advantages >= 0) | (divergence <= threshold)
-
-
-def gamma_weights(
-    log_ratio: jax.Array, advantages: jax.Array, correction: jax.Array | None, settings: PolicyLoss, places: Reads
-) -> jax.Array:
-    r"""VESPO's weight of each completion, `[X]`, without gradient: $e^\lambda w^k e^{-\lambda w}$, 1 at $w = 1$
-    (arXiv:2602.10693).
-
-    Args:
-        log_ratio: `[N]`; w is the product of the tokens' ratios.
-        correction: of `sampler_ratio`, a further factor of w.
-    """
-    log_w = places.total(jnp.clip(log_ratio, -_MOST, _MOST))
-    if correction is not None:
-        logs = jnp.clip(jnp.log(correction), _LEAST, _MOST)
-        log_w += logs if settings.corrects_sequences else places.total(logs)
-    log_w = jnp.clip(log_w, _LEAST, _MOST)
-    k = jnp.where(advantages >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
-    decay = jnp.where(advantages >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
-    decay = jnp.maximum(decay, 1e-4)
-    phi = jnp.exp(decay + k * log_w - decay * jnp.exp(log_w))
-    return jax.lax.stop_gradient(jnp.nan_to_num(phi, nan=0.0, posinf=0.0, neginf=0.0))
-
-
-# ----------------------------------------------------------------------------------------------------
-# The divisors of policy losses, as the weight that the loss of a token has in the step's.
-
-
-def token_weights(
-    settings: PolicyLoss,
-    lengths: Any,
-    completion_weight: Any,
-    micro_batch: Any,
-    *,
-    generated_tokens: Any = None,
-    part: Any = 1.0,
-) -> Any:
-    r"""The weight `[X]` of each token of a completion: the step's loss is the sum over tokens of weight times loss.
-
-    | loss_type | weight |
-    | --- | --- |
-    | grpo, sapo | completion_weight / max(length, 1) |
-    | luspo | completion_weight |
-    | dr_grpo | completion_weight / max_completion_length |
-    | bnpo | sum of the micro-batch's completion_weight / max(its tokens, 1) |
-    | dapo, cispo, vespo | 1 / (max(generated_tokens, 1) part) |
-
-    Args:
-        lengths: `[X]`, tokens that count of each completion.
-        completion_weight: `[X]`, of each in a mean over a step's micro-batches, on all devices, of means over their
-            completions: `1 / (completions of its micro-batch x micro-batches x devices)`. An evaluation's batch is one
-            micro-batch.
-        micro_batch: bool `[M, X]`, the completions of each micro-batch of a device.
-        generated_tokens: the tokens that count of the whole generation, on all devices; of an evaluation's batch. None:
-            of these completions.
-        part: micro-batches of the step / micro-batches of the generation; 1 in an evaluation. So the divisor is the
-            mean count of a step's tokens and not this step's, as in TRL.
-
-    Returns:
-        Float32, of NumPy if `lengths` is.
-    """
-    xp = jnp if isinstance(lengths, jax.Array) else np
-    completion_weight = xp.asarray(completion_weight, xp.float32)
-    if settings.loss_type in PER_GENERATION:
-        tokens = xp.sum(lengths) if generated_tokens is None else generated_tokens
-        return xp.where(completion_weight > 0, 1 / (xp.maximum(tokens, 1) * part), 0).astype(xp.float32)
-    if settings.loss_type == "luspo":
-        return completion_weight
-    if settings.loss_type == "dr_grpo":
-        return completion_weight / settings.max_completion_length
-    if settings.loss_type == "bnpo":
-        tokens, weights = (xp.sum(xp.where(micro_batch, values, 0), axis=1) for values in (lengths, completion_weight))
-        of_micro_batch = weights / xp.maximum(tokens, 1)
-        return xp.sum(xp.where(micro_batch, of_micro_batch[:, None], 0), axis=0).astype(xp.float32)
-    return completion_weight / xp.maximum(xp.asarray(lengths, xp.float32), 1)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The entropy of a policy's tokens: which of them are uncertain, and how much uncertainty is rewarded.
-
-
-def entropy_mask(
-    entropies: jax.Array,
-    mask: jax.Array,
-    top_entropy_quantile: float,
-    *,
-    group: jax.Array | None = None,
-    groups: int = 1,
-) -> jax.Array:
-    """Which tokens have an entropy at or above the quantile `1 - top_entropy_quantile` of the tokens that count: bool,
-    in the shape of `entropies` ("Beyond the 80/20 Rule", arXiv:2506.01939, section 5).
-
-    The quantile lies between two values as torch.quantile's does, by linear interpolation. On several devices the
-    tokens are those of all.
-
-    Args:
-        entropies: `[N]`, or any shape.
-        mask: which tokens count, in the same shape.
-        top_entropy_quantile: the share of tokens to keep, from 0.0 (the highest alone) to 1.0.
-        group: int32, in the same shape: the micro-batch of each token, from 0 to `groups` - 1, whose own quantile it is
-            compared with.
-    """
-    values = jax.lax.stop_gradient(entropies).reshape(-1).astype(jnp.float32)
-    valid = mask.reshape(-1) != 0
-    of_group = jnp.where(valid, 0 if group is None else group.reshape(-1), groups)
-    quantile = _quantiles(of_all_shards(values), of_all_shards(of_group), 1 - top_entropy_quantile, groups)
-    return (valid & (values >= jnp.append(quantile, jnp.inf)[of_group])).reshape(entropies.shape)
-
-
-def _quantiles(values: jax.Array, group: jax.Array, quantile: float, groups: int) -> jax.Array:
-    """The quantile of each group's values, `[groups]`; values of the group `groups` are of none."""
-    group, values = jax.lax.sort((group, values), num_keys=2)
-    sizes = jnp.zeros(groups + 1, jnp.int32).at[group].add(1)
-    start = (jnp.cumsum(sizes) - sizes)[:-1]
-    rank = jnp.float32(quantile) * jnp.maximum(sizes[:-1] - 1, 0).astype(jnp.float32)
-    below, above = (values[start + end.astype(jnp.int32)] for end in (jnp.floor(rank), jnp.ceil(rank)))
-    part = rank - jnp.floor(rank)  # and as torch.lerp has it, to the last bit
-    return jnp.where(part < 0.5, below + part * (above - below), above - (above - below) * (1 - part))
-
-
-def next_entropy_coef(
-    coef: float, entropy: float, *, target: float, delta: float = 0.005, least: float = 0.0, most: float = 1.0
-) -> float:
-    """The coefficient of the entropy bonus after a step: up by `delta` where the step's mean entropy is at most
-    `target`, otherwise down, within bounds (Skywork-OR1, arXiv:2505.22312, section 4). A step applies it where the mean
-    entropy of the step before is at most the target."""
-    return min(coef + delta, most) if entropy <= target else max(coef - delta, least)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The tokens that a policy's loss reads, and sums over completions and micro-batches.
-
-
-class Reads(NamedTuple):
-    """N tokens of X completions in M micro-batches.
-
-    text: int32 `[N]`, the completion of each token, X of one that only fills the shape.
-    mask: bool `[N]`, which tokens count.
-    micro_batch: bool `[M, X]`, the completions of each micro-batch; one that only fills the shape is in none.
-    """
-
-    text: jax.Array
-    mask: jax.Array
-    micro_batch: jax.Array
-
-    @property
-    def lengths(self) -> jax.Array:
-        """Tokens that count of each completion, float32 `[X]`."""
-        return self.total(jnp.ones(len(self.text)))
-
-    @property
-    def equal_weight(self) -> jax.Array:
-        """The weight of each completion in a mean over micro-batches of means over their completions, `[X]`."""
-        of_micro_batch = 1 / jnp.maximum(jnp.sum(self.micro_batch, axis=1), 1) / len(self.micro_batch)
-        return jnp.sum(jnp.where(self.micro_batch, of_micro_batch[:, None], 0), axis=0)
-
-    @property
-    def group(self) -> jax.Array:
-        """The micro-batch of each token, int32 `[N]`; M of one that does not count."""
-        within = jnp.any(self.micro_batch, axis=0)
-        of_text = jnp.where(within, jnp.argmax(self.micro_batch, axis=0), len(self.micro_batch))
-        return jnp.where(self.mask, self.spread(of_text), len(self.micro_batch))
-
-    def total(self, values: jax.Array) -> jax.Array:
-        """The sum over each completion, `[X]` of `[N]`."""
-        return of_texts(jnp.where(self.mask, values, 0), self.text, self.micro_batch.shape[1])
-
-    def mean(self, values: jax.Array) -> jax.Array:
-        """The mean over each completion, 0 where nothing counts."""
-        return self.total(values) / jnp.maximum(self.lengths, 1)
-
-    def spread(self, values: jax.Array) -> jax.Array:
-        """Each completion's value at its tokens, `[N]` of `[X]`."""
-        return values.at[self.text].get(mode="fill", fill_value=0)
-
-    def difference(self, values: jax.Array, others: jax.Array) -> jax.Array:
-        """Their difference, `[N]`; 0 where a token does not count or either is NaN."""
-        values, others = values.reshape(-1), others.reshape(-1)
-        known = self.mask & ~jnp.isnan(values) & ~jnp.isnan(others)
-        return jnp.where(known, values, 0) - jnp.where(known, others, 0)
-
-    def by_token(self, values: jax.Array) -> jax.Array:
-        """The sum over the tokens of each micro-batch, `[M]` of `[N]`."""
-        return summed(self.total(values), self.micro_batch)
-
-    def by_completion(self, values: jax.Array) -> jax.Array:
-        """The sum over the completions of each micro-batch, `[M]` of `[X]`."""
-        return summed(values, self.micro_batch)
-
-
-def reads(
-    logps: jax.Array, mask: jax.Array | None, text: jax.Array | None, micro_batch: jax.Array | None, completions: int
-) -> Reads:
-    """Where the tokens of `logps` belong, `[N]` with `text`, or `[X, T]` without: a row is then a completion.
-
-    Args:
-        mask: in the form of logps; None: all count that belong to a completion.
-        micro_batch: None: all completions are one micro-batch.
-    """
-    if text is None:
-        text = jnp.repeat(jnp.arange(completions), logps.size // max(completions, 1))
-    valid = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
-    whole = jnp.ones((1, completions), bool)
-    return Reads(text, valid, whole if micro_batch is None else micro_batch)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The settings of a policy's loss, in TRL's names.
-
-
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # those with the clipped surrogate
-PER_GENERATION = ("dapo", "cispo", "vespo")  # those that divide by the tokens of a generation
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with the clipped surrogate
+PER_GENERATION = ("dapo", "cispo", "vespo")  # loss types divided by the token count of a generation batch
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    r"""The loss of `grpo_loss`.
+    r"""Settings of `grpo_loss`, named as in TRL.
 
     With $l$ the log-probability of a token, $\rho = \exp(l - l_{old})$ its ratio, $A$ its completion's advantage and
-    $sg$ a stopped gradient, the loss of a token is:
+    $sg$ the stop-gradient, the loss of a token is:
 
     | loss_type | loss of a token | from |
     | --- | --- | --- |
@@ -454,29 +48,29 @@ class PolicyLoss:
     | sapo | $-\frac{4}{\tau} \sigma(\tau (\rho - 1)) A$, $\tau$ by the sign of $A$ | SAPO, arXiv:2511.20347 |
     | vespo | $-sg(e^\lambda w^k e^{-\lambda w}) A\, l$ with $w = \prod_t \rho_t$ | VESPO, arXiv:2602.10693 |
 
-    and the step's is a mean of them: over each completion, then over completions (grpo, sapo); over the tokens of a
+    The step's loss is a mean of these: over each completion, then over completions (grpo, sapo); over the tokens of a
     micro-batch (bnpo, arXiv:2506.02864); over as many completions of `max_completion_length` tokens (dr_grpo,
-    arXiv:2503.20783); over the tokens of the whole generation (dapo, arXiv:2503.14476, eq. 8; cispo, vespo); the sum
-    over each completion, then the mean over completions (luspo, arXiv:2602.05261). `token_weights` has the divisors.
+    arXiv:2503.20783); over the tokens of the whole generation batch (dapo, arXiv:2503.14476, eq. 8; cispo, vespo); or a
+    sum over each completion, then a mean over completions (luspo, arXiv:2602.05261). See `token_weights`.
 
     Args:
-        epsilon, epsilon_high: how far the ratio may go from 1; epsilon_high None: as epsilon. Of cispo, epsilon_high
-            itself is the most that a ratio counts.
-        delta: the most that the ratio counts, of a negative advantage too; None: no bound.
-        beta: the factor of the divergence from the reference, `kl_k3`, that is added to each token's loss.
-        use_bias_correction_kl: multiply that divergence by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
-        importance_sampling_level: "token", or "sequence": the ratio of a whole completion, the geometric mean of its
-            tokens' (GSPO, arXiv:2507.18071).
-        off_policy_mask_threshold: completions of a negative advantage whose mean log-ratio of sampler and policy is
-            above do not count (DeepSeek-V3.2, eq. 9); None: all count.
-        top_entropy_quantile: the share of a micro-batch's tokens that count, those of the highest entropy
-            (arXiv:2506.01939); of the divergence all count.
-        sapo_temperature_neg, sapo_temperature_pos: tau, of advantages up to 0 and above.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of advantages from 0 on, and below.
-        max_completion_length: the constant of dr_grpo.
-        sampler_correction: multiply by the ratio of the old policy and what sampled (`sampler_ratio`): of each "token"
-            or of the whole "sequence", which sampler_clip_min and sampler_clip_max truncate, or beyond which it is 0
-            ("mask"). None: the policy itself sampled.
+        epsilon, epsilon_high: how far the ratio may move below and above 1; epsilon_high=None means epsilon. For cispo,
+            epsilon_high itself is the upper clip of the ratio.
+        delta: upper clip of the ratio for negative advantages; None: unbounded.
+        beta: coefficient of the KL divergence from the reference, `kl_k3`, added to each token's loss.
+        use_bias_correction_kl: multiply the KL term by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
+        importance_sampling_level: "token", or "sequence": the ratio of the whole completion, the geometric mean over
+            its tokens (GSPO, arXiv:2507.18071).
+        off_policy_mask_threshold: drop completions with a negative advantage whose mean log-ratio of sampler to policy
+            exceeds this (DeepSeek-V3.2, eq. 9); None: keep all.
+        top_entropy_quantile: the fraction of a micro-batch's tokens that count, those with the highest entropy
+            (arXiv:2506.01939). The KL term counts all tokens.
+        sapo_temperature_neg, sapo_temperature_pos: tau for advantages <= 0 and > 0.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for advantages >= 0 and < 0.
+        max_completion_length: the constant divisor of dr_grpo.
+        sampler_correction: multiply the loss by the ratio of the old policy to the sampler (`sampler_ratio`), per
+            "token" or per "sequence". A ratio outside [sampler_clip_min, sampler_clip_max] is clipped ("truncate") or
+            set to 0 ("mask"). None: no correction.
     """
 
     loss_type: str = "dapo"
@@ -510,25 +104,24 @@ class PolicyLoss:
 
     @property
     def highest(self) -> float:
-        """epsilon_high, or epsilon in its place."""
+        """epsilon_high, or epsilon if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def of_sequences(self) -> bool:
-        """Whether ratios are those of whole completions."""
+        """Whether ratios are per completion rather than per token."""
         return self.importance_sampling_level == "sequence"
 
     @property
     def corrects_sequences(self) -> bool:
-        """Whether the sampler's correction is one number a completion."""
+        """Whether the sampler correction is one number per completion."""
         return self.sampler_correction is not None and self.sampler_correction.startswith("sequence")
 
 
 DEFAULTS = PolicyLoss()
 
 
-# ----------------------------------------------------------------------------------------------------
-# GRPO's loss and those that grew out of it.
+# GRPO and its variants
 
 
 def grpo_loss(
@@ -547,39 +140,42 @@ def grpo_loss(
     entropy_coef: jax.Array | float | None = None,
     settings: PolicyLoss = DEFAULTS,
 ) -> tuple[jax.Array, Sums]:
-    r"""The loss of X completions, as `settings` says, and sums for TRL's metrics.
+    r"""Loss of X completions as `settings` says, and sums for TRL's metrics.
 
     $$ \sum_t w_t (x_t + \beta\, \mathrm{KL}_t) - c \bar H $$
 
-    with $w$ of `token_weights`, $x$ of `PolicyLoss` times the masks and the sampler's correction, $c$ the entropy
-    coefficient and $\bar H$ the mean over micro-batches of the mean entropy of their tokens, those of `entropy_mask`.
+    where $w$ comes from `token_weights`, $x$ is the token loss of `PolicyLoss` times the masks and the sampler
+    correction, $c$ is the entropy coefficient, and $\bar H$ is the mean over micro-batches of the mean entropy of the
+    tokens that `entropy_mask` keeps.
 
-    A pass may have completions of several micro-batches, and a micro-batch may be divided over passes; but for
-    top_entropy_quantile below 1 and an entropy bonus, which need a micro-batch as a whole.
+    One forward pass may hold completions of several micro-batches, and a micro-batch may be split over several passes.
+    Exceptions: top_entropy_quantile < 1 and an entropy bonus need each micro-batch whole.
 
     Args:
-        logps: `[N]` log-probabilities of the policy's tokens, at the temperature they were sampled with; or `[X, T]`
-            without `text`. The next five are in the same shape.
+        logps: log-probabilities of the policy's tokens at the sampling temperature, `[N]`, or `[X, T]` without `text`.
+            `mask`, `old_logps`, `ref_logps`, `entropies` and `sampling_logps` have the same shape.
         advantages: `[X]`.
-        mask: which tokens count; None: all that belong to a completion.
-        old_logps: of the policy that the completions were sampled with. None: it is this policy.
-        ref_logps: of the reference; needed where beta is not 0.
-        entropies: of the policy at each token, with their gradient; needed below top_entropy_quantile 1.0 and for a
-            bonus. None: no metric of them.
-        sampling_logps: those that the sampler gave, NaN where it did not; needed by sampler_correction. The off-policy
-            mask takes old_logps without.
-        text: int32 `[N]`, the completion of each token, X of one that only fills the shape.
-        token_weight: `[X]`, of `token_weights`. None: computed of these completions as all of the step and generation.
-        completion_weight: `[X]`, as in `token_weights`, 0 of a completion that only fills the shape. None: all
-            micro-batches, and the completions of each, weigh the same.
-        micro_batch: bool `[M, X]`; None: one of all completions.
-        entropy_coef: the coefficient of the entropy bonus, 0 while an adaptive one rests; None: no bonus.
+        mask: which tokens count; None: every token of a completion.
+        old_logps: under the policy that sampled the completions. None: that is this policy.
+        ref_logps: under the reference; required if beta is not 0.
+        entropies: of the policy at each token, with gradient; required for top_entropy_quantile < 1.0 and for an
+            entropy bonus. None: no entropy metric.
+        sampling_logps: as the sampler reported them, NaN where it did not; required by sampler_correction. Without
+            them, the off-policy mask uses old_logps.
+        text: int32 `[N]`, the completion of each token; X for padding.
+        token_weight: `[X]`, from `token_weights`. None: computed as if these completions were the whole step and the
+            whole generation batch.
+        completion_weight: `[X]`, as in `token_weights`; 0 for padding. None: all micro-batches weigh the same, and so
+            do the completions within each.
+        micro_batch: bool `[M, X]`; None: one micro-batch with all completions.
+        entropy_coef: coefficient of the entropy bonus, 0 while an adaptive bonus is off; None: no bonus.
 
     Returns:
-        The loss, a float32 scalar, and sums `[M]`: `completions` (their number), `completion_weight`, `tokens`,
-        `policy_loss`, and as the settings have it `kl`, `entropy`, `bonus_entropy` and `bonus_tokens`, `clipped_low`,
-        `clipped_high`, `clipped`, the extremes over completions `low_min` (inf without one) and `high_max` (-inf),
-        `cispo_clipped`, `phi`. Sums of clipped ratios and of phi are over tokens, or completions where ratios are so.
+        The loss, a float32 scalar, and sums `[M]` per micro-batch: `completions` (their count), `completion_weight`,
+        `tokens`, `policy_loss`, and depending on the settings `kl`, `entropy`, `bonus_entropy` and `bonus_tokens`,
+        `clipped_low`, `clipped_high`, `clipped`, the extremes over completions `low_min` (inf if there is none) and
+        `high_max` (-inf), `cispo_clipped`, `phi`. Sums of clipped ratios and of phi run over tokens, or over
+        completions if ratios are per completion.
     """
     places = reads(logps, mask, text, micro_batch, len(advantages))
     given = (old_logps, ref_logps, entropies, sampling_logps)
@@ -590,7 +186,7 @@ def grpo_loss(
     if token_weight is None:
         token_weight = token_weights(settings, places.lengths, completion_weight, places.micro_batch)
     policies = Policies(logps, old, advantages.astype(jnp.float32), places)
-    uncertain = _uncertain(settings, entropies, places)
+    uncertain = _entropy_mask(settings, entropies, places)
     losses, sums = _token_losses(settings, policies, ref, sampling, uncertain)
     losses = token_weight * places.total(losses)
     sums |= {
@@ -612,7 +208,7 @@ def grpo_loss(
 def _token_losses(
     settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, uncertain: jax.Array
 ) -> tuple[jax.Array, Sums]:
-    """The loss of each token, `[N]`: the surrogate as the masks and the sampler's correction leave it, and the KL."""
+    """Per-token loss, `[N]`: the surrogate times the masks and the sampler correction, plus the KL term."""
     places, old, correction = policies.places, policies.old_logps, None
     if settings.sampler_correction is not None:
         completions = len(policies.advantages)
@@ -629,12 +225,12 @@ def _token_losses(
 
 
 def _masked(values: jax.Array | None, places: Reads) -> jax.Array | None:
-    """Float32 `[N]`, 0 where a token does not count: whatever stands there, it is in no value and no gradient."""
+    """Float32 `[N]`, 0 where a token does not count: masked entries reach neither values nor gradients, even if NaN."""
     return None if values is None else jnp.where(places.mask, values.reshape(-1).astype(jnp.float32), 0)
 
 
-def _uncertain(settings: PolicyLoss, entropies: jax.Array | None, places: Reads) -> jax.Array:
-    """1 of the tokens whose loss counts by their entropy, float32 `[N]`."""
+def _entropy_mask(settings: PolicyLoss, entropies: jax.Array | None, places: Reads) -> jax.Array:
+    """1 for tokens that pass the entropy mask, float32 `[N]`."""
     if settings.top_entropy_quantile >= 1:
         return places.mask.astype(jnp.float32)
     groups = {"group": places.group, "groups": len(places.micro_batch)}
@@ -644,7 +240,7 @@ def _uncertain(settings: PolicyLoss, entropies: jax.Array | None, places: Reads)
 def _token_factors(
     settings: PolicyLoss, policies: Policies, sampled: jax.Array, correction: jax.Array | None
 ) -> jax.Array | float:
-    """The factor of each token's loss, `[N]`, by the off-policy mask and the sampler's correction."""
+    """Factor of each token's loss, `[N]`, from the off-policy mask and the sampler correction."""
     places, factor = policies.places, 1.0
     if settings.off_policy_mask_threshold is not None:
         threshold = settings.off_policy_mask_threshold
@@ -653,3 +249,409 @@ def _token_factors(
     if correction is not None and settings.loss_type != "vespo":
         factor *= places.spread(correction) if settings.corrects_sequences else correction
     return factor
+
+
+# RLOO
+
+
+def rloo_loss(
+    logps: jax.Array,
+    old_logps: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    entropies: jax.Array | None = None,
+    text: jax.Array | None = None,
+    completion_weight: jax.Array | None = None,
+    micro_batch: jax.Array | None = None,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> tuple[jax.Array, Sums]:
+    r"""Clipped loss of X completions, each one action (RLOO, arXiv:2402.14740, section 3.2, with PPO's clipping).
+
+    $$ -\sum_i w_i \min(\rho_i A_i, clip(\rho_i, 1 - \epsilon, 1 + \epsilon_{high}) A_i),
+       \quad \rho_i = \exp(\sum_t l_{it} - l_{old, i}) $$
+
+    where $w$ is `completion_weight`. One forward pass may hold completions of several micro-batches, and a micro-batch
+    may be split over several passes.
+
+    Args:
+        logps: log-probabilities of the policy's tokens, `[N]`, or `[X, T]` without `text`. `mask` and `entropies` have
+            the same shape.
+        old_logps: `[X]`, the log-probability of each whole completion under the policy that sampled it.
+        advantages: `[X]`.
+        mask, entropies, text, completion_weight, micro_batch: as in `grpo_loss`.
+
+    Returns:
+        The loss, a float32 scalar, and sums `[M]` per micro-batch: `completions` (their count), `tokens`, `entropy`,
+        `clipped_low`, `clipped_high` and `clipped` over completions, and the extremes `low_min` (inf if there is no
+        completion) and `high_max` (-inf).
+    """
+    places = reads(logps, mask, text, micro_batch, len(advantages))
+    completion_weight = places.equal_weight if completion_weight is None else completion_weight
+    advantages = advantages.astype(jnp.float32)
+    ratio = jnp.exp(places.total(logps.reshape(-1)) - old_logps)
+    least, most = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    losses = -jnp.minimum(ratio * advantages, clipped(ratio, least, most) * advantages)
+    low = ((ratio < least) & (advantages < 0)).astype(jnp.float32)
+    high = ((ratio > most) & (advantages > 0)).astype(jnp.float32)
+    sums = {
+        "completions": places.by_completion(jnp.ones(len(advantages))),
+        "tokens": places.by_completion(places.lengths),
+        "clipped_low": places.by_completion(low),
+        "clipped_high": places.by_completion(high),
+        "clipped": places.by_completion(low + high),
+        "low_min": jnp.min(jnp.where(places.micro_batch, low, jnp.inf), axis=-1),
+        "high_max": jnp.max(jnp.where(places.micro_batch, high, -jnp.inf), axis=-1),
+    }
+    if entropies is not None:
+        sums["entropy"] = places.by_token(entropies.reshape(-1))
+    return jnp.sum(completion_weight * losses), jax.lax.stop_gradient(sums)
+
+
+# Per-token surrogate losses
+
+
+class Policies(NamedTuple):
+    """Log-probabilities `[N]` under the policy and the policy that sampled, advantages `[X]`, and token places."""
+
+    logps: jax.Array
+    old_logps: jax.Array
+    advantages: jax.Array
+    places: Reads
+
+    def ratio(self, settings: PolicyLoss) -> jax.Array:
+        """Policy ratio: per token `[N]`, or per completion `[X]` (geometric mean over its tokens)."""
+        difference = self.logps - self.old_logps
+        return jnp.exp(self.places.mean(difference) if settings.of_sequences else difference)
+
+    def of_tokens(self, settings: PolicyLoss, values: jax.Array) -> jax.Array:
+        """Spread per-ratio values to the tokens, `[N]`."""
+        return self.places.spread(values) if settings.of_sequences else values
+
+    def sums(self, settings: PolicyLoss, values: jax.Array) -> jax.Array:
+        """Sum per-ratio values over each micro-batch, `[M]`."""
+        return (self.places.by_completion if settings.of_sequences else self.places.by_token)(values)
+
+
+def surrogate(settings: PolicyLoss, policies: Policies, correction: jax.Array | None) -> tuple[jax.Array, Sums]:
+    """Per-token losses `[N]` for `settings.loss_type`, and sums `[M]` of what was clipped or weighted.
+
+    Args:
+        correction: the result of `sampler_ratio`; only vespo uses it here.
+    """
+    logps, advantages = policies.logps, policies.places.spread(policies.advantages)
+    ratio = policies.of_tokens(settings, policies.ratio(settings))
+    if settings.loss_type in CLIPPED:
+        within = clipped(ratio, 1 - settings.epsilon, 1 + settings.highest)
+        losses = -jnp.minimum(clipped(ratio, most=settings.delta) * advantages, within * advantages)
+        return losses, _clipped_sums(settings, policies)
+    if settings.loss_type == "cispo":
+        capped = jax.lax.stop_gradient(jnp.minimum(ratio, settings.highest))
+        return -capped * advantages * logps, _capped_sums(settings, policies)
+    if settings.loss_type == "sapo":
+        tau = jnp.where(advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+        return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, {}
+    phi = gamma_weights(logps - policies.old_logps, policies.advantages, correction, settings, policies.places)
+    return -policies.places.spread(phi) * advantages * logps, {"phi": policies.places.by_completion(phi)}
+
+
+def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
+    high, _ = _clip_indicators(settings, policies, settings.highest, -jnp.inf)
+    return {"cispo_clipped": policies.sums(settings, high)}
+
+
+def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
+    places = policies.places
+    high, low = _clip_indicators(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
+    compared = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
+    lows, highs = (low, high) if settings.of_sequences else (places.mean(low), places.mean(high))
+    return {
+        "clipped_low": policies.sums(settings, low),
+        "clipped_high": policies.sums(settings, high),
+        "clipped": policies.sums(settings, low + high),
+        "low_min": jnp.min(jnp.where(compared, lows, jnp.inf), axis=-1),
+        "high_max": jnp.max(jnp.where(compared, highs, -jnp.inf), axis=-1),
+    }
+
+
+def _clip_indicators(
+    settings: PolicyLoss, policies: Policies, most: float, least: float
+) -> tuple[jax.Array, jax.Array]:
+    """Where the ratio (after delta) exceeds `most` with a positive advantage, and where it is below `least` with a
+    negative one: 1, else 0."""
+    ratio, advantages = policies.ratio(settings), policies.advantages
+    if settings.loss_type in CLIPPED:
+        ratio = clipped(ratio, most=settings.delta)
+    if not settings.of_sequences:
+        advantages = policies.places.spread(advantages)
+    high, low = (ratio > most) & (advantages > 0), (ratio < least) & (advantages < 0)
+    return high.astype(jnp.float32), low.astype(jnp.float32)
+
+
+# Ratios, and the weights and divergences computed from them
+
+
+_MIN_LOG, _MAX_LOG = math.log(1e-8), 20.0  # bounds of VESPO's log weights
+
+
+def kl_k3(logps: jax.Array, ref_logps: jax.Array) -> jax.Array:
+    r"""Per-token estimate of KL(policy || reference), never negative; any shape.
+
+    $$ \frac{\pi_{ref}}{\pi} - \log \frac{\pi_{ref}}{\pi} - 1 $$
+
+    This is the k3 estimator (Schulman 2020, "Approximating KL Divergence"; GRPO, arXiv:2402.03300, eq. 4).
+    """
+    ratio = ref_logps - logps
+    return jnp.exp(ratio) - ratio - 1
+
+
+def clipped(values: jax.Array, least: float | None = None, most: float | None = None) -> jax.Array:
+    """Clip values to bounds. At a bound the gradient passes through, as in torch; jnp.clip would halve it."""
+    values = values if most is None else jnp.where(values > most, most, values)
+    return values if least is None else jnp.where(values < least, least, values)
+
+
+def sampler_ratio(
+    old_logps: jax.Array,
+    sampling_logps: jax.Array,
+    mask: jax.Array | None = None,
+    text: jax.Array | None = None,
+    completions: int | None = None,
+    *,
+    settings: PolicyLoss,
+) -> jax.Array:
+    """Ratio of the old policy to the policy that sampled the tokens, truncated or masked as `settings` says.
+
+    Truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training") or masked (Liu et al. 2025, "When Speed Kills Stability"). A token whose sampling log-probability is NaN
+    (the sampler did not report it) has ratio 1.
+
+    Args:
+        old_logps, sampling_logps, mask: `[N]` with `text` `[N]` and the number of completions X; or `[X, T]`.
+
+    Returns:
+        `[N]` for token_* corrections (X T for `[X, T]` inputs), 1 where the mask is 0; `[X]` for sequence_*.
+    """
+    completions = len(old_logps) if completions is None else completions
+    places = reads(old_logps, mask, text, None, completions)
+    difference = places.difference(old_logps, sampling_logps)
+    if settings.corrects_sequences:
+        difference = places.total(difference)
+    ratio, least, most = jnp.exp(difference), settings.sampler_clip_min, settings.sampler_clip_max
+    if settings.sampler_correction.endswith("truncate"):
+        return clipped(ratio, least, most)
+    outside = (ratio < (-math.inf if least is None else least)) | (ratio > (math.inf if most is None else most))
+    return jnp.where(outside, 0, ratio)
+
+
+def off_policy_mask(
+    logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, places: Reads
+) -> jax.Array:
+    """Which completions count, bool `[X]`: those with a non-negative advantage, and those whose mean log-ratio of
+    sampler to policy is at most `threshold` (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
+    divergence = places.mean(places.difference(sampling_logps, jax.lax.stop_gradient(logps)))
+    return (advantages >= 0) | (divergence <= threshold)
+
+
+def gamma_weights(
+    log_ratio: jax.Array, advantages: jax.Array, correction: jax.Array | None, settings: PolicyLoss, places: Reads
+) -> jax.Array:
+    r"""VESPO's weight per completion, `[X]`: $e^\lambda w^k e^{-\lambda w}$, which is 1 at $w = 1$
+    (arXiv:2602.10693). No gradient flows through it.
+
+    Args:
+        log_ratio: `[N]`; $w$ is the product of the token ratios.
+        correction: the result of `sampler_ratio`, a further factor of $w$.
+    """
+    log_w = places.total(jnp.clip(log_ratio, -_MAX_LOG, _MAX_LOG))
+    if correction is not None:
+        logs = jnp.clip(jnp.log(correction), _MIN_LOG, _MAX_LOG)
+        log_w += logs if settings.corrects_sequences else places.total(logs)
+    log_w = jnp.clip(log_w, _MIN_LOG, _MAX_LOG)
+    k = jnp.where(advantages >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
+    decay = jnp.where(advantages >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    decay = jnp.maximum(decay, 1e-4)
+    phi = jnp.exp(decay + k * log_w - decay * jnp.exp(log_w))
+    return jax.lax.stop_gradient(jnp.nan_to_num(phi, nan=0.0, posinf=0.0, neginf=0.0))
+
+
+# Divisors of the policy losses, expressed as token weights
+
+
+def token_weights(
+    settings: PolicyLoss,
+    lengths: Any,
+    completion_weight: Any,
+    micro_batch: Any,
+    *,
+    generated_tokens: Any = None,
+    part: Any = 1.0,
+) -> Any:
+    r"""Weight of each token of a completion, `[X]`: the step's loss is the sum over tokens of weight times loss.
+
+    | loss_type | weight |
+    | --- | --- |
+    | grpo, sapo | completion_weight / max(length, 1) |
+    | luspo | completion_weight |
+    | dr_grpo | completion_weight / max_completion_length |
+    | bnpo | sum of the micro-batch's completion_weight / max(its tokens, 1) |
+    | dapo, cispo, vespo | 1 / (max(generated_tokens, 1) part) |
+
+    Args:
+        lengths: `[X]`, the number of tokens of each completion that count.
+        completion_weight: `[X]`, the weight of each completion in a mean over the step's micro-batches (on all devices)
+            of means over their completions: `1 / (completions in its micro-batch x micro-batches x devices)`. In an
+            evaluation the batch is one micro-batch.
+        micro_batch: bool `[M, X]`, the completions in each micro-batch on this device.
+        generated_tokens: the number of tokens that count in the whole generation batch, on all devices (in an
+            evaluation, in the batch). None: counted from these completions.
+        part: micro-batches per step / micro-batches per generation; 1 in an evaluation. The divisor is therefore the
+            mean token count per step rather than this step's count, as in TRL.
+
+    Returns:
+        Float32; a NumPy array if `lengths` is one.
+    """
+    xp = jnp if isinstance(lengths, jax.Array) else np
+    completion_weight = xp.asarray(completion_weight, xp.float32)
+    if settings.loss_type in PER_GENERATION:
+        tokens = xp.sum(lengths) if generated_tokens is None else generated_tokens
+        return xp.where(completion_weight > 0, 1 / (xp.maximum(tokens, 1) * part), 0).astype(xp.float32)
+    if settings.loss_type == "luspo":
+        return completion_weight
+    if settings.loss_type == "dr_grpo":
+        return completion_weight / settings.max_completion_length
+    if settings.loss_type == "bnpo":
+        tokens, weights = (xp.sum(xp.where(micro_batch, values, 0), axis=1) for values in (lengths, completion_weight))
+        of_micro_batch = weights / xp.maximum(tokens, 1)
+        return xp.sum(xp.where(micro_batch, of_micro_batch[:, None], 0), axis=0).astype(xp.float32)
+    return completion_weight / xp.maximum(xp.asarray(lengths, xp.float32), 1)
+
+
+# Entropy: the mask of high-entropy tokens, and the adaptive bonus coefficient
+
+
+def entropy_mask(
+    entropies: jax.Array,
+    mask: jax.Array,
+    top_entropy_quantile: float,
+    *,
+    group: jax.Array | None = None,
+    groups: int = 1,
+) -> jax.Array:
+    """Which tokens have an entropy at or above the `1 - top_entropy_quantile` quantile: bool, in the shape of
+    `entropies` ("Beyond the 80/20 Rule", arXiv:2506.01939, section 5).
+
+    The quantile is taken over the tokens that count, across all devices, with linear interpolation as in
+    torch.quantile.
+
+    Args:
+        entropies: `[N]`, or any shape.
+        mask: which tokens count, in the same shape.
+        top_entropy_quantile: the fraction of tokens to keep, from 0.0 (only the highest) to 1.0.
+        group: int32, in the same shape: the micro-batch of each token, from 0 to `groups` - 1. Each token is compared
+            with the quantile of its own micro-batch.
+    """
+    values = jax.lax.stop_gradient(entropies).reshape(-1).astype(jnp.float32)
+    valid = mask.reshape(-1) != 0
+    of_group = jnp.where(valid, 0 if group is None else group.reshape(-1), groups)
+    quantile = _quantiles(of_all_shards(values), of_all_shards(of_group), 1 - top_entropy_quantile, groups)
+    return (valid & (values >= jnp.append(quantile, jnp.inf)[of_group])).reshape(entropies.shape)
+
+
+def _quantiles(values: jax.Array, group: jax.Array, quantile: float, groups: int) -> jax.Array:
+    """The quantile of each group's values, `[groups]`. Values whose group is `groups` are ignored."""
+    group, values = jax.lax.sort((group, values), num_keys=2)
+    sizes = jnp.zeros(groups + 1, jnp.int32).at[group].add(1)
+    start = (jnp.cumsum(sizes) - sizes)[:-1]
+    rank = jnp.float32(quantile) * jnp.maximum(sizes[:-1] - 1, 0).astype(jnp.float32)
+    below, above = (values[start + end.astype(jnp.int32)] for end in (jnp.floor(rank), jnp.ceil(rank)))
+    part = rank - jnp.floor(rank)  # the interpolation matches torch.lerp bit for bit
+    return jnp.where(part < 0.5, below + part * (above - below), above - (above - below) * (1 - part))
+
+
+def next_entropy_coef(
+    coef: float, entropy: float, *, target: float, delta: float = 0.005, least: float = 0.0, most: float = 1.0
+) -> float:
+    """The coefficient of the adaptive entropy bonus after a step (Skywork-OR1, arXiv:2505.22312, section 4).
+
+    It rises by `delta` if the step's mean entropy is at most `target` and falls by `delta` otherwise, within bounds. A
+    step applies the coefficient only if the previous step's mean entropy was at most the target.
+    """
+    return min(coef + delta, most) if entropy <= target else max(coef - delta, least)
+
+
+# Token places, and sums over completions and micro-batches
+
+
+class Reads(NamedTuple):
+    """Places of N tokens that belong to X completions in M micro-batches.
+
+    text: int32 `[N]`, the completion of each token; X for padding.
+    mask: bool `[N]`, which tokens count.
+    micro_batch: bool `[M, X]`, the completions in each micro-batch; padding completions are in none.
+    """
+
+    text: jax.Array
+    mask: jax.Array
+    micro_batch: jax.Array
+
+    @property
+    def lengths(self) -> jax.Array:
+        """The number of tokens that count in each completion, float32 `[X]`."""
+        return self.total(jnp.ones(len(self.text)))
+
+    @property
+    def equal_weight(self) -> jax.Array:
+        """Weight of each completion in a mean over micro-batches of means over their completions, `[X]`."""
+        of_micro_batch = 1 / jnp.maximum(jnp.sum(self.micro_batch, axis=1), 1) / len(self.micro_batch)
+        return jnp.sum(jnp.where(self.micro_batch, of_micro_batch[:, None], 0), axis=0)
+
+    @property
+    def group(self) -> jax.Array:
+        """The micro-batch of each token, int32 `[N]`; M for tokens that do not count."""
+        within = jnp.any(self.micro_batch, axis=0)
+        of_text = jnp.where(within, jnp.argmax(self.micro_batch, axis=0), len(self.micro_batch))
+        return jnp.where(self.mask, self.spread(of_text), len(self.micro_batch))
+
+    def total(self, values: jax.Array) -> jax.Array:
+        """Sum `[N]` values over each completion: `[X]`."""
+        return of_texts(jnp.where(self.mask, values, 0), self.text, self.micro_batch.shape[1])
+
+    def mean(self, values: jax.Array) -> jax.Array:
+        """Mean of `[N]` values over each completion, `[X]`; 0 for a completion in which no token counts."""
+        return self.total(values) / jnp.maximum(self.lengths, 1)
+
+    def spread(self, values: jax.Array) -> jax.Array:
+        """Give each token its completion's value: `[X]` to `[N]`."""
+        return values.at[self.text].get(mode="fill", fill_value=0)
+
+    def difference(self, values: jax.Array, others: jax.Array) -> jax.Array:
+        """`values - others`, `[N]`; 0 where a token does not count or either value is NaN."""
+        values, others = values.reshape(-1), others.reshape(-1)
+        known = self.mask & ~jnp.isnan(values) & ~jnp.isnan(others)
+        return jnp.where(known, values, 0) - jnp.where(known, others, 0)
+
+    def by_token(self, values: jax.Array) -> jax.Array:
+        """Sum `[N]` values over the tokens of each micro-batch: `[M]`."""
+        return summed(self.total(values), self.micro_batch)
+
+    def by_completion(self, values: jax.Array) -> jax.Array:
+        """Sum `[X]` values over the completions of each micro-batch: `[M]`."""
+        return summed(values, self.micro_batch)
+
+
+def reads(
+    logps: jax.Array, mask: jax.Array | None, text: jax.Array | None, micro_batch: jax.Array | None, completions: int
+) -> Reads:
+    """Build `Reads` for `logps`, `[N]` with `text`, or `[X, T]` without (one row per completion).
+
+    Args:
+        mask: in the shape of `logps`; None: every token of a completion counts.
+        micro_batch: None: all completions form one micro-batch.
+    """
+    if text is None:
+        text = jnp.repeat(jnp.arange(completions), logps.size // max(completions, 1))
+    valid = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
+    whole = jnp.ones((1, completions), bool)
+    return Reads(text, valid, whole if micro_batch is None else micro_batch)

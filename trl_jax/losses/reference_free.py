@@ -1,4 +1,4 @@
-"""Losses of preference pairs without a reference: ORPO's odds ratio, and CPO with SimPO and AlphaPO."""
+"""Preference losses without a reference model: ORPO's odds ratio, and CPO with SimPO and AlphaPO."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 
 def log_odds(mean_logps: jax.Array) -> jax.Array:
-    """The logarithm of p / (1 - p), where p is the geometric mean of the probabilities of a text's tokens.
+    """Log-odds log(p / (1 - p)), where p is the geometric mean of a text's token probabilities.
 
     Args:
-        mean_logps: float32, the mean log-probability of the tokens, below 0.
+        mean_logps: float32, the mean token log-probability, below 0.
     """
-    near_one = mean_logps > -math.log(2)  # each form where it is exact, and no gradient of the other
+    # Each branch of log(1 - p) where it is accurate; the inner `where` keeps gradients of the other branch finite.
+    near_one = mean_logps > -math.log(2)
     rest = jnp.where(
         near_one,
         jnp.log(-jnp.expm1(jnp.where(near_one, mean_logps, -1.0))),
@@ -26,11 +27,10 @@ def log_odds(mean_logps: jax.Array) -> jax.Array:
 
 
 def odds_ratio(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    r"""$\log \sigma(r)$ and $r$, the logarithm of the ratio of the odds of chosen and rejected answers (ORPO,
-    arXiv:2403.07691, eq. 7): the model prefers the chosen ones the more, the larger they are.
+    r"""$\log \sigma(r)$ and $r$, the log odds ratio of chosen to rejected completions (ORPO, arXiv:2403.07691, eq. 7).
 
     Args:
-        chosen, rejected: float32 `[E]`, the mean log-probability of each answer's tokens.
+        chosen, rejected: float32 `[E]`, the mean token log-probability of each completion.
     """
     ratio = log_odds(chosen) - log_odds(rejected)
     return jax.nn.log_sigmoid(ratio), ratio
@@ -38,22 +38,22 @@ def odds_ratio(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.A
 
 @dataclass(frozen=True)
 class ContrastiveLoss:
-    r"""Contrastive preference optimisation (CPO, arXiv:2401.08417), by TRL's names.
+    r"""Contrastive preference optimization (CPO, arXiv:2401.08417), with TRL's loss names.
 
-    With $u_c$, $u_r$ the scores of the chosen and the rejected answer and $\Delta = u_c - u_r$:
+    With $u_c$, $u_r$ the scores of the chosen and the rejected completion and $\Delta = u_c - u_r$:
 
     | name | loss of a pair | from |
     | --- | --- | --- |
     | sigmoid | $-(1-\epsilon) \log \sigma(\beta \Delta) - \epsilon \log \sigma(-\beta \Delta)$ | CPO, eq. 3 |
-    | simpo | the same of $\Delta - \gamma / \beta$, scores of the mean token | SimPO, arXiv:2405.14734, eq. 6 |
+    | simpo | the same with $\Delta - \gamma / \beta$ and mean scores | SimPO, arXiv:2405.14734, eq. 6 |
     | hinge | $\max(0, 1 - \beta \Delta)$ | SLiC, arXiv:2305.10425 |
-    | ipo | $(\Delta - 1 / 2 \beta)^2$, scores of the mean token | IPO, arXiv:2310.12036, eq. 17 |
+    | ipo | $(\Delta - 1 / 2 \beta)^2$ with mean scores | IPO, arXiv:2310.12036, eq. 17 |
 
-    A score is the log-probability of the answer, of its tokens' sum or mean; with `alpha` $(1 - p^{-\alpha}) / \alpha$
-    of the probability (AlphaPO, arXiv:2501.03884, eq. 4).
+    A score is the completion's log-probability, summed over its tokens or, for simpo and ipo, their mean. With a
+    nonzero `alpha` it is $(1 - p^{-\alpha}) / \alpha$, p being that probability (AlphaPO, arXiv:2501.03884, eq. 4).
 
     Args:
-        label_smoothing: epsilon above.
+        label_smoothing: epsilon in the table.
         gamma: the margin of simpo.
     """
 
@@ -65,15 +65,15 @@ class ContrastiveLoss:
 
     @property
     def of_mean_token(self) -> bool:
-        """Whether log-probabilities are means over an answer's tokens, and not sums."""
+        """Whether scores use the mean over a completion's tokens instead of the sum."""
         return self.name in ("ipo", "simpo")
 
     def score(self, logps: jax.Array) -> jax.Array:
-        """The scores of answers, from their log-probabilities, `[E]`."""
+        """Scores of completions from their log-probabilities, `[E]`."""
         return logps if self.alpha == 0 else (1 - jnp.exp(-self.alpha * logps)) / self.alpha
 
     def __call__(self, chosen: jax.Array, rejected: jax.Array) -> jax.Array:
-        """The loss of each pair, float32 `[E]`, from the scores of its answers, `[E]` each."""
+        """The loss of each pair, float32 `[E]`, from the scores of its completions, `[E]` each."""
         return LOSSES[self.name](self, chosen - rejected)
 
     def smoothed(self, delta: jax.Array) -> jax.Array:

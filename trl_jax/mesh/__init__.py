@@ -1,1 +1,1 @@
-"""mesh"""
+"""Device meshes and multi-process runs."""

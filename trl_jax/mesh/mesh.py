@@ -1,4 +1,4 @@
-"""Device meshes: sharding rules, placing arrays, and gathering a layer's parameters."""
+"""Device meshes: sharding rules, placing arrays, and gathering the parameters of a layer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters of which a device holds a part, whole again where it computes.
+# Sharded parameters inside shard_map, gathered where they are used
 
 
 class Parts:
-    """Parameters, flat by path, that devices with rows of their own divide among them. What follows is called within a
-    `jax.shard_map` over the axes of BATCH.
+    """Parameters, flat by path, that are sharded over the batch axes; used inside a `jax.shard_map` over BATCH.
 
     Args:
-        specs: where each lies. stacked: the paths of those that have an axis of layers in front, which are gathered by
-            the layer, in the turn of the scan that uses it.
+        specs: the partition spec of each parameter.
+        stacked: paths of parameters with a leading axis of layers, which are gathered layer by layer inside the scan.
 
     Attributes:
-        own, tensor: of each, the axes of BATCH alone, and `tensor` alone.
+        own, tensor: each spec restricted to the axes of BATCH, and to `tensor`.
     """
 
     def __init__(self, specs: Mapping[str, PartitionSpec], stacked: Iterable[str]):
@@ -36,11 +34,11 @@ class Parts:
         self._stacked = frozenset(stacked)
 
     def of(self, params: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-        """How these are divided."""
+        """The partition specs of these parameters."""
         return {path: self.own[path] for path in params}
 
     def with_whole(self, function: Callable, parameters: int = 1) -> Callable:
-        """The function, of whose arguments the first ones are `parameters`, of which a device holds a part."""
+        """Wrap a function so that its first `parameters` arguments, dicts of sharded parameters, arrive gathered."""
 
         def run(*arguments):
             whole = [
@@ -55,23 +53,23 @@ class Parts:
         return array if path in self._stacked else _gather_layer_array(array, self.own[path], self.tensor[path])
 
     def _whole_layer(self, path: str, array: jax.Array) -> jax.Array:
-        """One layer's of the stacked parameter at `path` in the model that is traced: its own, or one that it shares
-        with the model that trains."""
+        """Gather one layer of the stacked parameter at `path` of the model being traced: its own parameter, or one that
+        it shares with the model being trained."""
         for stack in (model_prefix() + path, path):
             if stack in self._stacked:
                 return _gather_layer_array(
                     array, *(PartitionSpec(*spec[stack][1:]) for spec in (self.own, self.tensor))
                 )
-        return array  # an adapter's, which came whole
+        return array  # belongs to an adapter and was gathered with the rest
 
 
 def only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """The spec without other axes."""
+    """The spec with only these axes."""
     return PartitionSpec(*(axis if axis in axes else None for axis in spec))
 
 
 def each_part(tensor: PartitionSpec, collective: Callable) -> Callable:
-    """A collective over the axes of examples, for each part over `tensor` alone: XLA would gather that one, too."""
+    """Apply a collective over the batch axes to each `tensor` shard separately; XLA would gather that axis, too."""
     if "tensor" not in tensor:
         return collective
     return jax.shard_map(collective, in_specs=tensor, out_specs=tensor, axis_names={"tensor"}, check_vma=False)
@@ -85,57 +83,55 @@ def _gather_layer_array(array: jax.Array, own: PartitionSpec, tensor: PartitionS
     return each_part(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where arrays lie on several devices: the axes of the mesh, and the logical axes of parameters that they divide.
+# Sharding rules: mesh axes, and the logical parameter axes that they shard
 
-
-# From the outermost: products are divided over neighbours, and inside of what is written out over the other axes, where
-# jaxlib 0.12 wants the axes of both in the mesh's order.
+# Outermost first. Tensor-parallel products communicate between neighbours, so `tensor` comes last; and jaxlib 0.12
+# requires that axes inside a shard_map over the other axes follow the order of the mesh.
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
-_WHOLE_BELOW = 4096  # numbers of an array, or of one layer's part of it, that are not worth dividing
+_WHOLE_BELOW = 4096  # smaller arrays (per layer, for stacked layers) are not worth sharding
 
-# Logical axis of a parameter -> the axis of the mesh that divides it. Where it does not come out even, it stays whole
-# on that axis; fsdp then takes the longest other one that does.
+# Logical axis of a parameter -> mesh axis that shards it. An axis that does not divide evenly stays whole; fsdp then
+# shards the longest other axis that does.
 RULES = {
     "embed": "fsdp",  # width of the residual stream
     "heads": "tensor",  # query heads and their channels
     "kv": "tensor",  # key and value heads and their channels
     "mlp": "tensor",  # width of the MLP
     "vocab": "tensor",
-    "experts": "tensor",  # then not mlp
-    "layers": None,  # a scan walks along them
-    "norm": None,  # norms stay whole
-    "flat": None,  # the numbers of a matrix, end to end
+    "experts": "tensor",  # takes precedence over mlp
+    "layers": None,  # scanned over
+    "norm": None,  # norms are replicated
+    "flat": None,  # a flattened matrix
     "": None,
 }
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of these sizes, by axis; axes that are not named have 1. Devices: JAX's own, in its order, unless given.
+    """A mesh with these axis sizes; axes that are not named have size 1. Devices default to `jax.devices()`.
 
     Raises:
-        ValueError: an axis that is none, or another number of devices.
+        ValueError: unknown axis, or wrong number of devices.
     """
     unknown = [axis for axis in sizes if axis not in AXES]
     if unknown:
-        raise ValueError(f"A mesh has no axis {unknown[0]!r}: its axes are {', '.join(AXES)}.")
+        raise ValueError(f"Unknown mesh axis {unknown[0]!r}: the axes of a mesh are {', '.join(AXES)}.")
     devices = jax.devices() if devices is None else devices
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     if prod(shape) != len(devices):
-        raise ValueError(f"A mesh of {dict(sizes)} is for {prod(shape)} devices, and there are {len(devices)}.")
+        raise ValueError(f"A mesh of {dict(sizes)} needs {prod(shape)} devices, but there are {len(devices)}.")
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a run is divided over the devices of a mesh.
+    """How a training run is sharded over the devices of a mesh.
 
     Attributes:
-        moments_over: the axis over which the optimizer's state, and gradients, are divided where parameters are whole
-            on it (ZeRO 1 and 2); None leaves them as the parameters are.
-        whole_below: arrays of fewer numbers, counted in one layer, stay whole.
-        axes: by path the logical axes of parameters, keys of RULES; a parameter that is not there has none.
+        moments_over: axis that shards gradients and optimizer state even if it replicates parameters (ZeRO 1 and 2);
+            None shards them like the parameters.
+        whole_below: arrays with fewer elements (per layer) are replicated.
+        axes: path -> logical axes of the parameter, keys of RULES; parameters that are missing have none.
     """
 
     mesh: Mesh
@@ -148,15 +144,15 @@ class ShardingPlan:
 
     @property
     def shards(self) -> int:
-        """How many devices, or groups of them, have examples of their own."""
+        """The number of devices, or groups of devices, with examples of their own."""
         return self.size("data") * self.size("fsdp")
 
     def scanned(self, path: str) -> bool:
-        """Whether a parameter is of stacked layers, which a scan walks along."""
+        """Whether a parameter belongs to stacked layers, which are scanned over."""
         return "layers" in self.axes.get(path, ())
 
     def spec(self, path: str, shape: Sequence[int], fsdp: str = "fsdp") -> PartitionSpec:
-        """The axis of the mesh that divides each axis of a parameter; `fsdp` names the one that divides "embed"."""
+        """The mesh axis that shards each axis of a parameter; `fsdp` names the mesh axis used for "embed"."""
         return self._spec(self.axes.get(path, ()), shape, fsdp)
 
     def _spec(self, axes: Sequence[str], shape: Sequence[int], fsdp: str = "fsdp") -> PartitionSpec:
@@ -182,16 +178,16 @@ class ShardingPlan:
         return over is not None and self.size(over) > 1 and size % self.size(over) == 0
 
     def params(self, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Where each parameter lies; `shapes` is a flat dict, by path, of arrays or what has a shape."""
+        """The sharding of each parameter; `shapes` is a flat dict, by path, of anything with a shape."""
         return {path: NamedSharding(self.mesh, self.spec(path, leaf.shape)) for path, leaf in shapes.items()}
 
     def gradients(self, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Where each gradient and each moment lies."""
+        """The sharding of each gradient and each optimizer moment."""
         over = self.moments_over or "fsdp"
         return {path: NamedSharding(self.mesh, self.spec(path, leaf.shape, over)) for path, leaf in shapes.items()}
 
     def state(self, state: Any, shapes: Mapping[str, Any]) -> Any:
-        """Where each array of an optimizer's state lies: as the parameter whose path and shape it has, else whole."""
+        """The sharding of each optimizer state array: like the parameter of the same path and shape, else whole."""
         like = self.gradients(shapes)
 
         def place(where: tuple, leaf: Any) -> NamedSharding:
@@ -202,42 +198,39 @@ class ShardingPlan:
         return jax.tree_util.tree_map_with_path(place, state)
 
     def place(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
-        """Where a parameter of these logical axes lies; without any, where one lies that does not say."""
+        """The sharding of a parameter with these logical axes; without axes, that of a parameter that names none."""
         return NamedSharding(self.mesh, self._spec(axes, shape))
 
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Parameters where they belong."""
+        """Parameters, moved to their shardings."""
         places = self.params(params)
         return {path: placed(array, places[path]) for path, array in params.items()}
 
     def placed_state(self, state: Any, params: Mapping[str, Any]) -> Any:
-        """An optimizer's state where it belongs."""
+        """An optimizer state, moved to its sharding."""
         return jax.tree.map(placed, state, self.state(state, params))
 
     @property
     def whole(self) -> NamedSharding:
-        """On every device all of it."""
+        """Replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def batch(self) -> NamedSharding:
-        """A step's arrays `[passes, shards, ...]`."""
+        """The sharding of a step's arrays `[passes, shards, ...]`."""
         return NamedSharding(self.mesh, PartitionSpec(None, BATCH))
 
     @property
     def rows(self) -> NamedSharding:
-        """Arrays `[shards, ...]`, or rows that come out even."""
+        """The sharding of arrays `[shards, ...]`, or of rows that divide evenly."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arrays of which a device holds a part: the axes that divide products and texts, and how a layer gets its whole
-# parameters.
-
+# Context for traced models, which do not know the mesh
 
 TENSOR, SEQUENCE = "tensor", "sequence"
 
-# (path of a stacked parameter, the part of one layer's that a device holds) -> all of that layer's.
+# (path of a stacked parameter, this device's shard of one layer) -> the whole layer
 Gather = Callable[[str, Any], Any]
 _gather: ContextVar[Gather | None] = ContextVar("gather", default=None)
 _model: ContextVar[str] = ContextVar("model", default="")
@@ -245,8 +238,7 @@ _model: ContextVar[str] = ContextVar("model", default="")
 
 @contextlib.contextmanager
 def layers_gathered_by(gather: Gather) -> Iterator[None]:
-    """Set while a step is traced: models, which know no mesh, ask for a layer's parameters in the turn of the loop that
-    uses them."""
+    """Set how layer parameters are gathered while a step is traced. Models call it inside the scan over layers."""
     token = _gather.set(gather)
     try:
         yield
@@ -256,7 +248,7 @@ def layers_gathered_by(gather: Gather) -> Iterator[None]:
 
 @contextlib.contextmanager
 def layers_of(prefix: str) -> Iterator[None]:
-    """Set while another of a step's models is traced, the paths of whose own parameters begin with `prefix`."""
+    """Set while a second model of the step is traced whose parameter paths begin with `prefix`."""
     token = _model.set(prefix)
     try:
         yield
@@ -265,29 +257,29 @@ def layers_of(prefix: str) -> Iterator[None]:
 
 
 def model_prefix() -> str:
-    """The one that is set; "" for the model that trains."""
+    """The current prefix; "" for the model being trained."""
     return _model.get()
 
 
 def layer_gather() -> Gather | None:
-    """The one that is set; None where every device holds all of each parameter."""
+    """The current gather function; None if every device holds whole parameters."""
     return _gather.get()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arrays on the devices of a mesh, and back on the host.
+# Moving arrays between hosts and the devices of a mesh
 
 
 def owned(values: np.ndarray | jax.Array, device: jax.Device | None = None) -> jax.Array:
-    """An array with memory of its own on a device, so that it can be donated; until it is ready, `values` may not
-    change. `jnp.array` would compile the copy, one for each shape."""
+    """Copy to a device into a buffer that can be donated. Do not modify `values` until the copy is ready. `jnp.array`
+    would compile a copy program per shape."""
     return jax.device_put(jax.device_put(values, device), may_alias=False)
 
 
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, each device given its part; a copy, so that it can be donated.
+    """Shard an array that every process has. The result is a copy, so that it can be donated, unless the array already
+    has this sharding.
 
-    The shape of an array gets the place where that would lie. Of what lies on the disk each part is read by itself.
+    A ShapeDtypeStruct is returned with the sharding. From an array on disk, each shard is read separately.
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -299,14 +291,14 @@ def placed(array: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def distributed(batch: Any, sharding: NamedSharding) -> Any:
-    """A batch of NumPy arrays that every process has, on the devices."""
+    """Shard a batch of NumPy arrays that every process has."""
     return jax.tree.map(
         lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]), batch
     )
 
 
 class Fetched:
-    """An array of a mesh whose parts come to the host as they are asked for, by all processes together."""
+    """A sharded array that is fetched to the host by slices; all processes must take part."""
 
     def __init__(self, array: jax.Array):
         self._array, self.shape, self.dtype, self.size = array, array.shape, array.dtype, array.size
@@ -319,7 +311,7 @@ class Fetched:
 
 
 def fetched(array: jax.Array) -> np.ndarray:
-    """All of an array on every host. Where hosts hold parts of it, all of them must ask."""
+    """The whole array, on every host. If hosts hold different shards, all of them must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(_gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
@@ -331,9 +323,9 @@ def _gathered(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 def pieces(array: Any, max_bytes: int) -> Iterator[np.ndarray]:
-    """All of an array of JAX's or NumPy's, along its first axis: at most so many bytes at a time, but one row at least.
-    Where hosts hold parts of it, all of them must ask. JAX's come by way of copies on the device: what NumPy gets of an
-    array itself stays with that on the host."""
+    """Yield a JAX or NumPy array in slices along its first axis, of at most `max_bytes` or one row. If hosts hold
+    different shards, all of them must call this. JAX arrays are copied on the device first: NumPy's view of an array
+    itself would stay cached on the host for as long as the array lives."""
     if isinstance(array, np.ndarray):
         yield array
     elif array.ndim == 0 or array.nbytes <= max_bytes:

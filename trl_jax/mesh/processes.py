@@ -1,4 +1,4 @@
-"""The processes of a run: joining, barriers, which of them writes, and accelerate's PartialState."""
+"""Multi-process runs: joining, barriers, which process writes, and accelerate's PartialState."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from jax.experimental import multihost_utils
 
 from trl_jax.core.text import say
 
-# ----------------------------------------------------------------------------------------------------
-# `args.distributed_state`: the attributes and methods of accelerate's PartialState that scripts use.
+# `args.distributed_state`, with the parts of accelerate's PartialState that scripts use
 
 
 class Places(Protocol):
-    """The arguments that say where a run is."""
+    """The arguments that describe the processes of a run."""
 
     device: Any
     world_size: int
@@ -33,7 +32,7 @@ class Places(Protocol):
 
 
 class ProcessState:
-    """Which process of how many this is. `num_processes` counts devices: TRL has a process for each."""
+    """Which process this is, and of how many. `num_processes` counts devices: TRL runs one process per device."""
 
     local_process_index = 0
     is_local_main_process = True
@@ -50,49 +49,47 @@ class ProcessState:
             print(*values, **options)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process gets here."""
         barrier("wait_for_everyone")
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block in the first process before the others."""
+        """Run the block in the first process before the others run it."""
         with self._args.main_process_first(desc="a script's own"):
             yield
 
     local_main_process_first = main_process_first
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function that the other processes pass over."""
-        return function if self.is_main_process else _nothing
+        """Decorate a function so that only the first process runs it."""
+        return function if self.is_main_process else _do_nothing
 
     on_local_main_process = on_main_process
 
 
-def _nothing(*values: Any, **options: Any) -> None:
-    """Do nothing."""
+def _do_nothing(*values: Any, **options: Any) -> None:
+    """Stand-in for a function that only the first process runs."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# The processes of one run: joining it, which of them writes, and waiting for each other.
+# Joining, and detecting processes that died
 
-
-HEARTBEAT = 30  # seconds of silence after which a process counts as dead
-GRACE = 8  # seconds that this process has to raise an exception by itself, after another one has
-LAST = 15  # seconds to wait for the other processes at the end
+HEARTBEAT = 30  # seconds without a heartbeat after which a process is considered dead
+GRACE = 8  # seconds this process gets to raise the exception by itself after another process raised it
+LAST = 15  # seconds to wait for the other processes when exiting
 _SCHEDULERS = {"SLURM_NTASKS": "SLURM", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def join(address: str | None, count: int | None, number: int | None) -> None:
-    """Join the run's other processes, if it has any; to be called before JAX is asked for a device.
+    """Join the other processes of the run, if there are any. Call this before JAX initializes its devices.
 
-    Each argument that is None is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES or JAX_PROCESS_ID; without an
+    Arguments that are None are read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without an
     address, JAX asks SLURM, Open MPI or Cloud TPU for all three.
 
     Args:
         address: "host:port" of the first process.
-        count: number of processes.
-        number: of this process, from 0.
+        count: the number of processes.
+        number: the number of this process, from 0.
 
     Raises:
         ValueError: an address without the other two.
@@ -109,8 +106,8 @@ def join(address: str | None, count: int | None, number: int | None) -> None:
     if address is not None:
         if count is None or number is None:
             raise ValueError(
-                f"coordinator_address={address!r} needs num_processes and process_id: how many processes the run has, "
-                "and which this is, from 0."
+                f"coordinator_address={address!r} also needs num_processes, the number of processes of the run, and "
+                "process_id, the number of this process from 0."
             )
         jax.distributed.initialize(address, int(count), int(number), **options)
     elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
@@ -124,7 +121,7 @@ def _tpu_pod() -> bool:
 
 
 def several() -> bool:
-    """Whether the run has more processes than this one."""
+    """Whether the run has more than one process."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
@@ -134,28 +131,29 @@ def is_first() -> bool:
 
 
 class AgreedExit(SystemExit):
-    """Every process leaves after the same step, each in its own time."""
+    """All processes exit after the same step; this is not a failure."""
 
 
 class _Watch:
-    """Ends this process when another one has left a block of `together` with an exception, or has ended.
+    """Exits this process if another one raised an exception in a block of `together`, or exited.
 
-    Such a process never comes to the collective in which this one waits, and no Python code can interrupt the wait. So
-    a thread looks at what the processes announce through JAX's coordination service. Blocks are numbered alike in all
-    processes, which run the same code. A process that raises the same exception within GRACE seconds is left alone.
+    Such a process never reaches the collective in which this one waits, and Python code cannot interrupt that wait.
+    A background thread therefore polls what the processes announce through JAX's coordination service. All processes
+    run the same code, so they number their blocks alike. A process that raises the same exception within GRACE seconds
+    is left alone.
     """
 
     def __init__(self) -> None:
-        self.blocks: list[int] = []  # the numbers of the blocks that this process is in
-        self.raising = False  # an exception is on its way out of them
+        self.blocks: list[int] = []  # numbers of the blocks this process is in
+        self.raising = False  # whether an exception is propagating out of them
         self._client: Any = None
-        self._thread: threading.Thread | None = None  # begins with the first block: until then scripts may fork
+        self._thread: threading.Thread | None = None  # started with the first block: until then, scripts may fork
         self._count, self._over = 0, threading.Event()
 
     def start(self) -> None:
         if self._client is None:
             self._client = _client()
-            atexit.register(self._stop)  # runs before JAX waits there for all processes
+            atexit.register(self._stop)  # runs before JAX's own exit handler waits for all processes
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
@@ -170,7 +168,7 @@ class _Watch:
             yield
         except AgreedExit:
             raise
-        except BaseException as error:  # whatever it is, it is raised again
+        except BaseException as error:  # re-raised
             self.raising = True
             self.announce(f"left/{number}", error)
             raise
@@ -180,7 +178,7 @@ class _Watch:
     def announce(self, what: str, error: BaseException) -> None:
         if self._client is None:
             return
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first process has gone, and with it the service
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first process, which hosts the service, is gone
             key = f"trl_jax/{what}/{jax.process_index()}"
             self._client.key_value_set(key, type(error).__name__, allow_overwrite=True)
 
@@ -189,15 +187,15 @@ class _Watch:
         while not self._over.wait(1):
             try:
                 now = self._announced()
-            except jax.errors.JaxRuntimeError:  # the first process has gone: JAX ends this one
+            except jax.errors.JaxRuntimeError:  # the first process is gone: JAX ends this one
                 return
             seconds = seconds + 1 if now == found and now is not None else 0
             found = now
             if found is not None and seconds >= GRACE:
-                _end(*found[1:])
+                _exit_process(*found[1:])
 
     def _announced(self) -> tuple[int, str, str] | None:
-        """The block that another process does not come back to, the process, and its exception."""
+        """The block in which another process failed, that process, and its exception."""
         for number in [] if self.raising else tuple(self.blocks):
             for what in (f"left/{number}", "ended"):
                 for key, name in self._client.key_value_dir_get(f"trl_jax/{what}/"):
@@ -210,7 +208,7 @@ class _Watch:
         self._over.set()
         if self._thread is not None:
             self._thread.join(2)
-        if "last_value" in vars(sys):  # an exception ends this process: Python has printed it
+        if "last_value" in vars(sys):  # an unhandled exception, which Python has printed, ends this process
             self.announce("ended", sys.last_value)
 
 
@@ -218,14 +216,14 @@ _watch = _Watch()
 
 
 def announce_end(error: Exception) -> None:
-    """Tell the other processes that this exception, which nothing raises any more, ends this one."""
+    """Tell the other processes that this process exits because of `error`, which was caught and will not propagate."""
     _watch.announce("ended", error)
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A block in which the processes wait for each other. If one of them leaves it with an exception, the others end
-    within GRACE + LAST seconds, with exit code 1 and a line that names the process."""
+    """A block in which the processes wait for each other. If one process raises in it, the others exit within
+    GRACE + LAST seconds, with exit code 1 and a line that names the failed process."""
     if not several():
         yield
         return
@@ -233,32 +231,32 @@ def together() -> Iterator[None]:
         yield
 
 
-def _end(process: str, error: str) -> None:
+def _exit_process(process: str, error: str) -> None:
     say(
-        f"Process {process} of {jax.process_count()} ended with {error} (its own log says where), so this one, number "
-        f"{jax.process_index()}, ends, too. Checkpoints are whole or absent: start all processes again with "
+        f"Process {process} of {jax.process_count()} ended with {error} (see its own log), so this process, number "
+        f"{jax.process_index()}, exits too. Checkpoints are never partial: restart all processes with "
         "resume_from_checkpoint=True."
     )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed
             stream.flush()
-    # All processes meet here. If this one just ended, JAX would abort the others.
+    # Processes wait for each other here. If this one just exited, JAX would abort the others.
     last = threading.Thread(target=jax.distributed.shutdown, daemon=True)
     last.start()
     last.join(LAST)
-    os._exit(1)  # the main thread waits in a collective
+    os._exit(1)  # the main thread is stuck in a collective
 
 
 @together()
 def barrier(name: str) -> None:
-    """Wait until every process is at the barrier of this name."""
+    """Wait until every process reaches the barrier of this name."""
     if several():
         multihost_utils.sync_global_devices(name)
 
 
 @together()
 def from_first(data: bytes) -> bytes:
-    """The first process's `data`, in all processes; as long in each."""
+    """The first process's `data`, in all processes. It must have the same length everywhere."""
     if not several():
         return data
     return multihost_utils.process_allgather(np.frombuffer(data, np.uint8))[0].tobytes()
@@ -266,7 +264,7 @@ def from_first(data: bytes) -> bytes:
 
 @together()
 def from_all(data: bytes) -> list[bytes]:
-    """Every process's `data`, in their order, in all processes."""
+    """The `data` of every process, in order, in all processes."""
     lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int64)).reshape(-1).tolist()
     padded = np.frombuffer(data.ljust(max(lengths), b"\0"), np.uint8)
     found = multihost_utils.process_allgather(padded)
@@ -274,23 +272,23 @@ def from_all(data: bytes) -> list[bytes]:
 
 
 def of_each_process(do: Callable[[], Any]) -> list[Any]:
-    """Call it in every process, and return what all of them got, in their order; it is pickled.
+    """Call `do` in every process and return all results in order. Results are pickled.
 
     Raises:
-        Exception: what it raised in this process.
-        RuntimeError: it raised in another one, which is named.
+        Exception: what `do` raised in this process.
+        RuntimeError: `do` raised in another process, which is named.
     """
     mine, error = None, None
     try:
         mine = do()
-    except Exception as raised:  # whatever it is, the others wait to be told of it; then it is raised again
+    except Exception as raised:  # re-raised below, once the other processes know
         error = raised
     found = [pickle.loads(one) for one in from_all(pickle.dumps((mine, error and f"{type(error).__name__}: {error}")))]
     if error is not None:
         raise error
     for number, (_, text) in enumerate(found):
         if text is not None:
-            raise RuntimeError(f"Process {number} of this run raised {text} Its own log says where.")
+            raise RuntimeError(f"Process {number} of this run raised {text} See its own log for the traceback.")
     return [value for value, _ in found]
 
 
@@ -299,60 +297,60 @@ def check_alike(facts: dict[str, int]) -> None:
     """Check that all processes have the same values.
 
     Args:
-        facts: what a value is of -> a digest of it, 32 bits.
+        facts: description of a value -> its 32-bit digest.
 
     Raises:
-        ValueError: in every process, naming those whose values differ.
+        ValueError: in every process, naming the processes that differ.
     """
     if not several():
         return
     gathered = multihost_utils.process_allgather(np.asarray(list(facts.values()), np.uint32))
-    names = multihost_utils.process_allgather(_letters(socket.gethostname()))
+    names = multihost_utils.process_allgather(_encoded(socket.gethostname()))
     for name, values in zip(facts, gathered.T, strict=True):
         others = [number for number, value in enumerate(values.tolist()) if value != values[0]]
         if others:
             shown = ", ".join(f"{number} (on {bytes(names[number]).rstrip(bytes(1)).decode()})" for number in others)
             raise ValueError(
-                f"The processes of this run differ in {name}: {shown} from process 0. Start the same script with the "
-                "same arguments, data and release on each host."
+                f"The processes of this run have different {name}: {shown} from process 0. Start the same script with "
+                "the same arguments, data and package versions on each host."
             )
 
 
 @contextlib.contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Explain a collective that fails because another process has ended, within HEARTBEAT seconds of the failure.
+    """Explain a collective that failed because another process died, within HEARTBEAT seconds of the failure.
 
     Raises:
-        RuntimeError: naming the processes that have ended. Where a collective hangs instead of failing, JAX ends this
-            process with the same words after HEARTBEAT seconds.
+        RuntimeError: naming the processes that died. If a collective hangs instead of failing, JAX ends this process
+            after HEARTBEAT seconds.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        gone = _gone() if several() else []
-        if not gone:
+        dead = _dead_processes() if several() else []
+        if not dead:
             raise
         raise RuntimeError(
-            f"Process {' and '.join(map(str, gone))} of {jax.process_count()} has gone (its own log says why), so this "
-            f"one, number {jax.process_index()}, cannot go on. Checkpoints are whole or absent: start all processes "
-            "again with resume_from_checkpoint=True."
+            f"Process {' and '.join(map(str, dead))} of {jax.process_count()} has died (see its own log), so this "
+            f"process, number {jax.process_index()}, cannot continue. Checkpoints are never partial: restart all "
+            "processes with resume_from_checkpoint=True."
         ) from error
 
 
 def _client() -> Any:
-    from jax._src import distributed  # the one place where JAX keeps its connection to the others
+    from jax._src import distributed  # JAX has no public access to the coordination service
 
     return distributed.global_state.client
 
 
-def _gone() -> list[int]:
+def _dead_processes() -> list[int]:
     every = list(range(jax.process_count()))
     try:
         alive = _client().get_live_nodes(every)
-    except jax.errors.JaxRuntimeError:  # no answer: the first process gives it
+    except jax.errors.JaxRuntimeError:  # the first process, which answers, is gone
         return [] if jax.process_index() == 0 else [0]
     return [number for number in every if number not in alive]
 
 
-def _letters(text: str) -> np.ndarray:
+def _encoded(text: str) -> np.ndarray:
     return np.frombuffer(text.encode()[:64].ljust(64, bytes(1)), np.uint8)

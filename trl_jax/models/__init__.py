@@ -1,1 +1,1 @@
-"""Models: an Arch of facts, the decoder or encoder that obeys it, the head on top."""
+"""Models: an `Arch` describes the architecture, a decoder or encoder implements it, and a head gives outputs."""

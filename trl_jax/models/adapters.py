@@ -1,4 +1,4 @@
-"""Models with adapters: LoRA and virtual tokens."""
+"""Models with adapters: LoRA, and virtual tokens (prompt tuning, prefix tuning, P-tuning)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from trl_jax.models.decoder import Decoder
 from trl_jax.nn.linear import ExpertsLora, Lora
 from trl_jax.nn.virtual_tokens import Prefix, VectorMaker, VirtualRows
 
-# ----------------------------------------------------------------------------------------------------
-# A model whose arrays are frozen while adapters of them train: its graph, and how both go into it when it is traced.
+# Frozen models with trainable adapters
 
 
 class Part(Protocol):
-    """The part of a matrix on disk that is one of ours."""
+    """Selects from a matrix on disk the part that is one of our parameters."""
 
     def rows(self, array: jax.Array) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The low-rank adapters of one matrix on disk, or of all layers' of one name: stacked then, along a first axis L.
+    """The LoRA adapter of one matrix on disk, or of the matrices of one name in all layers, stacked along an axis L.
 
     Attributes:
-        name: of that matrix; its arrays are `<name>.lora_A` `[L, r, in]` and so on, padded with zeros to the largest
-            rank, and all zero in a layer that has none.
-        parts: our modules that lie in it, each with what has its `rows` of a `[out, ...]` array; None: it is all of it.
-        scales, there: what B A is multiplied by, and whether there is an adapter, one a layer where they are stacked.
-        has: the optional arrays that it has, of magnitude and bias.
-        experts: how many matrices each array is for, 0 for one: A is `[E r, in]`, expert by expert, B `[out, r E]`, one
-            of each expert, then the next. swapped: they are of matrices (in, out), A and B the other way round.
+        name: of the matrix. The arrays are `<name>.lora_A` `[L, r, in]` etc., zero-padded to the largest rank, and all
+            zero in a layer without an adapter.
+        parts: our modules that the matrix on disk contains, each with the `Part` that selects its rows from an array
+            `[out, ...]`, or None if it is the whole matrix.
+        scales, there: the scale of B A, and whether there is an adapter; one entry per layer if stacked.
+        has: which optional arrays there are, magnitude or bias.
+        experts: how many experts' matrices each array holds, 0 for none: A is `[E r, in]`, expert by expert; B is
+            `[out, r E]`, with experts varying fastest.
+        swapped: the expert matrices are stored as (in, out), so A and B are swapped.
     """
 
     name: str
@@ -49,14 +50,14 @@ class Adapter:
     swapped: bool = False
 
     def place(self, path: str) -> tuple[str, str]:
-        """The module that holds the adapter of our module or, of experts, parameter `path`; and as what."""
+        """(module path, attribute) of the adapter for our module `path` or, for experts, for our parameter `path`."""
         if self.experts:
             owner, _, name = path.rpartition(".")
             return owner, f"{name}_lora"
         return path, "lora"
 
     def matrices(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A `[..., r, in]` and B `[..., out, r]`; with an axis for experts, where they have one, after the layers'."""
+        """A `[..., r, in]` and B `[..., out, r]`; for experts, with an expert axis after the layer axis."""
         if not self.experts:
             return a, b
         a = a.reshape(*a.shape[:-2], self.experts, -1, a.shape[-1])
@@ -64,7 +65,7 @@ class Adapter:
         return (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if self.swapped else (a, b)
 
     def matrices_of(self, part: Part | None, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same of a part of the experts' matrices."""
+        """As `matrices`, for one part of the experts' matrices."""
         a, b = self.matrices(a, b)
         return a, b if part is None else jnp.moveaxis(part.rows(jnp.moveaxis(b, -2, 0)), 0, -2)
 
@@ -73,13 +74,13 @@ _KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector", "b
 
 
 def leaf(name: str, kind: str) -> str:
-    """The name of an adapter's array among the params: kind a, b, magnitude or bias."""
+    """The parameter name of an adapter's array; kind is a, b, magnitude or bias."""
     return f"{name}.{_KINDS[kind]}"
 
 
 @dataclass(frozen=True)
 class Layers:
-    """`params[<path>@trained]` are the layers `where` of the stack at `path`, or rows of a table; others are frozen."""
+    """Only the layers `where` of the stack at `path`, or these rows of a table, train: `params[<path>@trained]`."""
 
     path: str
     where: tuple[int, ...]
@@ -91,9 +92,9 @@ class Layers:
 
 @dataclass(frozen=True)
 class AdaptedGraph:
-    """The graph that `models.functional.merge` makes a module of, with frozen and trained arrays.
+    """A graph for `models.model.merge` with frozen and trained arrays.
 
-    `plain` and `dropping` are the graphs of the model with adapters, without and with dropout in front of them.
+    `plain` and `dropping` are the graphs of the adapted model without and with dropout in front of the adapters.
     """
 
     plain: nnx.GraphDef
@@ -103,7 +104,7 @@ class AdaptedGraph:
     rate: float
 
     def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
-        """A graph and its parameters: each adapter at the modules it belongs to."""
+        """A graph and its parameters, with each adapter placed in the modules that it belongs to."""
         drops = key is not None and self.rate > 0
         trained = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
         arrays = {path: array for path, array in params.items() if path not in trained}
@@ -111,11 +112,15 @@ class AdaptedGraph:
             whole = arrays[part.path]
             arrays[part.path] = whole.at[jnp.asarray(part.where)].set(params[part.name].astype(whole.dtype))
         for number, adapter in enumerate(self.adapters):
-            dice = jax.random.fold_in(key, number) if drops else None
+            adapter_key = jax.random.fold_in(key, number) if drops else None
             for path, part in adapter.parts:
-                leaves = _leaves(adapter, part, {kind: params[leaf(adapter.name, kind)] for kind in _kinds(adapter)})
+                leaves = _lora_arrays(
+                    adapter, part, {kind: params[leaf(adapter.name, kind)] for kind in _kinds(adapter)}
+                )
                 if drops:
-                    leaves["key"] = jax.random.split(dice, len(adapter.scales)) if adapter.stacked else dice
+                    leaves["key"] = (
+                        jax.random.split(adapter_key, len(adapter.scales)) if adapter.stacked else adapter_key
+                    )
                 where = ".".join(adapter.place(path))
                 arrays |= {f"{where}.{name}": value for name, value in leaves.items()}
         return self.dropping if drops else self.plain, arrays
@@ -125,8 +130,8 @@ def _kinds(adapter: Adapter) -> tuple[str, ...]:
     return ("a", "b", *adapter.has)
 
 
-def _leaves(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays of one part's `Lora`."""
+def _lora_arrays(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of the `Lora` module of one part."""
 
     if adapter.experts:
         a, b = adapter.matrices_of(part, arrays["a"], arrays["b"])
@@ -151,7 +156,7 @@ def adapted_graph(
     layers: tuple[Layers, ...],
     rate: float,
 ) -> AdaptedGraph:
-    """The graph of what `make` makes, with adapters whose arrays have these `shapes`."""
+    """The graph of the model that `make` builds, with adapters whose arrays have these `shapes`."""
 
     def build(drops: bool) -> nnx.GraphDef:
         def whole():
@@ -159,7 +164,7 @@ def adapted_graph(
             for adapter in adapters:
                 for path, part in adapter.parts:
                     arrays = {k: jnp.zeros(shapes[leaf(adapter.name, k)].shape) for k in _kinds(adapter)}
-                    leaves = _leaves(adapter, part, arrays)
+                    leaves = _lora_arrays(adapter, part, arrays)
                     if drops:
                         keys = jax.random.split(jax.random.key(0), len(adapter.scales))
                         leaves["key"] = keys if adapter.stacked else keys[0]
@@ -180,26 +185,24 @@ def module_at(model: nnx.Module, path: str) -> Any:
     return model
 
 
-# ----------------------------------------------------------------------------------------------------
-# A frozen model before whose texts virtual tokens stand, of which the arrays train.
+# Frozen models with trainable virtual tokens
 
-
-PREFIX = "prompt_encoder."  # of the arrays that train
+PREFIX = "prompt_encoder."  # prefix of the trained arrays
 
 
 class Place(Protocol):
-    """The place in a model with a decoder where the vectors of virtual tokens go."""
+    """Where in the decoder the vectors of virtual tokens go."""
 
     def prepare(self, decoder: Decoder, count: int) -> None:
-        """Give the decoder the modules that hold the vectors of so many virtual tokens."""
+        """Give the decoder the modules that hold the vectors of `count` virtual tokens."""
 
     def arrays(self, vectors: jax.Array) -> dict[str, jax.Array]:
-        """The parameters of these modules, by path in the decoder; of vectors `[n, width]`."""
+        """The parameters of these modules, by path in the decoder, from vectors `[n, width]`."""
 
 
 @dataclass(frozen=True)
 class AsEmbeddings:
-    """They are the embeddings of the ids from `first` on."""
+    """The vectors are embeddings of the ids from `first` on."""
 
     first: int
     width: int
@@ -213,8 +216,8 @@ class AsEmbeddings:
 
 @dataclass(frozen=True)
 class AsKeysValues:
-    """They are the keys and values of each layer for the ids from `first` on: of the first layer `heads` keys of
-    `channels`, as many values, then those of the next layer."""
+    """The vectors are keys and values of the ids from `first` on: `heads` keys of `channels` channels for the first
+    layer, then as many values, then those of the next layer."""
 
     first: int
     runs: tuple[Run, ...]
@@ -238,15 +241,15 @@ class AsKeysValues:
 
 @dataclass(frozen=True)
 class VirtualGraph:
-    """The graph that `models.functional.merge` makes a module of: `plain` is that of the model with virtual tokens,
-    whose vectors `maker` makes, and which go to `place`."""
+    """A graph for `models.model.merge`: `plain` is the graph of the model with virtual tokens, `maker` computes their
+    vectors, and `place` says where these go."""
 
     plain: nnx.GraphDef
     maker: VectorMaker
     place: Place
 
     def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
-        """A graph and its parameters: the virtual tokens' vectors in the place of what they are made of."""
+        """A graph and its parameters, with the vectors in place of the arrays that they are computed from."""
         own = {path.removeprefix(PREFIX): array for path, array in params.items() if path.startswith(PREFIX)}
         arrays = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
         placed = self.place.arrays(self.maker(own, key))
@@ -254,7 +257,7 @@ class VirtualGraph:
 
 
 def virtual_graph(make: Callable[[], nnx.Module], maker: VectorMaker, place: Place) -> VirtualGraph:
-    """The graph of what `make` makes, a model with a decoder, with virtual tokens."""
+    """The graph of the model that `make` builds (it must have a decoder), with virtual tokens."""
 
     def whole() -> nnx.Module:
         model = make()

@@ -1,4 +1,4 @@
-"""Arch: the facts that describe a model's architecture."""
+"""Dataclasses that describe the architecture of a model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from trl_jax.nn.layers import ClampedSwiGLU
 from trl_jax.nn.moe import SparseMixer
 from trl_jax.nn.rope import Rope
 
-# ----------------------------------------------------------------------------------------------------
-# Which layers of a decoder have their part of a cache in one array: those of a run that see as many tokens.
+# Cache layout: layers of a run with the same window share an array
 
-
-_LONGEST = 8  # layers of a turn, which are compiled one by one
+_LONGEST = 8  # longest pattern of layers in a turn; its layers are compiled one by one
 
 
 class CachePart(NamedTuple):
-    """The numbers of layers in the decoder, and how many tokens they see; None: all."""
+    """Indices of layers in the decoder, and the window they attend to (None: everything)."""
 
     layers: tuple[int, ...]
     window: int | None
 
 
 class Turns(NamedTuple):
-    """A run of layers as turns in which their windows repeat: five narrow ones and a wide one in gemma3. The last turn
-    may have fewer layers.
+    """A run of layers, divided into turns with the same pattern of windows, e.g. five local layers and a global one in
+    gemma3. The last turn may be shorter.
 
-    parts: of the cache. pattern: the number of the part of each layer of a turn.
+    parts: the parts of the cache. pattern: for each layer of a turn, the index of its part.
     """
 
     parts: tuple[CachePart, ...]
@@ -37,7 +35,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(arch: Arch, run: Run) -> Turns:
-    """The turns of a run; without a pattern of few layers each turn is one of them, and all tokens are kept."""
+    """The turns of a run. Without a short repeating pattern, each layer is a turn and the cache keeps all tokens."""
     layers = range(run.first, run.first + run.count)
     windows = [_window(arch, layer) for layer in layers]
     lengths = range(1, _LONGEST + 1)
@@ -51,25 +49,23 @@ def turns_of(arch: Arch, run: Run) -> Turns:
 
 
 def cache_parts(arch: Arch) -> list[CachePart]:
-    """All parts of a decoder's cache, in their order. Layers that reuse keys and values are in none."""
+    """All parts of a decoder's cache, in order. Layers that reuse keys and values have none."""
     return [part for run in arch.runs if not run.kind.reuses for part in turns_of(arch, run).parts]
 
 
 def _window(arch: Arch, layer: int) -> int | None:
-    """How many tokens a layer sees at most; a chunk as long has no more."""
+    """The largest number of tokens that a layer attends to; a chunk of that length allows no more."""
     chunk = None if arch.chunks is None else arch.chunks[layer]
     return arch.windows[layer] if chunk is None else chunk
 
 
-# ----------------------------------------------------------------------------------------------------
-# The facts that tell one decoder from another.
+# Decoders
 
-
-# Which norms a layer has: before and after attention, before and after the MLP, but where something else is said.
+# The norms of a layer. "norm" comes before, "out_norm" after attention or MLP, except where noted.
 BLOCKS = {
     "pre": ("attention_norm", "mlp_norm"),
     "post": ("attention_out_norm", "mlp_out_norm"),
-    "normed_sums": ("attention_norm", "mlp_norm"),  # what was added up is normed, residual stream and all
+    "normed_sums": ("attention_norm", "mlp_norm"),  # applied to the sum with the residual stream
     "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
@@ -78,28 +74,32 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Arch:
-    """A decoder's facts. Sizes are counts of channels, heads, layers or tokens.
+    """Architecture of a decoder. Sizes count channels, heads, layers or tokens.
 
-    A fact that may differ from layer to layer is a tuple with one entry a layer; in `ropes`, None is a layer that does
-    not know positions. `last_norm`: a norm closes the stack. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of
-    nn.norm.NORMS, `activation` of nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads),
-    "each_head" (weights for each of them) or "full" (over all heads at once). `attention_scales` multiply the scores;
-    None is head_dim ** -0.5. `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`,
-    each channel of the result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected
-    queries, keys and values. With `sinks`, each query head has a learned score more in the sum of its softmax, which
-    brings no value. `chunks`: a layer's queries see the keys of their own chunk of a text, this many tokens long; None
-    without any. With `v_norm`, the values of each head are normed, without weights. `learned_positions` counts the rows
-    of a table of positions, read from row `position_offset` on; with `counts_visible`, positions count the visible
-    tokens only. With `scale_in_table`, `embedding_scale` belongs to the table of tokens, so that noise comes after it.
-    `embedding_size`: the width of that table and of what heads read, if it is not `hidden_size`; linear maps lead from
-    one to the other. `padding_idx` is the row of the embedding that never trains.
+    Fields that may differ between layers are tuples with one entry per layer. In `ropes`, None is a layer without
+    positions.
 
-    `kinds` is None where all layers attend, and have experts if there are any. `mlp_scales` multiply what the MLP's
-    gate is computed of, and what the MLP gives. With `layer_scalar`, each layer ends by multiplying the residual stream
-    by a number of its own, which never trains.
-
-    A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
-    `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
+    - last_norm: whether a final norm follows the stack.
+    - block: a key of BLOCKS; norm, qk_norm_kind: keys of nn.layers.NORMS; activation: a key of nn.layers.ACTIVATIONS
+      or "xielu".
+    - qk_norm: None, "head" (one norm for all heads), "each_head" (weights per head) or "full" (over all heads at once).
+    - attention_scales: multiply the scores; None is head_dim ** -0.5.
+    - softcap: scores become `softcap * tanh(scores / softcap)`.
+    - gated_attention: each output channel is multiplied by the sigmoid of a projection of the layer input.
+    - clip_qkv: clips projected queries, keys and values.
+    - sinks: each query head has a learned extra score in its softmax that carries no value.
+    - chunks: queries of a layer attend within chunks of this many tokens; None for no chunks.
+    - v_norm: the values of each head are normed, without weights.
+    - learned_positions: rows of a learned position table, used from row `position_offset` on. With `counts_visible`,
+      positions count visible tokens only.
+    - scale_in_table: `embedding_scale` is part of the embedding table, so noise is added after it.
+    - embedding_size: width of the embedding table and the head inputs if not `hidden_size`; linear maps convert.
+    - padding_idx: row of the embedding table that is never trained.
+    - kinds: None if all layers attend and, if there are experts, all have them.
+    - mlp_scales: multiply the MLP's gate before the activation, and the MLP's output.
+    - layer_scalar: each layer ends by scaling the residual stream by a number that is not trained.
+    - tied_embeddings: the language model head uses the embedding table. Its logits are multiplied by `logit_scale` and
+      then become `logit_softcap * tanh(logits / logit_softcap)`.
     """
 
     vocab_size: int
@@ -163,36 +163,35 @@ class Arch:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers in runs of one kind each."""
+        """Consecutive layers of the same kind, as runs."""
         return runs_of(self.kinds or (LayerKind(experts=self.experts is not None),) * self.num_layers)
 
     def heads_of(self, kind: LayerKind) -> Heads:
-        """The heads of a layer."""
+        """The key and value heads of a layer of this kind."""
         return Heads(self.num_key_heads, self.head_dim) if kind.heads is None else kind.heads
 
     @property
     def head_inputs(self) -> int:
-        """Channels of what a head reads, and of the table of tokens."""
+        """Width of the head inputs, and of the embedding table."""
         return self.embedding_size or self.hidden_size
 
     @property
     def drops_out(self) -> bool:
-        """Whether dropout, turned on, would change anything."""
+        """Whether any dropout rate is nonzero."""
         return any((self.attention_dropout, self.embedding_dropout, self.attention_out_dropout, self.mlp_out_dropout))
 
     @property
     def max_positions(self) -> int | None:
-        """The length of the longest text that has positions; None where any has."""
+        """The longest text that has learned positions; None if there is no limit."""
         return None if self.learned_positions is None else self.learned_positions - self.position_offset
 
 
-# ----------------------------------------------------------------------------------------------------
-# The facts that tell the layers of one decoder from one another.
+# Layers of a decoder
 
 
 @dataclass(frozen=True)
 class LayerEmbedding:
-    """Each layer has its own embedding of every token, `channels` wide, from a table with this many `rows`."""
+    """Each layer has its own embedding of every token, `channels` wide, from a table of `rows` rows."""
 
     rows: int
     channels: int
@@ -200,12 +199,14 @@ class LayerEmbedding:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The parameters that a layer has: `mixer` is "attention", "convolution", "delta_net", "mamba", "attention+mamba"
-    for both side by side, or None where it has none; `experts`: whether these are in the place of the MLP, or beside
-    it; `mlp`: whether it has either of them. `heads` and `mlp_size` are None where they are those of the Arch.
+    """What a layer consists of.
 
-    A layer that is `unplaced` knows no positions, and norms no queries and keys. One that `reuses` makes no keys and
-    values: it attends to those of the last layer that is `reused` and has the same heads.
+    mixer: "attention", "convolution", "delta_net", "mamba", "attention+mamba" (in parallel), or None.
+    experts: whether it has experts, in place of the MLP or in addition to it.
+    mlp: whether it has an MLP or experts at all.
+    heads, mlp_size: None for those of the Arch.
+    unplaced: it uses no positions and does not norm queries and keys.
+    reuses: it computes no keys and values, and attends to those of the last `reused` layer with the same heads.
     """
 
     mixer: str | None = "attention"
@@ -219,7 +220,7 @@ class LayerKind:
 
 
 class Run(NamedTuple):
-    """`count` layers of one kind, one after another, from layer `first` on; `name` is that of their stack."""
+    """`count` consecutive layers of one kind, starting at layer `first`; `name` is the attribute of their stack."""
 
     first: int
     count: int
@@ -228,22 +229,21 @@ class Run(NamedTuple):
 
 
 def runs_of(kinds: tuple[LayerKind, ...]) -> tuple[Run, ...]:
-    """The layers in runs of one kind each; `kinds` has an entry a layer."""
+    """Group layers into runs of one kind; `kinds` has one entry per layer."""
     groups = [list(group) for _, group in groupby(range(len(kinds)), key=lambda layer: kinds[layer])]
     if len(groups) == 1:
         return (Run(0, len(kinds), kinds[0], "layers"),)
     return tuple(Run(group[0], len(group), kinds[group[0]], f"layers_from_{group[0]}") for group in groups)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The facts that tell one encoder from another.
+# Encoders
 
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """How hidden states become a score: pooled, `dense`, activation, maybe a norm, `out`.
+    """Score head of an encoder: pooling, `dense`, activation, optional norm, `out`.
 
-    `pooling` is "first" (the first token) or "mean" (of the text). `dense_bias` is that of `dense`.
+    `pooling` is "first" (the first token) or "mean" (over the text). `dense_bias` is whether `dense` has a bias.
     """
 
     activation: str
@@ -256,7 +256,7 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class ConvolutionFacts:
-    """A convolution over the embedded text, parallel to the first layer: `width` tokens, in groups of channels."""
+    """A convolution over the embedded text, parallel to the first layer: kernel of `width` tokens, grouped channels."""
 
     width: int
     groups: int
@@ -266,15 +266,18 @@ class ConvolutionFacts:
 
 @dataclass(frozen=True)
 class EncoderArch:
-    """An encoder's facts. Sizes are counts of channels, heads, layers or tokens.
+    """Architecture of an encoder. Sizes count channels, heads, layers or tokens.
 
-    `prenorm`: a layer norms what attention and MLP read, the first layer's attention reads the embedding itself, and
-    a last norm closes the stack; otherwise it norms each sum. `norm` is a key of nn.norm.NORMS, `activation` of
-    nn.mlp.ACTIVATIONS. `ropes` and `windows` have an entry a layer; both are empty where layers are all alike and do
-    not turn. `learned_positions` counts the rows of a table of positions; with `positions_skip_pads` a pad has the
-    row `padding_idx` of it, and tokens count on from there. `type_vocab_size` counts the rows of a table of which a
-    single text has the first; 0 is none. `distances` stands for disentangled attention. `padding_idx` is the row of
-    the embedding that never trains. `initializer_cutoff` bounds new weights of the head, in standard deviations.
+    - prenorm: norms come before attention and MLP (except before the first layer's attention, whose input is normed
+      already) and after the stack; otherwise each residual sum is normed.
+    - norm: a key of nn.layers.NORMS; activation: a key of nn.layers.ACTIVATIONS.
+    - ropes, windows: one entry per layer; empty for identical layers without rope.
+    - learned_positions: rows of a learned position table. With `positions_skip_pads`, padding uses row `padding_idx`,
+      and tokens are counted on from there.
+    - type_vocab_size: rows of the token type table, of which a single text uses the first; 0 for no table.
+    - distances: disentangled attention.
+    - padding_idx: row of the embedding table that is never trained.
+    - initializer_cutoff: bound on newly initialized weights of the head, in standard deviations.
     """
 
     vocab_size: int
@@ -310,7 +313,7 @@ class EncoderArch:
 
     @property
     def num_key_heads(self) -> int:
-        """Each head has keys of its own."""
+        """Every head has its own keys."""
         return self.num_heads
 
     @property
@@ -321,42 +324,41 @@ class EncoderArch:
 
     @property
     def takes_packed(self) -> bool:
-        """Whether texts may lie end to end: what goes by distances, or reads neighbours, has not been taught to."""
+        """Whether packed rows are supported: disentangled attention and convolutions do not support them."""
         return self.distances is None and self.convolution is None
 
     @property
     def max_positions(self) -> int | None:
-        """The length of the longest text that has positions; None where any has."""
+        """The longest text that has learned positions; None if there is no limit."""
         if self.learned_positions is None:
             return None
         return self.learned_positions - (self.padding_idx + 1 if self.positions_skip_pads else 0)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The facts of a mixture of experts.
+# Mixtures of experts
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP: `top_k` of `count` experts, each `size` wide, see every token.
+    """A mixture of experts in place of the MLP: each token is routed to `top_k` of `count` experts of width `size`.
 
-    `scores` turns the router's logits into weights: "softmax" over all experts, or "sigmoid" of each.
-    `renormalised`: the weights of the selected ones are made to add up to 1, but for what `weight_floor` adds to their
-    sum ("sigmoid") or holds it up to ("softmax"); `scale` then multiplies them. `shared_size`: the width of an expert
-    that sees every token, behind a sigmoid gate where `shared_gated`; None without it. `float32_router`: it computes in
-    float32, whatever other layers do. `bias`: the router and every map of an expert have one. `gated`: experts are as
-    gated MLPs are. `swiglu`: joins gate and up in the place of the arch's activation; None leaves it to that. With
-    `latent_size`, experts that do not see every token compute in so many channels, which a linear map makes of the
-    token's and another brings back; `latent_bias`: these and the expert that sees every token have biases.
-
-    `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
-    Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
-    together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). With `weights_inputs`, an expert's weight multiplies what
-    it sees, not what it gives. `sparse_mixer` selects two experts and weighs them in the place of all this.
-
-    `beside_mlp`: a layer has both, and either's result is normed before they are added; the experts see the residual
-    stream through a norm of their own, and the router through one without weights, with a learned scale for each of
-    its channels. The weight of each expert then has a learned scale, too.
+    - scores: how router logits become weights: "softmax" over all experts, or "sigmoid" of each.
+    - renormalised: the weights of the selected experts are divided by their sum, to which `weight_floor` is added
+      ("sigmoid") or which it bounds from below ("softmax"). `scale` then multiplies the weights.
+    - shared_size: width of an expert applied to every token, behind a sigmoid gate if `shared_gated`; None for none.
+    - float32_router: the router computes in float32 regardless of the compute dtype.
+    - bias: the router and all maps of the experts have biases. gated: experts are gated MLPs.
+    - swiglu: combines gate and up in place of the arch's activation.
+    - latent_size: the routed experts work on this many channels, to and from which linear maps project; `latent_bias`:
+      these maps and the shared expert have biases.
+    - correction_bias: a number per expert, not trained, added to the weights only for the selection.
+    - groups, top_groups, group_best: only experts in the best `top_groups` of `groups` groups are selected; a group is
+      rated by the sum of its best `group_best` experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    - weights_inputs: an expert's weight multiplies its input rather than its output.
+    - sparse_mixer: selects two experts and weighs them, in place of all of the above.
+    - beside_mlp: the layer has an MLP and experts, whose outputs are normed and added. The experts read the residual
+      stream through a norm of their own, the router through a norm without weights and a learned scale per channel;
+      the weight of each expert has a learned scale, too.
     """
 
     count: int
@@ -383,16 +385,14 @@ class Experts:
     sparse_mixer: SparseMixer | None = None
 
 
-# ----------------------------------------------------------------------------------------------------
-# The facts of what stands in the place of attention, or changes it: the parts of a layer that mix tokens.
+# Mixers: variants of attention, and what replaces it
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: queries, and keys and values, come from a few channels, `query_rank` (None: from the
-    residual stream) and `key_rank`. Of a query's and a key's channels the last `Arch.rotary_dim` know positions, and
-    those of keys are shared by all heads. A value has `value_dim` channels. `norm_eps` is of the norms of the few
-    channels."""
+    """Multi-head latent attention: queries come from `query_rank` channels (None: from the residual stream), keys and
+    values from `key_rank`. The last `Arch.rotary_dim` channels of queries and keys carry positions; for keys, all heads
+    share them. Values have `value_dim` channels. `norm_eps` is for the norms of the low-rank channels."""
 
     query_rank: int | None
     key_rank: int
@@ -402,7 +402,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A gated convolution in place of attention: it sees a token and the `width` - 1 before it."""
+    """A gated convolution in place of attention, over a token and the `width` - 1 before it."""
 
     width: int
     bias: bool
@@ -410,8 +410,8 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A gated delta net in place of attention: heads of queries and keys with `key_dim` channels, and of values with
-    `value_dim`, a multiple as many. Its convolution sees a token and the `width` - 1 before it."""
+    """A gated delta net in place of attention. Query and key heads have `key_dim` channels, value heads `value_dim`;
+    `value_heads` is a multiple of `key_heads`. Its convolution covers a token and the `width` - 1 before it."""
 
     key_heads: int
     value_heads: int
@@ -422,10 +422,10 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Mamba-2 in place of attention: `heads` of `head_dim` channels, each with a state of `state_dim` rows; those of
-    one of `groups` write and read with the same. Its convolution sees a token and the `width` - 1 before it; `bias` is
-    of its linear maps, `out_bias` of the last. Steps of time are within `dt_limits`. `norm` is "after_gate" or
-    "before_gate", or None without one; `scales` multiply what the first map gives: gate, x, B, C and steps."""
+    """Mamba-2 in place of attention: `heads` of `head_dim` channels, each with a state of `state_dim` rows; the heads
+    of a group share B and C. Its convolution covers a token and the `width` - 1 before it. `bias` is for the input
+    maps, `out_bias` for the output map. Time steps are clipped to `dt_limits`. `norm` is "after_gate", "before_gate" or
+    None; `scales` multiply the input projections: gate, x, B, C and time steps."""
 
     heads: int
     head_dim: int
@@ -442,7 +442,7 @@ class StateSpace:
 
 @dataclass(frozen=True)
 class MixerScales:
-    """Factors of the inputs and the results of attention and of Mamba-2 side by side."""
+    """Scales of the inputs and outputs of attention and Mamba-2 in parallel."""
 
     attention_in: float
     attention_out: float
@@ -452,8 +452,7 @@ class MixerScales:
 
 @dataclass(frozen=True)
 class Heads:
-    """The key heads of some layers, and the channels of each head. With `values_are_keys`, values are what keys are
-    before their norm."""
+    """Key heads, and channels per head. With `values_are_keys`, values are the keys before their norm."""
 
     count: int
     channels: int
@@ -462,8 +461,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at position p are scaled by `1 + beta * log(1 + floor(p / original_length))`, p counted from `first` on;
-    with `unplaced`, those of layers that know no positions alone (Nakanishi 2025, arXiv:2501.19399)."""
+    """Queries at position p are scaled by `1 + beta * log(1 + floor((p + first) / original_length))`; with `unplaced`,
+    only in layers without positions (Nakanishi 2025, arXiv:2501.19399)."""
 
     beta: float
     original_length: int

@@ -1,4 +1,4 @@
-"""The decoder: blocks, the stack of layers, and the trunk."""
+"""The decoder: embedding, a scanned stack of blocks, and a final norm. Every decoder family configures it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,15 @@ from trl_jax.nn.rope import Rope, rope_angles
 from trl_jax.nn.text_order import previous_tokens, text_order
 from trl_jax.nn.virtual_tokens import VirtualRows
 
-# ----------------------------------------------------------------------------------------------------
-# The one configurable decoder.
-
-
-def _longest(length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None) -> jax.Array | int:
-    """The length of the longest text, as ropes take it."""
-    if packed is not None:
-        return packed.longest[..., None, None]
-    if lengths is not None:
-        return jnp.max(lengths)
-    return length if reads is None else jnp.max(reads % length) + 1
+# The decoder
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm. `virtual` has the embeddings of
-    virtual tokens, where an adapter puts some before each text; where it has keys and values of them, their ids begin
-    with `first_virtual`."""
+    """Token ids to hidden states: embedding, a scanned stack of blocks, final norm.
+
+    If an adapter prepends virtual tokens to each text, `virtual` holds their embeddings; for prefix tuning, their ids
+    start at `first_virtual` instead, and the attention layers hold their keys and values.
+    """
 
     NAME = "decoder"
     virtual: VirtualRows | None
@@ -81,28 +73,27 @@ class Decoder(nnx.Module):
         max_tokens: int | None = None,
         router_token_count: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, RouterSums]:
-        """Hidden states `[N, D]` of the tokens that are read; with `router_token_count` the routers' sums, too.
+        """Hidden states `[N, D]` of the tokens that are read; with `router_token_count`, also the router sums.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            reads: int32 `[N]`, places of the tokens that are wanted, row * T + place in the row, any number of a row;
-                the last norm runs on those alone. None: all, N = R x T.
-            valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
-            packed: what tokens see of their row where texts lie in it end to end; None where each row is a text.
-            lengths: int32 `[R]`, the tokens of each row's text, for ropes that ask for the longest; None means that the
-                last token that is read ends it. Packed rows know their own.
-            dtype: what layers compute in; the residual stream, norms and softmax are float32.
-            remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
-                and recomputes the rest: to store every activation costs more than it saves.
-            dropout_key: turns dropout on, at the rates in the config.
-            router_key: has routers draw experts, where sparse mixers do so in training.
-            noise: what is added to the embeddings of tokens.
-            max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
-            router_token_count: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how
-                often each.
+            reads: int32 `[N]`, flat indices (row * T + place) of the wanted tokens, any number per row. The final norm
+                runs on these tokens only. None: all tokens, N = R x T.
+            valid: bool `[R, T]`, tokens that others may attend to; None if padding is only on the right.
+            packed: what each token attends to, for rows of several texts; None if each row is one text.
+            lengths: int32 `[R]`, the length of each row's text, for ropes that depend on the longest text. None: the
+                last read of a row is its last token. Not used for packed rows.
+            dtype: compute dtype of the layers; the residual stream, norms and softmax are float32.
+            remat: recompute each layer from its input in the backward pass. Otherwise the results of matrix products
+                are saved and the rest is recomputed: saving every activation costs more than it saves.
+            dropout_key: turns dropout on, at the rates of the config.
+            router_key: makes SparseMixer routers sample experts, as in training.
+            noise: added to the token embeddings (NEFTune).
+            max_tokens: upper bound on the length of a text, None if unknown. Windows at least as long are left out.
+            router_token_count: bool or int32 `[R, T]`, how often each token counts in the router sums.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
-        if stripes is not None:  # tokens that fill them up come after all that is seen, and see nothing themselves
+        if stripes is not None:  # padding goes to the end: no token attends to it, and it attends to nothing
             assert reads is not None and valid is None
             tokens, positions, packed, router_token_count = jax.tree.map(
                 stripes.local, (tokens, positions, packed, router_token_count)
@@ -148,8 +139,8 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
     ) -> tuple[jax.Array, AttentionInputs, LayerInputs]:
-        """Make what the first layer gets: the embedded tokens `[R, T, D]`, and the inputs of attention, those of all
-        layers added to `shared`, and those that differ."""
+        """The inputs of the first layer: embedded tokens `[R, T, D]`, attention inputs common to all layers (`shared`
+        completed), and those that differ between layers."""
         if self.first_virtual is not None:
             shared = shared._replace(virtual=tokens - self.first_virtual)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
@@ -158,18 +149,18 @@ class Decoder(nnx.Module):
         return h, shared, by_layer._replace(embedded=embedded)
 
     def angles(self, positions: jax.Array, longest: jax.Array | int) -> dict[str, jax.Array]:
-        """The `cos` and `sin` of `AttentionInputs` for all kinds of rope; none where no layer turns."""
+        """`cos` and `sin` of `AttentionInputs`, for each kind of rope; empty if no layer uses one."""
         return rope_inputs(self.arch.ropes, positions, self.arch.rotary_dim, longest)
 
     def finish(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Norm the stack's results `[N, D]`, and map them to the channels that a head reads."""
+        """Final norm of `[N, D]`, and the projection to the embedding width that heads read."""
         h = apply(self.norm, h)
         return h if self.project_out is None else self.project_out(h.astype(dtype)).astype(jnp.float32)
 
     def _embedded(self, tokens, positions, dtype, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch
         h = self.embed(tokens, jnp.float32)
-        if arch.scale_in_table:  # transformers' embedding gives scaled vectors; elsewhere the model scales them
+        if arch.scale_in_table:  # transformers scales inside the embedding module, so noise comes after the scale
             h = self._with_virtual(apply(noise, scaled(h, arch.embedding_scale)), tokens)
         else:
             h = scaled(self._with_virtual(apply(noise, h), tokens), arch.embedding_scale)
@@ -187,7 +178,7 @@ class Decoder(nnx.Module):
     def _layer_inputs(
         self, shared: AttentionInputs, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None
     ) -> tuple[AttentionInputs, LayerInputs]:
-        """Those of all layers with ropes and the scale of queries, and those that differ."""
+        """Attention inputs common to all layers (rope angles, query scale), and those that differ between layers."""
         arch = self.arch
         if shared.cos is None:
             shared = shared._replace(**self.angles(positions, longest))
@@ -207,16 +198,22 @@ class Decoder(nnx.Module):
         return shared, LayerInputs(rope_numbers(arch.ropes), scale, window, chunk)
 
 
-# ----------------------------------------------------------------------------------------------------
-# One layer of the decoder.
+def _longest(length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None) -> jax.Array | int:
+    """The length of the longest text, in the form that ropes take."""
+    if packed is not None:
+        return packed.longest[..., None, None]
+    if lengths is not None:
+        return jnp.max(lengths)
+    return length if reads is None else jnp.max(reads % length) + 1
 
 
-EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
+# Blocks
+
+EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # dropout sites, each with its own key
 
 
 class BlockOutputs(NamedTuple):
-    """h: the residual stream `[R, T, D]`. kept: what the tokens that follow need of these. sums: the router's, None if
-    none asked."""
+    """h: residual stream `[R, T, D]`. kept: what the cache needs of these tokens. sums: the router sums, or None."""
 
     h: jax.Array
     kept: Kept
@@ -224,8 +221,8 @@ class BlockOutputs(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One layer: attention, or what stands in its place, and MLP with the norms that `arch.block` names, one after the
-    other or side by side; of some kinds one of the two alone, with its own norms."""
+    """One layer: a mixer (attention or a replacement) and an MLP, in sequence or in parallel, with the norms that
+    `arch.block` lists. Some kinds of layers have only one of the two."""
 
     def __init__(self, arch: Arch, kind: LayerKind):
         def norm(name: str) -> Norm | None:
@@ -251,15 +248,15 @@ class Block(nnx.Module):
         router_key: jax.Array | None = None,
         router_token_count: jax.Array | None = None,
     ) -> BlockOutputs:
-        """From `h` `[R, T, D]`; routers are summed over tokens, `router_token_count` `[R, T]` times each, if that is
-        given; `key` turns dropout on, and `router_key` the draws of a sparse mixer.
+        """Apply the layer to `h` `[R, T, D]`.
 
-        Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
-        autocast.
+        Mixer and MLP compute in `dtype`; the residual stream stays float32, as under torch autocast. `key` turns
+        dropout on, `router_key` the sampling of SparseMixer routers, and `router_token_count` `[R, T]` asks for router
+        sums, in which each token counts that often.
         """
         sums_normed = self.arch.block == "normed_sums"
         x = (h if sums_normed else apply(self.attention_norm, h)).astype(dtype)
-        attended, kept = (0.0, NothingKept()) if self.attention is None else self._attend(x, inputs, key)
+        attended, kept = (0.0, NothingKept()) if self.attention is None else self._mix(x, inputs, key)
         if self.mlp is None:
             return BlockOutputs(h + attended, kept, None)
         if self.arch.block == "parallel":
@@ -277,10 +274,10 @@ class Block(nnx.Module):
         sums = None
         if router_token_count is not None and self.kind.experts:
             sums = self._router_sums(x, h, router_token_count)
-        h = h + self._feed(x, h, key, router_key)
-        return BlockOutputs(self.mlp_norm(h) if sums_normed else self._ended(h, inputs, dtype), kept, sums)
+        h = h + self._feed_forward(x, h, key, router_key)
+        return BlockOutputs(self.mlp_norm(h) if sums_normed else self._finish_layer(h, inputs, dtype), kept, sums)
 
-    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
+    def _mix(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
         arch = self.arch
         dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
         out, kept = self.attention(x, inputs, dropout)
@@ -293,13 +290,15 @@ class Block(nnx.Module):
             return self.mlp.router_sums(x, router_token_count)
         return self.beside.router_sums(h, router_token_count, x.dtype)
 
-    def _feed(self, x: jax.Array, h: jax.Array, key: jax.Array | None, router_key: jax.Array | None) -> jax.Array:
+    def _feed_forward(
+        self, x: jax.Array, h: jax.Array, key: jax.Array | None, router_key: jax.Array | None
+    ) -> jax.Array:
         arch, drawn = self.arch, router_key is not None and self.kind.experts
         out = self.mlp(x, key=router_key) if drawn else self.mlp(x)
         out = apply(self.mlp_out_norm, out if self.beside is None else self.beside(out, h))
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
-    def _ended(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
+    def _finish_layer(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
         if self.layer_input is not None:
             h = h + self.layer_input(h.astype(dtype), inputs.embedded)
         return h if self.layer_scalar is None else h * jax.lax.stop_gradient(self.layer_scalar[...])
@@ -331,12 +330,11 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1.0 else x * scale
 
 
-# ----------------------------------------------------------------------------------------------------
-# Experts beside an MLP.
+# Experts in addition to an MLP
 
 
 class ExpertsBeside(nnx.Module):
-    """Adds the result of experts to that of an MLP, each normed; the experts see the residual stream."""
+    """Adds normed expert outputs to a normed MLP output; the experts read the residual stream."""
 
     def __init__(self, arch: Arch):
         size, norm = arch.hidden_size, {"kind": arch.norm, "eps": arch.norm_eps}
@@ -344,30 +342,29 @@ class ExpertsBeside(nnx.Module):
         self.moe = MoE(size, arch.experts, activation=arch.activation, eps=arch.norm_eps)
 
     def __call__(self, of_mlp: jax.Array, h: jax.Array) -> jax.Array:
-        """From the MLP's result and the residual stream, `[R, T, D]` each; in the dtype of the first."""
+        """Add the experts' output for the residual stream `h` to the MLP output, `[R, T, D]` each, in the dtype of the
+        latter."""
         seen, dtype = self.norm(h).astype(of_mlp.dtype), of_mlp.dtype
         return self.mlp_norm(of_mlp) + self.out_norm(self.moe(seen, h.astype(dtype)))
 
     def router_sums(self, h: jax.Array, router_token_count: jax.Array, dtype: jnp.dtype) -> RouterSums:
-        """As of `MoE`, from the residual stream."""
+        """As `MoE.router_sums`, from the residual stream."""
         return self.moe.router_sums(h.astype(dtype), router_token_count)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Layers stacked into one, and the inputs that a scan along them hands to each.
-
+# Scanning over stacked layers
 
 _NO_WINDOW = np.iinfo(np.int32).max
-_INPUT, _KEEPS = "layer_input", jax.checkpoint_policies
-_PRODUCTS = _KEEPS.save_from_both_policies(
-    _KEEPS.dots_with_no_batch_dims_saveable,
-    _KEEPS.save_from_both_policies(_KEEPS.save_only_these_names(SAVED), cudnn.keeps),
+_INPUT, _POLICIES = "layer_input", jax.checkpoint_policies
+_SAVE_PRODUCTS = _POLICIES.save_from_both_policies(
+    _POLICIES.dots_with_no_batch_dims_saveable,
+    _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(SAVED), cudnn.keeps),
 )
-# The values of a layer that are kept for the backward pass, by how it is recomputed.
-_KEPT = {
-    False: _PRODUCTS,
-    True: _KEEPS.nothing_saveable,  # but its input
-    "offloaded": _KEEPS.save_and_offload_only_these_names(
+# What the backward pass saves of a layer, by `remat`.
+_REMAT_POLICIES = {
+    False: _SAVE_PRODUCTS,
+    True: _POLICIES.nothing_saveable,  # only the layer's input
+    "offloaded": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT],
         offload_src="device", offload_dst="pinned_host",
     ),
@@ -375,7 +372,7 @@ _KEPT = {
 
 
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
-    """`count` modules in one: each parameter gets a leading axis L, "layers", for `jax.lax.scan` to walk along."""
+    """Stack `count` modules into one: each parameter gets a leading axis "layers" for `jax.lax.scan` to scan over."""
     graph, state = nnx.split(make())
 
     def stack(param: nnx.Param) -> nnx.Param:
@@ -386,33 +383,36 @@ def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
 
 
 def in_a_stack(path: str) -> bool:
-    """Whether the parameter at this path has a leading axis of layers."""
+    """Whether the parameter at this path has a leading layer axis."""
     return any(name == "layers" or name.startswith("layers_from_") for name in path.split("."))
 
 
 def checkpointed(layer: Callable, *, remat: bool | str, turns: int) -> Callable:
-    """The layer as the body of a scan of so many `turns`: the backward pass recomputes it all (`remat`) or all but its
-    matrix products and the results of attention along packed rows. "offloaded": all, from inputs that wait in the
-    host's memory. XLA dissolves a loop of one turn, and would find that what is to be recomputed is there (CPUs do)."""
+    """Turn a layer into the checkpointed body of a scan of `turns` steps.
+
+    remat=True recomputes everything in the backward pass; False saves matrix products and the results of packed
+    attention; "offloaded" recomputes everything, from layer inputs offloaded to host memory. XLA unrolls a loop of one
+    turn and would then eliminate the recomputation as a common subexpression, hence `prevent_cse`.
+    """
 
     def body(h: jax.Array, slices: Any) -> tuple[jax.Array, Any]:
         return layer(checkpoint_name(h, _INPUT), slices)
 
-    return jax.checkpoint(body, prevent_cse=turns == 1, policy=_KEPT[remat])
+    return jax.checkpoint(body, prevent_cse=turns == 1, policy=_REMAT_POLICIES[remat])
 
 
 def of_run(inputs: Any, run: Any) -> Any:
-    """The part of per-layer inputs, arrays with a leading axis L, that is of a run of layers, a `models.arch.Run`."""
+    """Slice per-layer inputs (arrays with a leading layer axis) to the layers of `run`, a `models.arch.Run`."""
     return jax.tree.map(lambda a: a[run.first : run.first + run.count], inputs)
 
 
 def last_layer(inputs: Any) -> Any:
-    """The last layer's part of arrays with a leading axis L."""
+    """The last entry along the leading layer axis."""
     return jax.tree.map(lambda a: a[-1], inputs)
 
 
 def whole_layer(state: nnx.State, stack: str) -> nnx.State:
-    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them.
+    """Gather a layer's sharded parameters, inside the scan step that uses them.
 
     `stack` is the path of the stacked layers in the model.
     """
@@ -427,12 +427,12 @@ def _dotted(path: tuple) -> str:
 
 
 def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
-    """`part` of x; x itself without a part."""
+    """`part(x)`, or x if there is no part."""
     return x if part is None else part(x)
 
 
 def read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
-    """Hidden states `[N, D]` at the flat places `reads` of rows of `length` tokens; of every token without any."""
+    """Hidden states `[N, D]` at the flat indices `reads` into rows of `length` tokens; of all tokens if it is None."""
     if striped is not None:
         return striped.read(h, *jnp.divmod(reads, length))
     h = h.reshape(-1, h.shape[-1])
@@ -440,14 +440,14 @@ def read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | 
 
 
 def narrowest_window(windows: Sequence[int | None]) -> int | None:
-    """Of all layers'; None where each sees everything."""
+    """The narrowest window of any layer; None if every layer attends to everything."""
     return min((window for window in windows if window is not None), default=None)
 
 
 def rope_inputs(
     ropes: Sequence[Rope | None], positions: jax.Array, channels: int, longest: jax.Array | int
 ) -> dict[str, jax.Array]:
-    """The `cos` and `sin` of `AttentionInputs` for all kinds of rope; none where no layer turns."""
+    """`cos` and `sin` of `AttentionInputs`, for each kind of rope; empty if no layer uses one."""
     kinds = list(dict.fromkeys(ropes))
     if all(rope is None for rope in kinds):
         return {}
@@ -455,16 +455,14 @@ def rope_inputs(
 
 
 def rope_numbers(ropes: Sequence[Rope | None]) -> jax.Array | None:
-    """The number of each layer's rope among their kinds, int32 `[L]`; None where there is one kind."""
+    """The index of each layer's rope among the distinct ropes, int32 `[L]`; None if there is only one."""
     kinds = list(dict.fromkeys(ropes))
     return jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32) if len(kinds) > 1 else None
 
 
 def window_inputs(windows: Sequence[int | None], max_tokens: int | None) -> jax.Array | None:
-    """The window of each layer, int32 `[L]`; None where none matters.
-
-    No text has more than `max_tokens`, None where nobody knows: a window as long is none.
-    """
+    """The window of each layer, int32 `[L]`; None if no window has an effect, because none is shorter than
+    `max_tokens`, the upper bound on the length of a text (None if unknown)."""
     narrowest = narrowest_window(windows)
     if narrowest is None or (max_tokens is not None and narrowest >= max_tokens):
         return None

@@ -1,4 +1,4 @@
-"""The encoder: blocks, trunk and pooling."""
+"""The encoder: blocks, trunk and pooling. Every encoder family configures it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from trl_jax.nn.attention.packed import seen_both_ways
 from trl_jax.nn.layers import ACTIVATIONS, MLP, Convolution, Noise, Norm
 from trl_jax.nn.linear import Embedding, Linear, dropout_or_none
 
-# ----------------------------------------------------------------------------------------------------
-# The one configurable encoder.
+# The encoder
 
 
 class Encoder(nnx.Module):
-    """Token ids to a vector for each text: normed embeddings, a scanned stack of blocks, pooling."""
+    """Token ids to one vector per text: normed embeddings, a scanned stack of blocks, pooling."""
 
     NAME = "encoder"
 
@@ -41,7 +40,7 @@ class Encoder(nnx.Module):
         self.convolution = None if conv is None else Convolution(arch.hidden_size, conv.width, conv.groups)
         self.convolution_norm = None if conv is None else norm_of(arch)
         self.layers = stacked(lambda: EncoderBlock(arch), arch.num_layers)
-        # Of the layers after the first: what that one reads is normed already.
+        # For the layers after the first, whose input is normed already.
         self.attention_norm = stacked(lambda: norm_of(arch), arch.num_layers - 1) if arch.prenorm else None
         self.norm = norm_of(arch) if arch.prenorm else None
 
@@ -60,14 +59,14 @@ class Encoder(nnx.Module):
         noise: Noise | None = None,
         max_tokens: int | None = None,
     ) -> jax.Array:
-        """The texts that are read, pooled as `arch.head.pooling` says: `[N, D]`, float32.
+        """The texts that are read, pooled by `arch.head.pooling`: `[N, D]`, float32.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            reads: int32 `[N]`, a token of each text that is wanted, row * T + place in the row; whichever it is.
-            valid: bool `[R, T]`, tokens that others may see; None means the first `lengths` of each row.
-            lengths: int32 `[R]`, the tokens of each row's text; None means all. Packed rows know their own.
-            packed: where texts lie end to end in a row, sharing nothing; None where each row is a text.
+            reads: int32 `[N]`, the flat index (row * T + place) of any token of each wanted text.
+            valid: bool `[R, T]`, tokens that others may attend to; None: the first `lengths` of each row.
+            lengths: int32 `[R]`, the length of each row's text; None: all of T. Not used for packed rows.
+            packed: what each token attends to, for rows of several texts that share nothing; None for one text per row.
             dtype, remat, dropout_key, noise, max_tokens: as in `Decoder.__call__`.
         """
         if packed is None:
@@ -79,17 +78,17 @@ class Encoder(nnx.Module):
 
         def layer(h, slices):
             state, norm, inputs, key = slices
-            x = h if norm is None else self._read(h, *norm)
+            x = h if norm is None else self._attention_input(h, *norm)
             block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
             return block(h, x, shared.of_layer(inputs), key=key), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        slices = state, self._norms(), by_layer, keys
-        if self.convolution is not None:  # parallel to the first layer alone
+        slices = state, self._attention_norms(), by_layer, keys
+        if self.convolution is not None:  # parallel to the first layer only
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
             alone = checkpointed(layer, remat=remat, turns=1)
-            h = self._convolved(h, alone(h, first)[0], valid, dropout_key)
+            h = self._add_convolution(h, alone(h, first)[0], valid, dropout_key)
         turns = self.arch.num_layers - (self.convolution is not None)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat, turns=turns), h, slices)
         hidden = apply(self.norm, h).astype(jnp.float32)
@@ -102,15 +101,15 @@ class Encoder(nnx.Module):
             h = h + self.type_embed.weight[0].astype(dtype)
         if self.position_embed is not None:
             if arch.positions_skip_pads:
-                positions = self._skipping_pads(tokens, packed)
+                positions = self._positions_skipping_padding(tokens, packed)
             h = h + self.position_embed(positions, dtype)
         h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), self.embed_norm(h))
         return apply(self.projection, h)
 
-    def _skipping_pads(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
+    def _positions_skipping_padding(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
         real = tokens != self.arch.padding_idx
         numbers = jnp.cumsum(real, axis=1)
-        if packed is not None:  # what stands before the token's own text does not count
+        if packed is not None:  # do not count the texts before the token's own
             before = jnp.take_along_axis(numbers, packed.first - 1, axis=1, mode="clip")
             numbers = numbers - jnp.where(packed.first > 0, before, 0)
         return numbers * real + self.arch.padding_idx
@@ -123,7 +122,7 @@ class Encoder(nnx.Module):
         dtype: jnp.dtype,
         max_tokens: int | None,
     ) -> tuple[AttentionInputs, LayerInputs]:
-        """Those of all layers, and those that differ."""
+        """Attention inputs common to all layers, and those that differ between layers."""
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
@@ -134,30 +133,28 @@ class Encoder(nnx.Module):
             shared = shared._replace(distances=table)
         return shared, LayerInputs(rope_numbers(arch.ropes), window=window_inputs(arch.windows, max_tokens))
 
-    def _norms(self) -> tuple[nnx.State, jax.Array] | None:
-        """For each layer the parameters of its attention's norm, and whether it has one."""
+    def _attention_norms(self) -> tuple[nnx.State, jax.Array] | None:
+        """For each layer, the parameters of its attention norm and whether it has one."""
         if self.attention_norm is None:
             return None
         _, state = nnx.split(self.attention_norm)
         filled = jax.tree.map(lambda leaf: jnp.pad(leaf, [(1, 0), (0, 0)]), state)
         return filled, jnp.arange(self.arch.num_layers) > 0
 
-    def _read(self, h: jax.Array, norm: nnx.State, there: jax.Array) -> jax.Array:
+    def _attention_input(self, h: jax.Array, norm: nnx.State, there: jax.Array) -> jax.Array:
         graph, _ = nnx.split(self.attention_norm)
         return jnp.where(there, nnx.merge(graph, norm)(h), h)
 
-    def _convolved(self, embedded, h, valid, dropout_key) -> jax.Array:
+    def _add_convolution(self, embedded, h, valid, dropout_key) -> jax.Array:
         facts = self.arch.convolution
         near = self.convolution(jnp.where(valid[..., None], embedded, 0))
         near = apply(dropout_or_none(facts.dropout, dropout_key, CONVOLUTION), near)
         return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))
 
 
-# ----------------------------------------------------------------------------------------------------
-# One layer of the encoder.
+# Blocks
 
-
-EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, CONVOLUTION = range(7)  # places of dropout
+EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, CONVOLUTION = range(7)  # dropout sites
 
 
 def norm_of(arch: EncoderArch, size: int | None = None) -> Norm:
@@ -165,7 +162,7 @@ def norm_of(arch: EncoderArch, size: int | None = None) -> Norm:
 
 
 class EncoderBlock(nnx.Module):
-    """One layer: attention and MLP, each sum normed or, with `arch.prenorm`, what they read."""
+    """One layer: attention and MLP. Norms apply to each residual sum or, with `arch.prenorm`, to their inputs."""
 
     def __init__(self, arch: EncoderArch):
         if arch.distances is None:
@@ -181,7 +178,7 @@ class EncoderBlock(nnx.Module):
         self.arch = arch
 
     def __call__(self, h: jax.Array, x: jax.Array, inputs: AttentionInputs, *, key: jax.Array | None) -> jax.Array:
-        """`[R, T, D]` to the same; `x` is `h` as attention reads it, `key` turns dropout on."""
+        """`[R, T, D]` to the same; `x` is `h` after the attention norm, `key` turns dropout on."""
         arch = self.arch
         if arch.distances is not None:
             table = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), inputs.distances)
@@ -194,12 +191,11 @@ class EncoderBlock(nnx.Module):
         return apply(self.mlp_out_norm, h + fed)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Texts in rows: which tokens they have, and one vector of each.
+# Padding masks and pooling
 
 
 def valid_tokens(tokens: jax.Array, valid: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
-    """The tokens `[R, T]` that may be seen, bool: `valid`, else the first `lengths` `[R]` of each row, else all."""
+    """Tokens that may be attended to, bool `[R, T]`: `valid`, else the first `lengths` `[R]` of each row, else all."""
     if valid is not None:
         return valid
     if lengths is None:
@@ -210,37 +206,34 @@ def valid_tokens(tokens: jax.Array, valid: jax.Array | None, lengths: jax.Array 
 def pool(
     hidden: jax.Array, reads: jax.Array, pooling: str, *, valid: jax.Array | None, packed: Packed | None
 ) -> jax.Array:
-    """One vector for the text of each read.
+    """One vector per read text, `[N, D]`.
 
     Args:
         hidden: `[R, T, D]`.
-        reads: int32 `[N]`, a token of each text, row * T + place in the row; whichever it is.
-        pooling: "first" takes that of the text's first token, "mean" their mean.
-        valid: bool `[R, T]`, the tokens of the text that a row is; None in packed rows.
-        packed: of `seen_both_ways`, where a row has several texts.
-
-    Returns:
-        `[N, D]`.
+        reads: int32 `[N]`, the flat index (row * T + place) of any token of each text.
+        pooling: "first" takes the text's first token, "mean" the mean over its tokens.
+        valid: bool `[R, T]`, the tokens of each row's text; None for packed rows.
+        packed: from `seen_both_ways`, for rows of several texts.
     """
     rows, length = reads // hidden.shape[1], hidden.shape[1]
     if packed is None:
-        return _of_rows(hidden, valid, pooling)[rows]
+        return _pool_rows(hidden, valid, pooling)[rows]
     first, end = (y.reshape(-1)[reads] + rows * length for y in (packed.first, packed.end))
-    return _of_texts(hidden.reshape(-1, hidden.shape[-1]), first, end, pooling)
+    return _pool_texts(hidden.reshape(-1, hidden.shape[-1]), first, end, pooling)
 
 
-def _of_rows(hidden: jax.Array, valid: jax.Array, pooling: str) -> jax.Array:
-    """Of rows `[R, T, D]` with one text each: `[R, D]`."""
+def _pool_rows(hidden: jax.Array, valid: jax.Array, pooling: str) -> jax.Array:
+    """Pool rows `[R, T, D]` of one text each: `[R, D]`."""
     if pooling == "first":
         return hidden[:, 0]
     visible = valid[..., None].astype(hidden.dtype)
     return jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
 
 
-def _of_texts(hidden: jax.Array, first: jax.Array, end: jax.Array, pooling: str) -> jax.Array:
-    """Of packed rows end to end `[R x T, D]`, texts from `first` up to but without `end`: `[N, D]`."""
+def _pool_texts(hidden: jax.Array, first: jax.Array, end: jax.Array, pooling: str) -> jax.Array:
+    """Pool flattened packed rows `[R x T, D]` over texts that span `first <= t < end`: `[N, D]`."""
     if pooling == "first":
-        return jnp.take(hidden, first, axis=0, mode="clip")  # a place without a text begins behind the end
+        return jnp.take(hidden, first, axis=0, mode="clip")  # padding reads have `first` past the end
     place = jnp.arange(len(hidden))
     inside = ((place >= first[:, None]) & (place < end[:, None])).astype(hidden.dtype)
     return inside @ hidden / jnp.maximum(jnp.sum(inside, axis=1, keepdims=True), 1)

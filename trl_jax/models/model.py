@@ -1,4 +1,4 @@
-"""A trunk with a head, and its parameters as a flat dict."""
+"""Models: a trunk with a head, and conversion between modules and flat parameter dicts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from trl_jax.nn.head import HeadInputs, head_logits, token_outputs
 from trl_jax.nn.layers import ACTIVATIONS, Norm
 from trl_jax.nn.linear import Linear, Lora, Quantized, dropout_or_none, stored
 
-# ----------------------------------------------------------------------------------------------------
-# A module as a static graph and a flat dict of arrays, keyed by dotted path; and back.
+# Modules as a static graph and a flat dict of arrays, keyed by dotted path
 
 
 def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """The graph of a module and the shape of each of its parameters; nothing is allocated."""
+    """The graph of a module and the shape of each parameter, without allocating any."""
     graph, state = nnx.split(nnx.eval_shape(make))
     return graph, {
         ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -33,7 +32,7 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, ja
 
 
 def logical_axes(make: Callable[[], nnx.Module]) -> dict[str, tuple[str, ...]]:
-    """The logical axes of each parameter of a module, by path; see `trl_jax.nn`. Those that have none are left out."""
+    """The logical axes of each parameter, by path (see `trl_jax.nn`). Parameters without any are left out."""
     state = nnx.to_flat_state(nnx.split(nnx.eval_shape(make))[1])
     named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
     return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
@@ -43,7 +42,7 @@ Graph = nnx.GraphDef | AdaptedGraph | VirtualGraph
 
 
 def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> nnx.Module:
-    """The module with these parameters: the inverse of taking it apart. `dropout_key` is for dropout in adapters."""
+    """Build the module from its graph and parameters. `dropout_key` is for dropout in adapters."""
     if isinstance(graph, AdaptedGraph | VirtualGraph):
         graph, params = graph.installed(params, dropout_key)
     nested: dict = {}
@@ -56,14 +55,13 @@ def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | N
     return nnx.merge(graph, nested)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A model: a trunk and the head on it.
+# Models
 
 
 class Model(nnx.Module):
-    """A trunk gives the hidden states of the tokens that are read, its head makes results of them.
+    """A trunk computes hidden states of the tokens that are read, and a head computes outputs from them.
 
-    The paths of their parameters begin with the NAME that each has.
+    Parameter paths begin with the NAME of the trunk or head.
     """
 
     def __init__(self, trunk: nnx.Module, head: nnx.Module):
@@ -85,20 +83,20 @@ class Model(nnx.Module):
         before_head: bool = False,
         **options: Any,
     ) -> Any:
-        """The outputs of the head: of a score head `[N]`; of a language model's head `TokenOutputs` where there are
-        targets, else logits `[N, V]`, or `HeadInputs`.
+        """The outputs of the head: `[N]` scores; or, for a language model, `TokenOutputs` if there are targets,
+        `HeadInputs` with `before_head`, and logits `[N, V]` otherwise.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            reads: int32 `[N]`, the places that are read, row * T + place in the row.
-            targets: int32 `[N]`, the id that each read predicts, -1 for none; a score head has no use for them.
-            dtype: what layers and a language model's head compute in.
-            dropout_key: turns dropout on, at the rates in the config.
-            temperature: divides the logits of a language model's head; a score head has none.
-            head_dtype: what a language model's head computes in; None: `dtype`.
-            before_head: give what a language model's head makes logits of, and compute none.
-            options: the trunk's others. With `router_token_count`, `[R, T]`, a model with experts gives beside its
-                outputs the `RouterSums` over those tokens.
+            reads: int32 `[N]`, flat indices (row * T + place) of the tokens that are read.
+            targets: int32 `[N]`, the id that each read predicts, -1 for none; ignored by score heads.
+            dtype: compute dtype of the layers and the language model head.
+            dropout_key: turns dropout on, at the rates of the config.
+            temperature: divides the logits of a language model head; ignored by score heads.
+            head_dtype: compute dtype of the language model head; None: `dtype`.
+            before_head: return the inputs of the language model head and compute no logits.
+            options: more options of the trunk. With `router_token_count` `[R, T]`, a model with experts returns
+                `(outputs, RouterSums)`.
         """
         trunk = vars(self)[self.trunk_name]
         hidden = trunk(tokens, positions, reads, dtype=dtype, dropout_key=dropout_key, **options)
@@ -120,22 +118,20 @@ class Model(nnx.Module):
         dropout_key: jax.Array | None,
         temperature: float,
     ) -> Any:
-        """The outputs of the head for hidden states `[N, D]`; arguments as in the call."""
+        """The outputs of the head for hidden states `[N, D]`; arguments as in `__call__`."""
 
     def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:
-        """The inputs that the head makes logits of, in this dtype; TypeError of a head that makes none."""
-        raise TypeError(f"A {type(self).__name__} has no logits over a vocabulary.")
+        """The inputs of the language model head, in this dtype; TypeError for models without one."""
+        raise TypeError(f"A {type(self).__name__} has no logits over a vocabulary: it has a score head.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Heads that make scores of the hidden states that are read, and the models that have them.
+# Reward models
 
-
-_BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
+_BEFORE, _AFTER = 100, 101  # dropout sites, distinct from those of the trunk
 
 
 class ScoreHead(Linear):
-    """Hidden states `[N, D]` to scores `[N]`, in float32: the last step of a bfloat16 run is not rounded."""
+    """Hidden states `[N, D]` to scores `[N]`, in float32, so that scores are not rounded in a bfloat16 run."""
 
     NAME = "score"
 
@@ -143,13 +139,13 @@ class ScoreHead(Linear):
         super().__init__(features, 1, axes=("", "embed"))
 
     def __call__(self, hidden: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        del dropout_key  # it has no dropout
+        del dropout_key  # no dropout here
         return super().__call__(hidden.astype(jnp.float32))[:, 0]
 
 
 class EncoderHead(nnx.Module):
-    """Pooled texts `[N, D]` to scores `[N]`, in the dtype of the input: a dense layer and an output, as `arch.head`
-    says."""
+    """Pooled texts `[N, D]` to scores `[N]`, in the dtype of the input: a dense layer and an output, configured by
+    `arch.head`."""
 
     NAME = "head"
 
@@ -167,7 +163,7 @@ class EncoderHead(nnx.Module):
 
 
 class Scorer(Model):
-    """A trunk with a head that gives a score."""
+    """A trunk with a score head."""
 
     def outputs(
         self,
@@ -182,31 +178,30 @@ class Scorer(Model):
 
 
 class SequenceScorer(Scorer):
-    """A decoder that gives each token that is read a score."""
+    """A decoder that scores each token that is read."""
 
-    needs_valid = False  # pads stand to the right of every token that is read
+    needs_valid = False  # causal: padding on the right is never attended to
 
     def __init__(self, arch: Arch):
         super().__init__(Decoder(arch), ScoreHead(arch.head_inputs))
 
 
 class EncoderScorer(Scorer):
-    """An encoder that gives each text that is read a score."""
+    """An encoder that scores each text that is read."""
 
-    needs_valid = True  # a pad to the right would be seen
+    needs_valid = True  # bidirectional: padding on the right would be attended to
 
     def __init__(self, arch: EncoderArch):
         super().__init__(Encoder(arch), EncoderHead(arch))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The head of a causal language model, and the model that has it.
+# Causal language models
 
 
 class LmHead(nnx.Module):
     """Hidden states to log-probabilities of targets, or to logits over the vocabulary.
 
-    A tied head has no weight of its own: it is given the table of tokens. `lora` is an adapter beside its weight.
+    A tied head has no weight of its own and takes the embedding table. `lora` is an adapter of the weight.
     """
 
     NAME = "lm_head"
@@ -223,12 +218,12 @@ class LmHead(nnx.Module):
     def __call__(
         self, hidden: jax.Array, table: nnx.Param | Quantized, targets: jax.Array | None, temperature: float = 1.0
     ) -> TokenOutputs | jax.Array:
-        """The outputs `[N]` for each of the `targets` `[N]`; without targets, logits `[N, V]`, float32.
+        """`TokenOutputs` for the `targets` `[N]`; without targets, logits `[N, V]`, float32.
 
         Args:
-            hidden: `[N, D]`, in the dtype that the product is computed in.
-            table: the tokens' `[V, D]`, for a tied head.
-            temperature: divides the logits, after all else.
+            hidden: `[N, D]`, in the dtype in which to compute the product.
+            table: the embedding table `[V, D]`, used by a tied head.
+            temperature: divides the final logits.
         """
         inputs = self.inputs(hidden, table)
         facts = {"bias": inputs.bias, "scale": inputs.scale, "softcap": inputs.softcap, "temperature": temperature}
@@ -237,7 +232,7 @@ class LmHead(nnx.Module):
         return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
 
     def inputs(self, hidden: jax.Array, table: nnx.Param | Quantized) -> HeadInputs:
-        """The arrays that logits are made of, an adapter's part in them; arguments as in the call."""
+        """The arrays from which logits are computed, adapter included; arguments as in `__call__`."""
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]
         if self.lora is not None:
@@ -246,9 +241,9 @@ class LmHead(nnx.Module):
 
 
 class CausalLm(Model):
-    """A decoder that gives each token that is read the log-probability of the one after it."""
+    """A decoder that gives the log-probability of the next token at each read."""
 
-    needs_valid = False  # pads stand to the right of every token that is read
+    needs_valid = False  # causal: padding on the right is never attended to
 
     def __init__(self, arch: Arch):
         super().__init__(Decoder(arch), LmHead(arch))
@@ -261,7 +256,7 @@ class CausalLm(Model):
         dropout_key: jax.Array | None,
         temperature: float,
     ) -> TokenOutputs | jax.Array:
-        del dropout_key  # its head has none
+        del dropout_key  # no dropout in this head
         return self.lm_head(hidden.astype(dtype), self.decoder.embed.weight, targets, temperature)
 
     def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:

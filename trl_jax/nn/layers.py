@@ -1,4 +1,4 @@
-"""MLP, norms, convolutions and other small layers."""
+"""MLPs, norms, convolutions, NEFTune noise and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -11,57 +11,15 @@ from flax import nnx
 
 from trl_jax.nn.linear import Dropout, Embedding, Linear
 
-# ----------------------------------------------------------------------------------------------------
-# Embeddings that each layer has of its own (Gemma 3n, Google 2025): every token's, and the way into a layer.
-
-
-class LayerEmbeddings(nnx.Module):
-    """The embeddings of all layers: rows of a table that holds them side by side, and a projection of the model's own
-    embedding, normed layer by layer; `arch` is a models.arch.Arch."""
-
-    def __init__(self, arch):
-        facts = arch.layer_embedding
-        width = arch.num_layers * facts.channels
-        self.table = Embedding(facts.rows, width, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
-        self.projection = Linear(arch.hidden_size, width, axes=("", "embed"))
-        self.norm = Norm(facts.channels, kind=arch.norm, eps=arch.norm_eps)
-        self.layers, self.channels = arch.num_layers, facts.channels
-
-    def __call__(self, tokens: jax.Array, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Of tokens `[R, T]` with the embeddings `h` `[R, T, D]`: `[L, R, T, P]`, in `dtype`."""
-        by_layer = (*tokens.shape, self.layers, self.channels)
-        projected = self.projection(h.astype(dtype)) * h.shape[-1] ** -0.5
-        looked_up = self.table(tokens, jnp.float32) * self.channels**0.5
-        embedded = (self.norm(projected.reshape(by_layer)) + looked_up.reshape(by_layer)) * 2**-0.5
-        return jnp.moveaxis(embedded.astype(dtype), 2, 0)
-
-
-class LayerInput(nnx.Module):
-    """A layer's own embedding of each token, gated by the residual stream and projected to its width; `arch` is a
-    models.arch.Arch."""
-
-    def __init__(self, arch):
-        channels = arch.layer_embedding.channels
-        self.gate = Linear(arch.hidden_size, channels, axes=("", "embed"))
-        self.projection = Linear(channels, arch.hidden_size, axes=("embed", ""))
-        self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
-        self.activation = EXACT_ACTIVATIONS[arch.activation]
-
-    def __call__(self, h: jax.Array, embedded: jax.Array) -> jax.Array:
-        """From `h` `[R, T, D]` and embeddings `[R, T, P]`: `[R, T, D]`, to be added to `h`."""
-        return self.norm(self.projection(self.activation(self.gate(h)) * embedded))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Feed-forward layers.
+# MLPs
 
 
 @jax.custom_jvp
 def tanh(x: jax.Array) -> jax.Array:
-    """tanh(x), beyond |x| = 2 the nearest number to it, as torch's is; XLA's may be four numbers off.
+    """tanh(x), correctly rounded for |x| > 2 as in torch; XLA's can be off by four ulps.
 
-    A unit near 1 has the gradient (1 - t)(1 + t), and a number off is a large part of it. Where the texts of an example
-    cancel in a weight's sum, that part is all there is of it, and Adam divides it by its own size.
+    A unit near 1 has the gradient (1 - t)(1 + t), of which one ulp is a large part. If the texts of an example cancel
+    in the sum for a weight, that error is all that is left, and Adam scales it up to a full step.
     """
     size = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     far = 1 - 2 / (jnp.exp(2 * size) + 1)
@@ -88,20 +46,20 @@ ACTIVATIONS = {
 }
 
 
-def _gelu_tanh_to_the_end(x: jax.Array) -> jax.Array:
+def _gelu_tanh_exact(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-# For gates whose gradient is one token's alone: where torch's is 0, no sum hides a number off. They cost more.
+# For gates whose gradient comes from a single token, so that rounding errors are not averaged out. Slower.
 EXACT_ACTIVATIONS = ACTIVATIONS | dict.fromkeys(
-    (name for name, function in ACTIVATIONS.items() if function is _gelu_tanh), _gelu_tanh_to_the_end
+    (name for name, function in ACTIVATIONS.items() if function is _gelu_tanh), _gelu_tanh_exact
 )
-XIELU_NAME = "xielu"  # of the one that has parameters
+XIELU_NAME = "xielu"  # an activation with parameters
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """`(up + 1) * gate * sigmoid(alpha * gate)`, with gate at most `limit` and up within `limit` of 0 (OpenAI 2025,
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, with gate clipped to at most `limit` and up to +-`limit` (OpenAI 2025,
     arXiv:2508.10925)."""
 
     alpha: float
@@ -114,7 +72,7 @@ class ClampedSwiGLU:
 
 class MLP(nnx.Module):
     """`down(activation(up(x)))`, or gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202).
-    `scales` multiply what gate gives, and what down gives."""
+    `scales` multiply the outputs of gate and down."""
 
     def __init__(
         self,
@@ -132,7 +90,7 @@ class MLP(nnx.Module):
         self.activation, self.scales = XIELU() if activation == XIELU_NAME else ACTIVATIONS[activation], scales
 
     def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:
-        """`[..., D]` to the same; `dropout` is applied before the way down."""
+        """`[..., D]` to the same; `dropout` is applied to the hidden activations."""
         of_gate, of_down = self.scales
         if self.gate is None:
             hidden = self.activation(self.up(x))
@@ -143,62 +101,38 @@ class MLP(nnx.Module):
         return out if of_down == 1.0 else out * of_down
 
 
-# ----------------------------------------------------------------------------------------------------
-# Convolution along the tokens of a row.
+# xIELU
 
 
-class Convolution(nnx.Module):
-    """`[R, T, D]` to the same: a token and its neighbours, `width` of them (odd), zeros beyond the row.
+class XIELU(nnx.Module):
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): `a x^2 + beta x` above 0 and
+    `b (exp(min(x, eps)) - 1 - x) + beta x` below, with `a = softplus(alpha_p)` and `b = beta + softplus(alpha_n)`.
 
-    The weight lies as on disk, (out, in / groups, width).
+    `alpha_p` and `alpha_n` `[1]` are trained; `beta` and `eps` are constants.
     """
 
-    def __init__(self, features: int, width: int, groups: int):
-        self.weight = nnx.Param(jnp.zeros((features, features // groups, width), jnp.float32), axes=("", "", ""))
-        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32), axes=("",))
-        self.groups = groups
+    def __init__(self):
+        self.alpha_p, self.alpha_n = (nnx.Param(jnp.zeros((1,), jnp.float32), axes=("",)) for _ in range(2))
+        self.beta, self.eps = (nnx.Param(jnp.zeros((), jnp.float32), axes=()) for _ in range(2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jax.lax.conv_general_dilated(
-            x,
-            self.weight[...].astype(x.dtype),
-            window_strides=(1,),
-            padding="SAME",
-            dimension_numbers=("NWC", "OIW", "NWC"),
-            feature_group_count=self.groups,
-        )
-        return y + self.bias[...].astype(x.dtype)
+        """`[..., F]` to the same, computed in float32."""
+        y, dtype = x.astype(jnp.float32), x.dtype
+        beta, eps = jax.lax.stop_gradient((self.beta[...], self.eps[...]))
+        above, below = jax.nn.softplus(self.alpha_p[...]), beta + jax.nn.softplus(self.alpha_n[...])
+        curve = jnp.where(y > 0, above * y * y, (jnp.expm1(jnp.minimum(y, eps)) - y) * below)
+        return (curve + beta * y).astype(dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Noise on embeddings: NEFTune (Jain et al. 2023, arXiv:2310.05914).
-
-
-class Noise(NamedTuple):
-    """Adds to `[R, T, D]` what the random `key` draws evenly between -a and a, where a = alpha / sqrt(length * D).
-
-    `length` is that of the longest text, however far rows are padded.
-    """
-
-    alpha: float
-    key: jax.Array
-    length: jax.Array | int
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        bound = self.alpha / jnp.sqrt(self.length * x.shape[-1])
-        return x + (bound * jax.random.uniform(self.key, x.shape, jnp.float32, -1.0, 1.0)).astype(x.dtype)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Normalisation over the last axis, statistics in float32.
+# Norms
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """The facts of a norm.
+    """A norm over the last axis, with statistics in float32.
 
-    `centred`: the mean is taken off first. `weighted`, `biased`: it has these parameters. `one_plus`: it scales by
-    1 + weight. `scales_rounded`: the normed value is rounded to the dtype of the input before it is scaled.
+    centred: subtract the mean first. weighted, biased: it has these parameters. one_plus: it scales by 1 + weight.
+    scales_rounded: the normed value is rounded to the dtype of the input before scaling.
     """
 
     centred: bool
@@ -222,8 +156,8 @@ NORMS = {
 
 
 class Norm(nnx.Module):
-    """A norm of one of `NORMS`; parameters of `shape`, whose last axis is the one normed, each of `groups` equal parts
-    of it by itself."""
+    """One of `NORMS`. Parameters have `shape`; the norm is over the last axis, separately for each of `groups` equal
+    parts of it."""
 
     def __init__(self, *shape: int, kind: str, eps: float, groups: int = 1):
         self.kind, self.eps, self.groups = NORMS[kind], eps, groups
@@ -249,25 +183,90 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
-# An activation with parameters.
+# Convolution
 
 
-class XIELU(nnx.Module):
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): `a x^2 + beta x` above 0 and
-    `b (exp(min(x, eps)) - 1 - x) + beta x` below, with `a = softplus(alpha_p)` and `b = beta + softplus(alpha_n)`.
+class Convolution(nnx.Module):
+    """`[R, T, D]` to the same: a convolution over `width` (odd) neighbouring tokens, zero-padded at the ends of the
+    row.
 
-    `alpha_p` and `alpha_n` `[1]` train; `beta` and `eps` are scalars that do not.
+    The weight is stored as on disk, (out, in / groups, width).
     """
 
-    def __init__(self):
-        self.alpha_p, self.alpha_n = (nnx.Param(jnp.zeros((1,), jnp.float32), axes=("",)) for _ in range(2))
-        self.beta, self.eps = (nnx.Param(jnp.zeros((), jnp.float32), axes=()) for _ in range(2))
+    def __init__(self, features: int, width: int, groups: int):
+        self.weight = nnx.Param(jnp.zeros((features, features // groups, width), jnp.float32), axes=("", "", ""))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32), axes=("",))
+        self.groups = groups
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., F]` to the same, computed in float32."""
-        y, dtype = x.astype(jnp.float32), x.dtype
-        beta, eps = jax.lax.stop_gradient((self.beta[...], self.eps[...]))
-        above, below = jax.nn.softplus(self.alpha_p[...]), beta + jax.nn.softplus(self.alpha_n[...])
-        curve = jnp.where(y > 0, above * y * y, (jnp.expm1(jnp.minimum(y, eps)) - y) * below)
-        return (curve + beta * y).astype(dtype)
+        y = jax.lax.conv_general_dilated(
+            x,
+            self.weight[...].astype(x.dtype),
+            window_strides=(1,),
+            padding="SAME",
+            dimension_numbers=("NWC", "OIW", "NWC"),
+            feature_group_count=self.groups,
+        )
+        return y + self.bias[...].astype(x.dtype)
+
+
+# NEFTune
+
+
+class Noise(NamedTuple):
+    """Adds uniform noise in [-a, a] to embeddings `[R, T, D]`, a = alpha / sqrt(length * D) (NEFTune: Jain et al. 2023,
+    arXiv:2310.05914).
+
+    `length` is the length of the longest text, not of the padded row.
+    """
+
+    alpha: float
+    key: jax.Array
+    length: jax.Array | int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        bound = self.alpha / jnp.sqrt(self.length * x.shape[-1])
+        return x + (bound * jax.random.uniform(self.key, x.shape, jnp.float32, -1.0, 1.0)).astype(x.dtype)
+
+
+# Per-layer embeddings
+
+
+class LayerEmbeddings(nnx.Module):
+    """Token embeddings for each layer (Gemma 3n, Google 2025); `arch` is a models.arch.Arch.
+
+    The sum of a table, which holds the embeddings of all layers side by side, and a projection of the model's own
+    embeddings, normed per layer.
+    """
+
+    def __init__(self, arch):
+        facts = arch.layer_embedding
+        width = arch.num_layers * facts.channels
+        self.table = Embedding(facts.rows, width, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
+        self.projection = Linear(arch.hidden_size, width, axes=("", "embed"))
+        self.norm = Norm(facts.channels, kind=arch.norm, eps=arch.norm_eps)
+        self.layers, self.channels = arch.num_layers, facts.channels
+
+    def __call__(self, tokens: jax.Array, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """From tokens `[R, T]` and their embeddings `h` `[R, T, D]`: `[L, R, T, P]`, in `dtype`."""
+        by_layer = (*tokens.shape, self.layers, self.channels)
+        projected = self.projection(h.astype(dtype)) * h.shape[-1] ** -0.5
+        looked_up = self.table(tokens, jnp.float32) * self.channels**0.5
+        embedded = (self.norm(projected.reshape(by_layer)) + looked_up.reshape(by_layer)) * 2**-0.5
+        return jnp.moveaxis(embedded.astype(dtype), 2, 0)
+
+
+class LayerInput(nnx.Module):
+    """Feeds a layer's own token embeddings into the residual stream: gated by the stream, then projected to its width.
+    `arch` is a models.arch.Arch."""
+
+    def __init__(self, arch):
+        channels = arch.layer_embedding.channels
+        self.gate = Linear(arch.hidden_size, channels, axes=("", "embed"))
+        self.projection = Linear(channels, arch.hidden_size, axes=("embed", ""))
+        self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
+        self.activation = EXACT_ACTIVATIONS[arch.activation]
+
+    def __call__(self, h: jax.Array, embedded: jax.Array) -> jax.Array:
+        """From `h` `[R, T, D]` and the layer's embeddings `[R, T, P]`: `[R, T, D]`, to be added to `h`."""
+        return self.norm(self.projection(self.activation(self.gate(h)) * embedded))

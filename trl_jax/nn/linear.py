@@ -1,4 +1,4 @@
-"""Linear layers: plain, grouped by expert, with LoRA, and with weights in 4 or 8 bits."""
+"""Linear maps and embeddings, LoRA, dropout, grouped matrix products, and quantized weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from flax import nnx
 
 from trl_jax.nn.platform import platform
 
-# ----------------------------------------------------------------------------------------------------
-# Linear maps and embeddings.
+# Linear maps and embeddings
 
 
 class Linear(nnx.Module):
-    """`[..., in] -> [..., out]`, weight (out, in) as on disk; `lora` is an adapter beside it.
+    """`[..., in] -> [..., out]`, with the weight stored as on disk, (out, in), and an optional adapter `lora`.
 
-    `axes` are the logical ones of the weight: see `trl_jax.nn`.
+    `axes` are the logical axes of the weight, see `trl_jax.nn`.
     """
 
     lora: Lora | None
@@ -30,7 +29,7 @@ class Linear(nnx.Module):
         self.lora = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # One plain matrix product: with more axes than two, the gradients take XLA twice as long on a CPU.
+        # A product of two matrices: with more axes, XLA needs twice the time for the gradients on a CPU.
         flat = x.reshape(-1, x.shape[-1])
         y = jnp.einsum("ni,oi->no", flat, self.weight[...].astype(x.dtype))
         if self.lora is not None:
@@ -40,14 +39,16 @@ class Linear(nnx.Module):
         return y.reshape(*x.shape[:-1], -1)
 
     def folded(self) -> tuple[jax.Array, jax.Array | None]:
-        """Matrix (out, in) and bias of the map with its adapter, in the dtypes they are held in; no dropout."""
+        """Matrix (out, in) and bias with the adapter merged, in the dtypes in which they are stored; no dropout."""
         weight, bias = stored(self.weight), None if self.bias is None else self.bias[...]
         return (weight, bias) if self.lora is None else self.lora.folded(weight, bias)
 
 
 class Embedding(nnx.Module):
-    """Token ids `[...]` to `[..., D]` in `dtype`. The row `padding_idx` gets no gradient, as in torch. `lora` is an
-    adapter beside it, `axes` are the logical ones of the table."""
+    """Token ids `[...]` to embeddings `[..., D]` in `dtype`, with an optional adapter `lora`.
+
+    The row `padding_idx` gets no gradient, as in torch. `axes` are the logical axes of the table.
+    """
 
     lora: Lora | None
 
@@ -73,12 +74,13 @@ class Embedding(nnx.Module):
 
 
 def stored(weight: nnx.Param | Quantized) -> jax.Array:
-    """A whole weight in the dtype it is held in; quantised ones float32."""
+    """A weight in the dtype in which it is stored; float32 for quantized weights."""
     return weight.whole() if isinstance(weight, Quantized) else weight[...]
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `[..., D]` of a table `[V, D]`, the last one for ids beyond it, as of a pad after the last position."""
+    """Rows `[..., D]` of a table `[V, D]`. Ids past the end give the last row, e.g. for padding after the last
+    position."""
     alone = jax.sharding.get_abstract_mesh().empty
     return _rows_late(table, ids) if alone and platform() == "cpu" else _rows(table, ids)
 
@@ -88,8 +90,9 @@ def _rows(table, ids):
 
 
 def _rows_backward(saved, gradient):
-    """Adds to zeros that are made of the gradient. XLA for CPUs lays out what depends on nothing when a step begins, so
-    the table's zeros would lie beside everything that the layers keep. Where the gradient is a number these are +0."""
+    """Scatter-add to zeros that depend on the gradient. XLA on CPUs allocates arrays without dependencies at the start
+    of a step, so the table's gradient would occupy memory along with all saved activations. For finite gradients, the
+    zeros are exactly +0."""
     table, ids = saved
     zeros = jnp.minimum(jnp.abs(gradient.reshape(-1, gradient.shape[-1])[0]), 0)
     return jnp.broadcast_to(zeros, table.shape).at[jnp.clip(ids, 0, len(table) - 1)].add(gradient), None
@@ -99,16 +102,15 @@ _rows_late = jax.custom_vjp(_rows)
 _rows_late.defvjp(lambda table, ids: (_rows(table, ids), (table, ids)), _rows_backward)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) beside a frozen linear map or table.
+# LoRA
 
 
 class Lora(nnx.Module):
-    """An addition to a map of weight W: `scale * B A x`, A `[r, in]`, B `[out, r]`; B A itself is never formed.
+    """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685): adds `scale * B A x` to W x, A `[r, in]`, B `[out, r]`.
 
-    With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353) rows of W + scale B A are scaled to that
-    length; `there` is False in a layer that has no adapter, where it counts for nothing. `bias` `[out]` is B's own.
-    `key` turns dropout in front of A on.
+    With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353), rows of W + scale B A are rescaled to that
+    norm. `there` is False in layers without an adapter, whose output then stays W x. `bias` `[out]` is a bias of B.
+    `key` turns on dropout of the adapter's input.
     """
 
     def __init__(self, leaves: dict[str, jax.Array], rate: float = 0.0):
@@ -120,7 +122,7 @@ class Lora(nnx.Module):
         self.rate = rate
 
     def added(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
-        """`y` = W x `[n, out]` with what the adapter makes of `x` `[n, in]`; `weight` is W."""
+        """Add the adapter's output for `x` `[n, in]` to `y` = W x `[n, out]`; `weight` is W."""
         dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
         a, b = (part[...].astype(x.dtype) for part in (self.a, self.b))
         delta = jnp.einsum("nr,or->no", jnp.einsum("ni,ri->nr", dropped, a), b)
@@ -136,7 +138,7 @@ class Lora(nnx.Module):
     def joined(
         self, x: jax.Array, weight: jax.Array, bias: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Wider x `[n, in + more]`, W `[out, in + more]`, and a bias, whose product is the map with its adapter."""
+        """Widened x `[n, in + more]`, W `[out, in + more]` and bias, whose product includes the adapter."""
         dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
         scale, b = self.scale[...], self.b[...]
         inner = jnp.einsum("ni,ri->nr", dropped, self.a[...].astype(x.dtype))
@@ -149,7 +151,7 @@ class Lora(nnx.Module):
         return jnp.hstack([x, dropped, inner]), jnp.hstack([part.astype(x.dtype) for part in parts]), bias
 
     def folded(self, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """W and its bias with what the adapter adds to them; without dropout."""
+        """Merge the adapter into W and its bias, without dropout."""
         moved, more = weight + self.scale[...] * self.b[...] @ self.a[...], None
         if self.bias is not None:
             more = self.scale[...] * self.bias[...]
@@ -164,7 +166,7 @@ class Lora(nnx.Module):
         return jnp.linalg.norm(moved, axis=1)
 
     def looked_up(self, ids: jax.Array, padding_idx: int | None) -> jax.Array:
-        """The same for a table: what is added to its rows `ids`; A `[r, rows]`. The row of pads gets no gradient."""
+        """The addition to rows `ids` of a table; A is `[r, rows]`. The padding row gets no gradient."""
         rows = jnp.take(self.a[...].T, ids, axis=0, mode="clip")
         if padding_idx is not None:
             rows = jnp.where((ids == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
@@ -172,14 +174,15 @@ class Lora(nnx.Module):
 
 
 class ExpertsLora(nnx.Module):
-    """Adapters of matrices that experts have: A `[E, r, in]`, B `[E, out, r]`, scaled already."""
+    """LoRA of expert matrices: A `[E, r, in]`, B `[E, out, r]` (already scaled)."""
 
     def __init__(self, leaves: dict[str, jax.Array]):
         self.a, self.b = nnx.Param(leaves["a"]), nnx.Param(leaves["b"])
 
 
 def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Array) -> jax.Array:
-    """Rows `[M, in]`, sorted by expert, `sizes` of each, times their expert's W plus B A, if any: `[M, out]`."""
+    """Grouped product of rows `[M, in]`, sorted by expert with `sizes` per expert, with W + B A if given: `[M,
+    out]`."""
     y = grouped_dot(x, weight.astype(x.dtype), sizes)
     if not lora:
         return y
@@ -187,12 +190,11 @@ def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Ar
     return y + grouped_dot(grouped_dot(x, a, sizes), b, sizes)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Dropout (Srivastava et al. 2014).
+# Dropout
 
 
 class Dropout(NamedTuple):
-    """Zeroes a share `rate` of an array's entries with the random `key`, and scales up the others."""
+    """Dropout (Srivastava et al. 2014) of a fraction `rate` of the entries."""
 
     rate: float
     key: jax.Array
@@ -202,27 +204,26 @@ class Dropout(NamedTuple):
         return jnp.where(kept, x / (1 - self.rate), 0)
 
     def fold(self, number: int) -> Dropout:
-        """The same rate with another key."""
+        """The same rate with a derived key."""
         return self._replace(key=jax.random.fold_in(self.key, number))
 
 
 def dropout_or_none(rate: float, key: jax.Array | None, number: int) -> Dropout | None:
-    """None where nothing is to be dropped; `number` tells the places that share a key apart."""
+    """Dropout for the site `number` of those that share a key; None if it is off or the rate is 0."""
     return None if key is None or rate == 0.0 else Dropout(rate, key).fold(number)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Matrix products of rows sorted into groups, each group with a matrix of its own.
+# Grouped matrix products
 
-
-BLOCK = 64  # rows computed at a time; what a group lacks to a multiple of it is computed in vain
+BLOCK = 64  # rows per block on a CPU; each group is padded to a multiple
 
 
 def grouped_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`[M, in]` with group g's `sizes[g]` rows times `weight[g].T`: `[M, out]`; weight `[E, out, in]`.
+    """Multiply each group of rows with its own matrix: x `[M, in]`, weight `[E, out, in]`, `sizes` rows per group,
+    result `[M, out]`.
 
-    Accelerators have a kernel for it. On a CPU, XLA would multiply every row with every matrix, so there blocks of
-    rows of one group each go one after another.
+    Accelerators have a kernel for it. XLA on CPUs would multiply every row with every matrix, so there blocks of rows
+    from one group are processed one after the other.
     """
     return jax.lax.platform_dependent(x, weight, sizes, cpu=_blockwise, default=_ragged)
 
@@ -250,8 +251,8 @@ def _products(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _blocks(count: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """For each block its group, its rows `[BLOCK]` (`count` where there is none) and whether it has any; and for each
-    row where it lies in the blocks, laid end to end."""
+    """For each block: its group, its rows `[BLOCK]` (`count` for padding), and whether it has any. For each row: its
+    place in the concatenated blocks."""
     blocks_of = -(-sizes // BLOCK)
     last_block, last_row = jnp.cumsum(blocks_of), jnp.cumsum(sizes)
     block = jnp.arange(count // BLOCK + len(sizes))
@@ -284,14 +285,12 @@ def _backward(saved, gradient):
 _blockwise.defvjp(_forward, _backward)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Weights of few bits that stand in for a matrix: unpacked where it is used, a layer at a time.
-
+# Quantized weights, dequantized where they are used, one layer at a time
 
 HALVES = ("bfloat16", "float16")
-QUANTIZED_BLOCK, SCALES = 64, 256  # numbers that share a scale, and scales that do
+QUANTIZED_BLOCK, SCALES = 64, 256  # numbers per scale, and scales per scale of scales
 
-# The meanings of four bits: quantiles of a normal distribution, or floats of two exponent bits.
+# Values of 4-bit codes: quantiles of a normal distribution (NF4), or floats with two exponent bits (FP4).
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -301,29 +300,29 @@ _FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
 TABLES = {"nf4": np.asarray(_NF4, np.float32), "fp4": np.asarray([*_FP4, *(-x for x in _FP4)], np.float32)}
 
 
-def _dynamic() -> np.ndarray:
-    """The meanings of the eight bits of a scale: seven decades, each with twice as many steps as the one below
-    (arXiv:1511.04561)."""
+def _dynamic_codes() -> np.ndarray:
+    """Values of the 8-bit codes for nested scales: seven decades, each with twice as many steps as the one below
+    (dynamic tree quantization, arXiv:1511.04561)."""
     steps = [np.linspace(0.1, 1, 2**decade + 1, dtype=np.float32) for decade in range(7)]
     middles = [10.0 ** (decade - 6) * (s[:-1] + s[1:]) / 2 for decade, s in enumerate(steps)]
     positive = np.concatenate(middles).astype(np.float32)
     return np.sort(np.concatenate([positive, -positive, np.asarray([0.0, 1.0], np.float32)]))
 
 
-DYNAMIC = _dynamic()
+DYNAMIC = _dynamic_codes()
 
 
 @dataclass(frozen=True)
 class Format:
-    """The encoding of a matrix (out, in): kind "nf4", "fp4", "int8" or one of HALVES; `nested`: the scales of four bits
-    are quantised."""
+    """The storage format of a matrix (out, in): kind "nf4", "fp4", "int8" or one of HALVES. `nested`: the scales of a
+    4-bit matrix are quantized, too."""
 
     kind: str
     shape: tuple[int, int]
     nested: bool = False
 
     def leaves(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """The arrays of one matrix: name -> shape and dtype."""
+        """Name -> shape and dtype of the arrays that store a matrix."""
         rows, columns = self.shape
         if self.kind in HALVES:
             return {"codes": (self.shape, np.dtype("uint16"))}
@@ -340,10 +339,10 @@ class Format:
 
 
 class Quantized(nnx.Module):
-    """Stands where a matrix's `nnx.Param` would: `weight[...]` is the float32 matrix."""
+    """A stored matrix in place of an `nnx.Param`: `weight[...]` is the float32 matrix."""
 
     def __init__(self, form: Format, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ("", "")):
-        """`lead` are the sizes of axes before the matrix's, `axes` the logical ones of both."""
+        """`lead` are the sizes of axes in front of the matrix, `axes` the logical axes of all."""
 
         def param(name: str) -> nnx.Param | None:
             if name not in form.leaves():
@@ -362,18 +361,18 @@ class Quantized(nnx.Module):
         return dequantized(self.form, {name: vars(self)[name][...] for name in names})[key]
 
     def whole(self) -> jax.Array:
-        """The matrix; one of sixteen bits in its own dtype."""
+        """The matrix; a 16-bit one keeps its dtype."""
         if self.form.kind not in HALVES:
             return self[...]
         return jax.lax.bitcast_convert_type(self.codes[...], jnp.dtype(self.form.kind))
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        """Rows of a table of sixteen bits, float32."""
+        """Rows of a 16-bit table, in float32."""
         return dequantized(self.form, {"codes": jnp.take(self.codes[...], ids, axis=0, mode="clip")})
 
 
 def dequantized(form: Format, leaves: dict[str, jax.Array]) -> jax.Array:
-    """The matrix (out, in), float32."""
+    """Dequantize a matrix (out, in) to float32."""
     codes = leaves["codes"]
     if form.kind in HALVES:
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(form.kind)).astype(jnp.float32)

@@ -15,15 +15,14 @@ from trl_jax.nn.layers import ACTIVATIONS, MLP, Norm
 from trl_jax.nn.linear import ExpertsLora, Linear, adapted_dot
 from trl_jax.nn.platform import as_summed, psum
 
-# ----------------------------------------------------------------------------------------------------
-# A mixture of experts: every token is computed by the few experts it chose, and by no other.
+# Mixture of experts
 
 
 class MoE(nnx.Module):
-    """Routing to the `top_k` experts of the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
+    """Routes each token to the `top_k` experts with the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate, where there is
-    one, and up `[E, F, D]`, down `[E, D, F]`; each may have adapters beside it, and a bias `[E, F]` or `[E, D]`.
+    `experts` is a models.arch.Experts. Weights are stacked: gate (optional) and up `[E, F, D]`, down `[E, D, F]`, each
+    with an optional adapter and bias `[E, F]` or `[E, D]`.
     """
 
     gate_lora: ExpertsLora | None
@@ -59,8 +58,8 @@ class MoE(nnx.Module):
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array, routed_by: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """`[..., D]` to the same; the router sees `routed_by`, `[..., D]`, if it does not see x. A sparse mixer draws
-        experts with the random `key`, if there is one."""
+        """`[..., D]` to the same. The router reads `routed_by` `[..., D]`, or x if that is None. With `key`, a sparse
+        mixer samples experts."""
         flat = x.reshape(-1, x.shape[-1])
         mixed = self._routed(flat, flat if routed_by is None else routed_by.reshape(flat.shape), key)
         if self.shared is not None:
@@ -71,26 +70,26 @@ class MoE(nnx.Module):
     def _routed(self, x: jax.Array, seen: jax.Array, key: jax.Array | None) -> jax.Array:
         routes = self._route(seen, key)
         if self.into_latent is None:
-            return self._divided(x, *routes)
-        return self.from_latent(self._divided(self.into_latent(x), *routes))
+            return self._sharded(x, *routes)
+        return self.from_latent(self._sharded(self.into_latent(x), *routes))
 
-    def _divided(self, x: jax.Array, weights: jax.Array, selected: jax.Array) -> jax.Array:
-        """The experts' sum, of which each device computes its own experts where the tensor axis divides them."""
+    def _sharded(self, x: jax.Array, weights: jax.Array, selected: jax.Array) -> jax.Array:
+        """The weighted sum of the experts' outputs. If the tensor axis shards experts, each device computes its own."""
         count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
         experts = self._matrices()
         if devices == 1 or count % devices:
-            return self._mixed(x, weights, selected, None, *experts)
+            return self._mix(x, weights, selected, None, *experts)
 
         def of_device(tokens, *arguments):
-            return psum(self._mixed(tokens.astype(x.dtype), *arguments), TENSOR)
+            return psum(self._mix(tokens.astype(x.dtype), *arguments), TENSOR)
 
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
         run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
-        return run(as_summed(x), weights, selected, first, *experts)  # as the gradient of x is
+        return run(as_summed(x), weights, selected, first, *experts)  # the gradient of x is a sum over devices
 
     def router_sums(self, x: jax.Array, token_weights: jax.Array) -> RouterSums:
-        """Sums of this layer over the tokens of `x` `[..., D]`, each times its weight, `token_weights` `[...]`."""
+        """Router sums over the tokens of `x` `[..., D]`, each counted `token_weights` `[...]` times."""
         flat, weight = x.reshape(-1, x.shape[-1]), token_weights.reshape(-1).astype(jnp.float32)
         probabilities = jax.nn.softmax(self._logits(flat), axis=-1)
         _, selected = jax.lax.top_k(probabilities, self.experts.top_k)
@@ -98,7 +97,7 @@ class MoE(nnx.Module):
         return RouterSums(sent, weight @ probabilities, jnp.sum(weight))
 
     def _matrices(self) -> list[tuple[jax.Array | None, ...] | None]:
-        """Of gate, up and down: the bias or None, W, and where there are adapters A and B; None where there is none."""
+        """(bias or None, weight, and A and B of an adapter) for gate, up and down; None for a missing gate."""
         parts = (
             (self.gate_bias, self.gate, self.gate_lora),
             (self.up_bias, self.up, self.up_lora),
@@ -115,12 +114,12 @@ class MoE(nnx.Module):
             for bias, weight, lora in parts
         ]
 
-    def _mixed(self, x, weights, selected, first, gate, up, down) -> jax.Array:
-        """The sum of what a token's experts give, of those from `first[0]` on alone; None: all are here."""
+    def _mix(self, x, weights, selected, first, gate, up, down) -> jax.Array:
+        """The weighted sum over a token's experts; with `first`, only over this device's experts from `first[0]` on."""
         expert, count = selected.reshape(-1), self.experts.count
         if first is not None:
-            expert = (expert - first[0]) % count  # these come first, tokens of others behind
-        order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
+            expert = (expert - first[0]) % count  # sorts this device's experts first
+        order = jnp.argsort(expert, stable=True)  # (token, slot) pairs sorted by expert
         token = order // self.experts.top_k
         sizes = jnp.bincount(expert, length=count)[: len(up[1])]
         sorted_x, sorted_weights = x[token], weights.reshape(-1)[order][:, None].astype(x.dtype)
@@ -132,24 +131,24 @@ class MoE(nnx.Module):
             return y if bias is None else y + bias.astype(y.dtype).at[expert[order]].get(mode="clip")
 
         hidden = mapped(sorted_x, *up)
-        hidden = self.activation(hidden) if gate is None else self._joined(mapped(sorted_x, *gate), hidden)
+        hidden = self.activation(hidden) if gate is None else self._activate(mapped(sorted_x, *gate), hidden)
         out = mapped(hidden, *down)
         out = out if self.experts.weights_inputs else out * sorted_weights
         if first is not None:
             out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)
         return jnp.zeros_like(x).at[token].add(out)
 
-    def _joined(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         swiglu = self.experts.swiglu
         return self.activation(gate) * up if swiglu is None else swiglu(gate, up)
 
     def _route(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
+        """Weights (float32) and indices of each token's experts, `[tokens, top_k]`."""
         experts, logits = self.experts, self._logits(x)
         if experts.sparse_mixer is not None:
             return experts.sparse_mixer(logits, key)
         weights = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
-        _, selected = jax.lax.top_k(self._of_best_groups(self._corrected(weights)), experts.top_k)
+        _, selected = jax.lax.top_k(self._within_best_groups(self._selection_weights(weights)), experts.top_k)
         weights = jnp.take_along_axis(weights, selected, axis=-1)
         if experts.renormalised:
             total, floor = jnp.sum(weights, axis=-1, keepdims=True), experts.weight_floor
@@ -159,17 +158,17 @@ class MoE(nnx.Module):
         return weights if experts.scale == 1.0 else weights * experts.scale, selected
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """The router's, float32."""
+        """Router logits, float32."""
         if self.router_norm is not None:
             x = self.router_norm(x) * self.router_scale[...].astype(x.dtype) * x.shape[-1] ** -0.5
         return self.router(x.astype(jnp.float32) if self.experts.float32_router else x).astype(jnp.float32)
 
-    def _corrected(self, weights: jax.Array) -> jax.Array:
-        """Weights as the selection sees them."""
+    def _selection_weights(self, weights: jax.Array) -> jax.Array:
+        """Weights used for the selection."""
         return weights if self.correction_bias is None else weights + self.correction_bias[...]
 
-    def _of_best_groups(self, weights: jax.Array) -> jax.Array:
-        """Weights `[tokens, E]`, -inf outside of the best groups."""
+    def _within_best_groups(self, weights: jax.Array) -> jax.Array:
+        """Weights `[tokens, E]`, with -inf outside the best groups."""
         experts = self.experts
         if experts.groups == 1:
             return weights
@@ -181,76 +180,75 @@ class MoE(nnx.Module):
 
 
 def _biases(experts, outputs: int, axis: str) -> nnx.Param | None:
-    """`[E, outputs]`, where experts have them."""
+    """Biases `[E, outputs]`, or None."""
     if not experts.bias:
         return None
     return nnx.Param(jnp.zeros((experts.count, outputs), jnp.float32), axes=("experts", axis))
 
 
-# ----------------------------------------------------------------------------------------------------
-# SparseMixer: experts that are drawn, with a gradient for the choice (Liu et al. 2024, arXiv:2409.12136).
+# SparseMixer
 
-
-_FIRST, _SECOND, _INPUT, _INPUT_AGAIN = range(4)  # places of draws
-_ALWAYS_WHOLE = 0.75  # the weight of an expert that was not the likeliest stays whole where a larger number is drawn
+_FIRST, _SECOND, _INPUT, _INPUT_AGAIN = range(4)  # random draws, each with its own key
+_FULL_WEIGHT_ABOVE = 0.75  # an expert that was not the most likely keeps its full weight if a uniform draw exceeds this
 _SCALED_DOWN = 0.3333
 
 
 @dataclass(frozen=True)
 class SparseMixer:
-    """Selects two experts a token, one after the other, each from candidates whose scores come close to the best.
+    """SparseMixer routing (Liu et al. 2024, arXiv:2409.12136): sampled experts, with a gradient for the choice.
 
-    jitter: a candidate's score is less than the best by no more than 2 * jitter of the larger of the best and its own
-        magnitude. An expert's weight is its probability among the candidates, so the best one's is 1 where it is alone.
-    input_jitter: how far the factors are from 1 that training multiplies the experts' input by.
+    Selects two experts per token, one after the other, each among candidates with scores close to the best.
+
+    jitter: a candidate's score is below the best by at most 2 * jitter * max(best, |its own score|). An expert's weight
+        is its probability among the candidates, so it is 1 if there is only one.
+    input_jitter: training multiplies the experts' input by factors within 1 +- this.
     """
 
     jitter: float
     input_jitter: float
 
     def __call__(self, scores: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Weights and experts `[tokens, 2]` of scores `[tokens, E]`: the best candidates or, with a random `key`, some
-        drawn by their probabilities, as in training."""
-        first_weight, first = self._one(scores, scores, _folded(key, _FIRST))
+        """Weights and indices of the experts, `[tokens, 2]`, for scores `[tokens, E]`: the best candidates or, with
+        `key`, candidates sampled by their probabilities, as in training."""
+        first_weight, first = self._select_one(scores, scores, _fold(key, _FIRST))
         left = jnp.where(jnp.arange(scores.shape[-1]) == first, -jnp.inf, scores)
-        second_weight, second = self._one(scores, left, _folded(key, _SECOND))
+        second_weight, second = self._select_one(scores, left, _fold(key, _SECOND))
         return jnp.concatenate([first_weight, second_weight], -1), jnp.concatenate([first, second], -1)
 
     def jittered(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """The input of experts and their router as training has it: each number times two factors that the `key`
-        draws evenly."""
+        """The input of experts and router in training: each number times two random factors, uniform around 1."""
         if self.input_jitter == 0.0:
             return x
         low, high = 1.0 - self.input_jitter, 1.0 + self.input_jitter
         one, other = (
-            jax.random.uniform(_folded(key, place), x.shape, jnp.float32, low, high) for place in (_INPUT, _INPUT_AGAIN)
+            jax.random.uniform(_fold(key, place), x.shape, jnp.float32, low, high) for place in (_INPUT, _INPUT_AGAIN)
         )
         return (x * one * other).astype(x.dtype)
 
-    def _one(self, scores: jax.Array, left: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The weight and the number of one expert, `[tokens, 1]`; those that are no longer `left` have -inf there."""
+    def _select_one(self, scores: jax.Array, left: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Weight and index of one expert, `[tokens, 1]`; `left` is -inf for experts that were already selected."""
         best = jnp.max(left, axis=-1, keepdims=True)
         far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * self.jitter
         candidates = jnp.where(far, -jnp.inf, left)
         likeliest = jnp.argmax(candidates, axis=-1, keepdims=True)
-        drawn = likeliest if key is None else _drawn(candidates, key)
+        drawn = likeliest if key is None else _sample(candidates, key)
         weight = jnp.take_along_axis(jax.nn.softmax(candidates, axis=-1), drawn, axis=-1)
-        return weight if key is None else _scaled(weight, drawn == likeliest, key), drawn
+        return weight if key is None else _scale_sampled(weight, drawn == likeliest, key), drawn
 
 
-def _drawn(candidates: jax.Array, key: jax.Array) -> jax.Array:
-    """One candidate a token by the softmax of their scores: the largest with Gumbel noise."""
+def _sample(candidates: jax.Array, key: jax.Array) -> jax.Array:
+    """Sample one candidate per token with the Gumbel-max trick."""
     noise = jax.random.gumbel(jax.random.fold_in(key, 0), candidates.shape, jnp.float32)
     return jnp.argmax(candidates + noise, axis=-1, keepdims=True)
 
 
-def _scaled(weight: jax.Array, likeliest: jax.Array, key: jax.Array) -> jax.Array:
-    """The weight of a drawn expert, with the gradient that it has unscaled: where some are scaled down, these add up to
-    Heun's third-order estimate of the gradient for the choice (Liu et al. 2023, arXiv:2310.00811)."""
-    whole = likeliest | (jax.random.uniform(jax.random.fold_in(key, 1), weight.shape) > _ALWAYS_WHOLE)
+def _scale_sampled(weight: jax.Array, likeliest: jax.Array, key: jax.Array) -> jax.Array:
+    """The weight of a sampled expert, with the gradient of the unscaled weight. Scaling some down yields Heun's
+    third-order estimate of the gradient for the choice (Liu et al. 2023, arXiv:2310.00811)."""
+    whole = likeliest | (jax.random.uniform(jax.random.fold_in(key, 1), weight.shape) > _FULL_WEIGHT_ABOVE)
     value = weight * jnp.where(whole, 1.0, _SCALED_DOWN)
     return jax.lax.stop_gradient(value) + (weight - jax.lax.stop_gradient(weight))
 
 
-def _folded(key: jax.Array | None, place: int) -> jax.Array | None:
+def _fold(key: jax.Array | None, place: int) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, place)

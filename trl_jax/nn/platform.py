@@ -1,4 +1,4 @@
-"""The platform that is compiled for."""
+"""The target platform, and workarounds for collectives and kernels on a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def platform() -> str:
-    """ "cpu", "gpu" or "tpu": that of the mesh where there is one, which may be of devices that this machine lacks."""
+    """The platform to compile for, "cpu", "gpu" or "tpu". A mesh decides, even one of devices that are not present."""
     of_mesh, default = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device
     if of_mesh is not None:
         return of_mesh.platform
@@ -18,8 +18,8 @@ def platform() -> str:
 
 
 def undivided(call: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function as each device computes its part, along those axes of the mesh that are left to the compiler: it
-    divides no kernel, nor do JAX's own rules for one beside axes that are divided by hand."""
+    """Run `call` per device over the mesh axes that are left to the compiler. The compiler cannot partition a kernel,
+    and JAX's own partitioning rules for one do not work inside a shard_map over other axes."""
     axes = set(jax.sharding.get_abstract_mesh().auto_axes)
     if not axes:
         return call
@@ -27,12 +27,12 @@ def undivided(call: Callable, in_specs: Any, out_specs: Any) -> Callable:
 
 
 def as_summed(value: jax.Array) -> jax.Array:
-    """The value in the dtype in which devices sum it: on a CPU sixteen bits are summed as 32. XLA would do that itself,
-    and ends the process instead where the sum is a shard_map's (jaxlib 0.10 to 0.12)."""
+    """Cast a value to the dtype in which devices sum it. On a CPU, 16-bit values are summed in float32: XLA would do
+    that itself, but crashes if the sum is in a shard_map (jaxlib 0.10 to 0.12)."""
     halves = value.dtype in (jnp.bfloat16, jnp.float16) and platform() == "cpu"
     return value.astype(jnp.float32) if halves else value
 
 
 def psum(value: jax.Array, axis: str) -> jax.Array:
-    """`jax.lax.psum` of an array, in the dtype of `as_summed`."""
+    """`jax.lax.psum`, in the dtype of `as_summed`."""
     return jax.lax.psum(as_summed(value), axis).astype(value.dtype)

@@ -1,4 +1,4 @@
-"""Recurrent mixers: Mamba 2, gated delta nets and short convolutions."""
+"""Recurrent mixers in place of attention: gated delta nets, Mamba-2 and short convolutions."""
 
 from __future__ import annotations
 
@@ -18,28 +18,166 @@ from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import Dropout, Linear
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
-# ----------------------------------------------------------------------------------------------------
-# Attention and Mamba-2 side by side (Falcon-H1: Zuo et al. 2025, arXiv:2507.22448).
+# Chunked scans over states (Dao and Gu 2024, arXiv:2405.21060, section 6)
+
+CHUNK = 64  # tokens
+einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-class ParallelMixers(nnx.Module):
-    """The sum of what both make of a layer's input; `scales` is a models.arch.MixerScales."""
+class Seen(NamedTuple):
+    """Which tokens and states precede the tokens of each chunk; `[R, N, ...]`, or `[1, N, ...]` if all rows are alike.
 
-    def __init__(self, attention: Attention, mamba: Mamba2, scales):
-        self.attention, self.mamba, self.scales = attention, mamba, scales
+    The scan carries the state after the last token so far and, if texts have contexts, the state at the end of that
+    token's context.
 
-    def __call__(
-        self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
-    ) -> tuple[jax.Array, BothKept]:
-        """`[R, T, D]` to the same, and what either keeps; `dropout` is attention's."""
-        scales, caches = self.scales, (None, None) if inputs.cache is None else inputs.cache
-        attended, keys_values = self.attention(x_RTD * scales.attention_in, inputs._replace(cache=caches[0]), dropout)
-        mixed, state = self.mamba(x_RTD * scales.mamba_in, inputs._replace(cache=caches[1]))
-        return attended * scales.attention_out + mixed * scales.mamba_out, BothKept(keys_values, state)
+    mask: bool `[I, J]`, the tokens of the chunk up to and including itself that belong to its text.
+    after_last, after_context: bool `[I]`, whether the token continues from the first or from the second state.
+    context_row: int32 `[]`, where in this chunk the context of its last token ends; -1 if it ends earlier. In that case
+        `context_kept` says that it ended before the previous chunk's last token, so that its state is carried on, and
+        `context_begins` that it ended exactly there. None if no row has contexts.
+    """
+
+    mask: jax.Array
+    after_last: jax.Array
+    after_context: jax.Array | None = None
+    context_row: jax.Array | None = None
+    context_kept: jax.Array | None = None
+    context_begins: jax.Array | None = None
 
 
-# ----------------------------------------------------------------------------------------------------
-# The gated delta rule in chunks (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464).
+class Decays(NamedTuple):
+    """The decays within each chunk, `[R, N, ...]`.
+
+    before: `[I, K, G]`, from the preceding state to each token.
+    between: `[K, G, I, J]`, from token j to token i; 0 if j does not precede i in its text.
+    """
+
+    seen: Seen
+    before: jax.Array
+    between: jax.Array
+
+    @property
+    def size(self) -> int:
+        """Tokens per chunk."""
+        return self.before.shape[2]
+
+
+def decays(g_RTKG: jax.Array, order: TextOrder | None) -> Decays:
+    """Decays from the log decays `g_RTKG` of single tokens; `order` is None if each row is one text."""
+    size = min(CHUNK, 1 << (g_RTKG.shape[1] - 1).bit_length())  # a power of two
+    g = in_chunks(g_RTKG, size)
+    seen = _seen_in_rows(g.shape[1], size) if order is None else _seen_in_texts(order, size)
+    before = einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)
+    between = jnp.moveaxis(before[:, :, :, None] - before[:, :, None], (2, 3), (4, 5))
+    between = jnp.exp(jnp.where(seen.mask[:, :, None, None], between, -jnp.inf))
+    return Decays(seen, jnp.exp(before), between)
+
+
+def in_chunks(x: jax.Array, size: int) -> jax.Array:
+    """`[R, T, ...]` as zero-padded chunks `[R, N, I, ...]`."""
+    more = -x.shape[1] % size
+    x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(len(x), -1, size, *x.shape[2:])
+
+
+def _seen_in_rows(count: int, size: int) -> Seen:
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (1, count, size, size))
+    return Seen(mask, jnp.broadcast_to(jnp.arange(count)[:, None] > 0, (1, count, size)))
+
+
+def _seen_in_texts(order: TextOrder, size: int) -> Seen:
+    first = order.first.reshape(len(order.first), -1, size)
+    place = jnp.arange(order.first.shape[1], dtype=jnp.int32).reshape(-1, size)
+    begin = place[:, :1]
+    of_text = place[:, None] >= first[..., None]
+    before = place[:, None] <= place[..., None]
+    if order.context is None:
+        return Seen(of_text & before, first < begin)
+    context, end = (x.reshape(first.shape) for x in (order.context, order.context_end))
+    of_text |= (place[:, None] >= context[..., None]) & (place[:, None] < end[..., None])
+    has = context < end
+    after_last = (first < begin) | (has & (context < begin) & (end >= begin))
+    after_context = has & (end < begin) & ~(first < begin)
+    has, end, begin = has[..., -1], end[..., -1], begin[:, 0]  # for the chunk's last token
+    row = jnp.where(has & (end > begin), end - 1 - begin, -1)
+    return Seen(of_text & before, after_last, after_context, row, has & (end < begin), has & (end == begin))
+
+
+class _ChunkInputs(NamedTuple):
+    """What the scan over chunks consumes, `[R, N, ...]`, for S states.
+
+    u: values to write, before the contribution of the states is subtracted.
+    read: `[S, K, G, I, C]`, keys that read this contribution from the states, or None.
+    queries: `[I, K, C]`. decay: `[S, K, G, I]`, decay of what they read from each state.
+    attended: weights of the chunk's own tokens.
+    keys, written: keys, and weights with which each `u` enters the S new states.
+    kept: weight of each old state in each new state.
+    """
+
+    u: jax.Array
+    read: jax.Array | None
+    queries: jax.Array
+    decay: jax.Array
+    attended: jax.Array
+    keys: jax.Array
+    written: jax.Array
+    kept: jax.Array
+
+
+def scanned(
+    q: jax.Array, k: jax.Array, u: jax.Array, decays: Decays, read: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[R, N x I, K, G, V]` of all chunks, and the state after each row's last token `[R, K, G, C, V]`.
+
+    Args:
+        q, k: queries and keys `[R, N, I, K, C]`.
+        u: values to write `[R, N, K, G, I, V]`; with `read`, the contribution of the states is subtracted.
+        read: `[R, N, S, K, G, I, C]`, the keys that read this contribution.
+    """
+    attended = einsum("rnikc,rnjkc->rnkij", q, k)[:, :, :, None] * decays.between
+    steps = _ChunkInputs(u, read, q, from_states(decays), attended, k, *_state_weights(decays))
+
+    def chunk(states, step):
+        u = step.u if step.read is None else step.u - einsum("rskgic,rskgcv->rkgiv", step.read, states)
+        seen = jnp.sum(step.decay[..., None] * einsum("rikc,rskgcv->rskgiv", step.queries, states), axis=1)
+        kept = einsum("rzskg,rskgcv->rzkgcv", step.kept, states)
+        kept += einsum("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
+        return kept, seen + einsum("rkgij,rkgjv->rkgiv", step.attended, u)
+
+    rows, _, count, heads, group, _ = steps.decay.shape
+    states = jnp.zeros((rows, count, heads, group, k.shape[-1], u.shape[-1]), u.dtype)
+    states, out = jax.lax.scan(chunk, states, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
+    out = jnp.moveaxis(out, (0, 4), (1, 2))  # [N, R, K, G, I, V] -> [R, N, I, K, G, V]
+    return out.reshape(rows, -1, *out.shape[3:]), states[:, 0]
+
+
+def from_states(decays: Decays) -> jax.Array:
+    """Decays `[R, N, S, K, G, I]` from each of S states to the tokens that follow it; 0 for other tokens."""
+    seen, before = decays.seen, jnp.moveaxis(decays.before, 2, -1)
+    states = [seen.after_last] if seen.after_context is None else [seen.after_last, seen.after_context]
+    return jnp.stack([jnp.where(state[:, :, None, None], before, 0) for state in states], axis=2)
+
+
+def _state_weights(decays: Decays) -> tuple[jax.Array, jax.Array]:
+    """`written` and `kept` of `_ChunkInputs`, for the state after the last token and the state at the end of its
+    context."""
+    seen, between, decay = decays.seen, decays.between, jnp.moveaxis(decays.before, 2, -1)
+    written, kept = between[..., -1, :], jnp.where(seen.after_last[:, :, None, None, -1], decay[..., -1], 0)
+    if seen.after_context is None:
+        return written[:, :, None], kept[:, :, None, None]
+    of_context = jnp.where(seen.after_context[:, :, None, None, -1], decay[..., -1], 0)
+    row = jnp.maximum(seen.context_row, 0)[:, :, None, None, None]
+    here = (seen.context_row >= 0)[:, :, None, None]
+    written_context = jnp.where(here[..., None], jnp.take_along_axis(between, row[..., None], axis=-2)[..., 0, :], 0)
+    carried = jnp.take_along_axis(jnp.where(seen.after_last[:, :, None, None], decay, 0), row, axis=-1)[..., 0]
+    begins, stays = (x[:, :, None, None].astype(decay.dtype) for x in (seen.context_begins, seen.context_kept))
+    kept_context = jnp.stack([jnp.where(here, carried, begins), jnp.broadcast_to(stays, carried.shape)], axis=2)
+    return jnp.stack([written, written_context], axis=2), jnp.stack(
+        [jnp.stack([kept, of_context], axis=2), kept_context], axis=2
+    )
+
+
+# The gated delta rule, chunked (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464)
 
 
 def delta_rule(
@@ -50,13 +188,13 @@ def delta_rule(
     beta_RTKG: jax.Array,
     order: TextOrder | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[R, T, K, G, V]`, and the states after each row's last token `[R, K, G, C, V]`.
+    """Outputs `[R, T, K, G, V]`, and the state after each row's last token `[R, K, G, C, V]`.
 
     Args:
-        q_RTKC, k_RTKC: queries and keys of each of K heads, as they are multiplied.
-        v_RTKGV: values, of G heads for each key head.
-        g_RTKG: logarithms of decays.
-        order: the texts that lie in each row; None where each row is one.
+        q_RTKC, k_RTKC: queries and keys of each of K heads, already scaled.
+        v_RTKGV: values of G heads per key head.
+        g_RTKG: log decays.
+        order: the texts in each row; None if each row is one text.
     """
     between = decays(g_RTKG, order)
     q, k, v, beta = (in_chunks(x, between.size) for x in (q_RTKC, k_RTKC, v_RTKGV, beta_RTKG))
@@ -66,7 +204,7 @@ def delta_rule(
 
 
 def _corrections(k, v, beta, decays: Decays) -> tuple[jax.Array, jax.Array]:
-    """`u` of all tokens where states are zero, and what each state's part of it is read with: both of one system."""
+    """`u` of all tokens for zero states, and the keys that read each state's contribution to it; both in one solve."""
     strength = jnp.moveaxis(beta, 2, -1)
     system = einsum("rnikc,rnjkc->rnkij", k, k)[:, :, :, None] * decays.between * strength[..., None]
     given = jnp.moveaxis(v * beta[..., None], 2, 4)
@@ -80,8 +218,8 @@ def _corrections(k, v, beta, decays: Decays) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def _inverse(system: jax.Array) -> jax.Array:
-    """The inverse of unit lower triangles `[..., I, I]`, whatever stands on and above the diagonal; from blocks of one
-    token to blocks of two, and so on, in products alone. I is a power of two."""
+    """Invert unit lower triangular matrices `[..., I, I]`, I a power of two, ignoring the diagonal and above. Blocks of
+    size 1 are merged to size 2, 4, ... using only matrix products."""
     size, width = system.shape[-1], 1
     found = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
     while width < size:
@@ -101,7 +239,7 @@ def _inverse_forward(system):
 
 
 def _inverse_backward(inverse, gradient):
-    """Of the inverse X the change is -X dA X, whatever way it was found."""
+    """d(X^-1) = -X^-1 dX X^-1, however the inverse was computed."""
     product = -einsum("...ji,...jk,...lk->...il", inverse, gradient, inverse)
     return (jnp.tril(product, -1),)
 
@@ -110,27 +248,26 @@ _inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def delta_step(q_RKC, k_RKC, v_RKGV, g_RKG, beta_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[R, K, G, V]` of one more token, and the states after it."""
+    """Outputs `[R, K, G, V]` of one more token, and the state after it."""
     state = state_RKGCV * jnp.exp(g_RKG)[..., None, None]
     u = beta_RKG[..., None] * (v_RKGV - einsum("rkc,rkgcv->rkgv", k_RKC, state))
     state = state + k_RKC[:, :, None, :, None] * u[..., None, :]
     return einsum("rkc,rkgcv->rkgv", q_RKC, state), state
 
 
-# ----------------------------------------------------------------------------------------------------
-# The selective state space of Mamba-2 in chunks (Dao and Gu 2024, arXiv:2405.21060).
+# The state space model of Mamba-2, chunked (Dao and Gu 2024, arXiv:2405.21060)
 
 
 def state_space(
     C_RTKC: jax.Array, B_RTKC: jax.Array, x_RTKGV: jax.Array, g_RTKG: jax.Array, order: TextOrder | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[R, T, K, G, V]`, and the states after each row's last token `[R, K, G, C, V]`.
+    """Outputs `[R, T, K, G, V]`, and the state after each row's last token `[R, K, G, C, V]`.
 
     Args:
-        C_RTKC, B_RTKC: of each of K groups of heads.
-        x_RTKGV: inputs times their steps of time, of G heads a group.
-        g_RTKG: logarithms of decays, `dt A`.
-        order: the texts that lie in each row; None where each row is one.
+        C_RTKC, B_RTKC: for each of K groups of heads.
+        x_RTKGV: inputs times time steps, for G heads per group.
+        g_RTKG: log decays, `dt A`.
+        order: the texts in each row; None if each row is one text.
     """
     between = decays(g_RTKG, order)
     C, B, x = (in_chunks(each, between.size) for each in (C_RTKC, B_RTKC, x_RTKGV))
@@ -139,172 +276,19 @@ def state_space(
 
 
 def state_space_step(C_RKC, B_RKC, x_RKGV, g_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[R, K, G, V]` of one more token, and the states after it."""
+    """Outputs `[R, K, G, V]` of one more token, and the state after it."""
     state = state_RKGCV * jnp.exp(g_RKG)[..., None, None] + B_RKC[:, :, None, :, None] * x_RKGV[..., None, :]
     return einsum("rkc,rkgcv->rkgv", C_RKC, state), state
 
 
-# ----------------------------------------------------------------------------------------------------
-# Scans of layers with a state, in chunks of tokens (Dao and Gu 2024, arXiv:2405.21060, section 6).
-
-
-CHUNK = 64  # tokens
-einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
-class Seen(NamedTuple):
-    """The tokens that those of each chunk follow, all of `[R, N, ...]`, or `[1, N, ...]` where rows are alike.
-
-    mask: bool `[I, J]`, the tokens of the chunk up to itself that are of its text. after_last, after_context: bool
-    `[I]`, whether what it follows ends with the last token before the chunk, or with the end of that token's context.
-    context_row: int32 `[]`, where in this chunk the context ends of its last token; -1 where it ended before, and then
-    `context_kept`, or `context_begins`, for with the last token before the chunk; None where no row has contexts.
-    """
-
-    mask: jax.Array
-    after_last: jax.Array
-    after_context: jax.Array | None = None
-    context_row: jax.Array | None = None
-    context_kept: jax.Array | None = None
-    context_begins: jax.Array | None = None
-
-
-class Decays(NamedTuple):
-    """The decays of the tokens of each chunk, `[R, N, ...]`.
-
-    before: `[I, K, G]`, from the state that a token follows up to itself. between: `[K, G, I, J]`, from token j up to
-    token i; 0 where i does not see j.
-    """
-
-    seen: Seen
-    before: jax.Array
-    between: jax.Array
-
-    @property
-    def size(self) -> int:
-        """Tokens of a chunk."""
-        return self.before.shape[2]
-
-
-def decays(g_RTKG: jax.Array, order: TextOrder | None) -> Decays:
-    """Those of tokens whose own have the logarithms `g_RTKG`, in the rows' texts; None where each row is one."""
-    size = min(CHUNK, 1 << (g_RTKG.shape[1] - 1).bit_length())  # a power of two
-    g = in_chunks(g_RTKG, size)
-    seen = _plain(g.shape[1], size) if order is None else _seen(order, size)
-    before = einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)
-    between = jnp.moveaxis(before[:, :, :, None] - before[:, :, None], (2, 3), (4, 5))
-    between = jnp.exp(jnp.where(seen.mask[:, :, None, None], between, -jnp.inf))
-    return Decays(seen, jnp.exp(before), between)
-
-
-def in_chunks(x: jax.Array, size: int) -> jax.Array:
-    """`[R, T, ...]` as `[R, N, I, ...]`; zeros fill up the last."""
-    more = -x.shape[1] % size
-    x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
-    return x.reshape(len(x), -1, size, *x.shape[2:])
-
-
-def _plain(count: int, size: int) -> Seen:
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (1, count, size, size))
-    return Seen(mask, jnp.broadcast_to(jnp.arange(count)[:, None] > 0, (1, count, size)))
-
-
-def _seen(order: TextOrder, size: int) -> Seen:
-    first = order.first.reshape(len(order.first), -1, size)
-    place = jnp.arange(order.first.shape[1], dtype=jnp.int32).reshape(-1, size)
-    begin = place[:, :1]
-    of_text = place[:, None] >= first[..., None]
-    before = place[:, None] <= place[..., None]
-    if order.context is None:
-        return Seen(of_text & before, first < begin)
-    context, end = (x.reshape(first.shape) for x in (order.context, order.context_end))
-    of_text |= (place[:, None] >= context[..., None]) & (place[:, None] < end[..., None])
-    has = context < end
-    after_last = (first < begin) | (has & (context < begin) & (end >= begin))
-    after_context = has & (end < begin) & ~(first < begin)
-    has, end, begin = has[..., -1], end[..., -1], begin[:, 0]  # of the chunk's last token
-    row = jnp.where(has & (end > begin), end - 1 - begin, -1)
-    return Seen(of_text & before, after_last, after_context, row, has & (end < begin), has & (end == begin))
-
-
-class _Steps(NamedTuple):
-    """The arrays that a scan along chunks takes apart, `[R, N, ...]`: `u` before the states' part is taken off, and
-    `read` the keys that the states are read with for it, `[S, K, G, I, C]` for S states, or None; `queries`
-    `[I, K, C]`, and how much of what they read in each state has decayed, `decay` `[S, K, G, I]`; `attended` the
-    weights of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in
-    each."""
-
-    u: jax.Array
-    read: jax.Array | None
-    queries: jax.Array
-    decay: jax.Array
-    attended: jax.Array
-    keys: jax.Array
-    written: jax.Array
-    kept: jax.Array
-
-
-def scanned(
-    q: jax.Array, k: jax.Array, u: jax.Array, decays: Decays, read: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[R, N x I, K, G, V]` of all chunks, and the states after each row's last token `[R, K, G, C, V]`.
-
-    Args:
-        q, k: queries and keys `[R, N, I, K, C]`.
-        u: the written values `[R, N, K, G, I, V]`; with `read`, what each state gives to these keys is taken off.
-        read: `[R, N, S, K, G, I, C]`; see `from_states`.
-    """
-    attended = einsum("rnikc,rnjkc->rnkij", q, k)[:, :, :, None] * decays.between
-    steps = _Steps(u, read, q, from_states(decays), attended, k, *_handed_on(decays))
-
-    def chunk(states, step):
-        u = step.u if step.read is None else step.u - einsum("rskgic,rskgcv->rkgiv", step.read, states)
-        seen = jnp.sum(step.decay[..., None] * einsum("rikc,rskgcv->rskgiv", step.queries, states), axis=1)
-        kept = einsum("rzskg,rskgcv->rzkgcv", step.kept, states)
-        kept += einsum("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
-        return kept, seen + einsum("rkgij,rkgjv->rkgiv", step.attended, u)
-
-    rows, _, count, heads, group, _ = steps.decay.shape
-    states = jnp.zeros((rows, count, heads, group, k.shape[-1], u.shape[-1]), u.dtype)
-    states, out = jax.lax.scan(chunk, states, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
-    out = jnp.moveaxis(out, (0, 4), (1, 2))  # [N, R, K, G, I, V] -> [R, N, I, K, G, V]
-    return out.reshape(rows, -1, *out.shape[3:]), states[:, 0]
-
-
-def from_states(decays: Decays) -> jax.Array:
-    """The decays `[R, N, S, K, G, I]` from each of the S states to the tokens that follow it; 0 for others."""
-    seen, before = decays.seen, jnp.moveaxis(decays.before, 2, -1)
-    states = [seen.after_last] if seen.after_context is None else [seen.after_last, seen.after_context]
-    return jnp.stack([jnp.where(state[:, :, None, None], before, 0) for state in states], axis=2)
-
-
-def _handed_on(decays: Decays) -> tuple[jax.Array, jax.Array]:
-    """`written` and `kept` of `_Steps`: the state after the last token, and that after its context."""
-    seen, between, decay = decays.seen, decays.between, jnp.moveaxis(decays.before, 2, -1)
-    written, kept = between[..., -1, :], jnp.where(seen.after_last[:, :, None, None, -1], decay[..., -1], 0)
-    if seen.after_context is None:
-        return written[:, :, None], kept[:, :, None, None]
-    of_context = jnp.where(seen.after_context[:, :, None, None, -1], decay[..., -1], 0)
-    row = jnp.maximum(seen.context_row, 0)[:, :, None, None, None]
-    here = (seen.context_row >= 0)[:, :, None, None]
-    written_context = jnp.where(here[..., None], jnp.take_along_axis(between, row[..., None], axis=-2)[..., 0, :], 0)
-    carried = jnp.take_along_axis(jnp.where(seen.after_last[:, :, None, None], decay, 0), row, axis=-1)[..., 0]
-    begins, stays = (x[:, :, None, None].astype(decay.dtype) for x in (seen.context_begins, seen.context_kept))
-    kept_context = jnp.stack([jnp.where(here, carried, begins), jnp.broadcast_to(stays, carried.shape)], axis=2)
-    return jnp.stack([written, written_context], axis=2), jnp.stack(
-        [jnp.stack([kept, of_context], axis=2), kept_context], axis=2
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The gated short convolution of LFM2 (Liquid AI 2025, arXiv:2511.23404), in place of attention.
+# The gated short convolution of LFM2
 
 
 class GatedShortConvolution(nnx.Module):
-    """`o(out_gate(x) * convolved(in_gate(x) * value(x)))`, each channel by itself over a token and those before it.
+    """`o(out_gate(x) * conv(in_gate(x) * value(x)))`, with a causal depthwise convolution (LFM2: Liquid AI 2025,
+    arXiv:2511.23404).
 
-    `facts` is a models.arch.ShortConvolution. The weight of the convolution lies as on disk, (D, 1, width), that of the
-    token itself last.
+    `facts` is a models.arch.ShortConvolution. The kernel is stored as on disk, (D, 1, width), the current token last.
     """
 
     def __init__(self, features: int, facts):
@@ -318,9 +302,8 @@ class GatedShortConvolution(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
     ) -> tuple[jax.Array, ConvolutionInputs]:
-        """`[R, T, D]` to the same, and what the tokens that follow need; of `inputs` it takes valid, previous and
-        cache."""
-        del dropout  # no family has any here
+        """`[R, T, D]` to the same, and the window for the cache. Reads valid, previous and cache of `inputs`."""
+        del dropout  # no family has dropout here
         if inputs.valid is not None:
             x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
         gated = self.in_gate(x_RTD) * self.value(x_RTD)
@@ -334,8 +317,8 @@ class GatedShortConvolution(nnx.Module):
 def silu_convolved(
     x_RTD: jax.Array, weight_DW: jax.Array, bias_D: jax.Array | None, inputs: AttentionInputs
 ) -> tuple[jax.Array, jax.Array]:
-    """The SiLU of each channel's convolution over a token and those before it, float32 `[R, T, D]`, and the window
-    `[R, T, W, D]` that the next token sees; the convolution of layers with a state."""
+    """SiLU of a causal depthwise convolution, float32 `[R, T, D]`, and the window `[R, T, W, D]` for the next token;
+    used by recurrent layers."""
     previous = None if inputs.order is None else inputs.order.previous
     convolved, window = _convolved(x_RTD, weight_DW, previous, inputs.cache)
     if bias_D is not None:
@@ -349,7 +332,7 @@ def _convolved(
     previous: PreviousTokens | None,
     cache: ConvolutionCache | RecurrentCache | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums of products, float32 `[R, T, D]`, and the window; `previous` and `cache` as in `AttentionInputs`."""
+    """The convolution, float32 `[R, T, D]`, and the window; `previous` and `cache` as in `AttentionInputs`."""
     seen = [*_previous(x_RTD, weight_DW.shape[1] - 1, previous, cache), x_RTD]
     weight = weight_DW.astype(x_RTD.dtype).astype(jnp.float32)
     convolved = sum(x.astype(jnp.float32) * weight[:, at] for at, x in enumerate(seen))
@@ -359,7 +342,7 @@ def _convolved(
 def _previous(
     x_RTD: jax.Array, count: int, previous: PreviousTokens | None, cache: ConvolutionCache | RecurrentCache | None
 ) -> list[jax.Array]:
-    """`x_RTD` of the `count` tokens before each, the nearest last, each `[R, T, D]`; zeros before a text's first."""
+    """`x_RTD` at the `count` preceding tokens, nearest last, `[R, T, D]` each; zeros before the start of a text."""
     if cache is not None:
         window = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), 1, count, -1)
         return [window[:, :, at] for at in range(count)]
@@ -373,20 +356,18 @@ def _previous(
     return [jnp.where(previous.within[..., at, None], x, 0) for at, x in enumerate(earlier)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The common part of layers with a state: linear maps into short convolutions, and a state that each text begins.
+# Common base of recurrent layers
 
 
 class Recurrent(nnx.Module):
-    """Parts of the input are mapped and convolved, and scanned along each text by `_scan`, or by `_step` where a cache
-    has the state before a token. Of tokens that others may not see, `_hides_convolved` hides what was convolved, too.
+    """Linear maps and short convolutions, followed by a scan along each text: `_scan`, or `_step` for one token after a
+    cached state. `_hides_convolved`: whether invisible tokens are zeroed after the convolution as well as before.
 
-    The weights of the convolutions lie as on disk, (channels, 1, width), that of the token itself last.
+    The kernels of the convolutions are stored as on disk, (channels, 1, width), the current token last.
 
     Args:
-        parts: the channels of each convolved part. Those of the one called `values` are of value heads, the others'
-            of key heads.
-        bias, convolution_bias: whether the maps, and the convolutions, have one.
+        parts: the channels of each convolved part. The one named `values` has value heads, the others key heads.
+        bias, convolution_bias: whether the maps, and the convolutions, have biases.
     """
 
     _hides_convolved: bool
@@ -415,37 +396,38 @@ class Recurrent(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
     ) -> tuple[jax.Array, RecurrentState]:
-        """`[R, T, D]` to the same, and what the tokens that follow need; of `inputs` it takes valid, order, lengths and
-        cache."""
-        del dropout  # no family has any here
+        """`[R, T, D]` to the same, and the state for the cache. Reads valid, order, lengths and cache of `inputs`."""
+        del dropout  # no family has dropout here
         if inputs.striped is not None:
-            raise ValueError("A layer with a state has the whole of a text on one device: leave sequence at 1.")
-        x_RTD, order = _visible(x_RTD, inputs.valid), inputs.order
+            raise ValueError("A recurrent layer needs the whole text on one device: leave sequence at 1.")
+        x_RTD, order = _hide_invisible(x_RTD, inputs.valid), inputs.order
         x_RTD = x_RTD if order is None else order.ordered(x_RTD)
         parts, window = self._convolved(x_RTD, inputs)
-        given = self._given(x_RTD, parts, inputs.lengths)
+        given = self._scan_inputs(x_RTD, parts, inputs.lengths)
         if inputs.cache is None:
             out, state = self._scan(*given, order)
         else:
             before = inputs.cache.state.reshape(len(x_RTD), *inputs.cache.state.shape[-4:])
             out, state = self._step(*(y[:, 0] for y in given), before)
-        out = self._closed(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
+        out = self._output(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
         return out if order is None else order.restored(out), RecurrentState(window, state)
 
     @abstractmethod
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
-        """The result of one of the maps, `[R, T, channels]`."""
+        """Apply one of the input maps: `[R, T, channels]`."""
 
     @abstractmethod
-    def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
-        """The arguments of `_scan` for all tokens, `[R, T, ...]` each, and `_step` of one; `parts` are convolved."""
+    def _scan_inputs(
+        self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        """The arguments of `_scan`, `[R, T, ...]` each; `_step` gets those of one token. `parts` are convolved."""
 
     @abstractmethod
-    def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
-        """The layer's results `[R, T, D]`, of outputs `[R, T, channels]`."""
+    def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
+        """The layer's output `[R, T, D]`, from the outputs of the scan `[R, T, channels]`."""
 
     def _convolved(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[list[jax.Array], jax.Array]:
-        """The convolved parts, float32 `[R, T, channels]` each, and the window of the convolution."""
+        """The convolved parts, float32 `[R, T, channels]` each, and the window for the cache."""
 
         def of_all(ending: str) -> jax.Array:
             return jnp.concatenate([vars(self)[f"{name}_convolution{ending}"][...] for name, _ in self.parts])
@@ -454,34 +436,33 @@ class Recurrent(nnx.Module):
         bias = of_all("_bias") if self.convolution_bias else None
         convolved, window = silu_convolved(projected, of_all("")[:, 0], bias, inputs)
         ends = [sum(size for _, size in self.parts[:number]) for number in range(1, len(self.parts))]
-        convolved = _visible(convolved, inputs.valid) if self._hides_convolved else convolved
+        convolved = _hide_invisible(convolved, inputs.valid) if self._hides_convolved else convolved
         return jnp.split(convolved, ends, axis=-1), window
 
 
 def inside(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Numbers `[R, T, ...]` of tokens, zeros behind the texts' ends, where a state then stays as it is."""
+    """Zero `[R, T, ...]` past the end of each text; with zeros, the state no longer changes."""
     if lengths is None:
         return x
     within = jnp.arange(x.shape[1]) < lengths[:, None]
     return jnp.where(within.reshape(*within.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def _visible(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+def _hide_invisible(x: jax.Array, valid: jax.Array | None) -> jax.Array:
     return x if valid is None else x * valid[..., None].astype(x.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), in place of attention.
+# Gated delta net
 
-
-_LEAST_SQUARE = 1e-6  # is added to the squared length of a query or key
+_EPSILON = 1e-6  # added to the squared norm of queries and keys
 
 
 class GatedDeltaNet(Recurrent):
-    """Convolved queries, keys and values through the gated delta rule, and its outputs normed and gated.
+    """Gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464): convolved queries, keys and values, the
+    gated delta rule, a norm and a gate.
 
-    `facts` is a models.arch.GatedDelta. The logarithm of a token's decay is `-exp(A_log) * softplus(decay(x) +
-    dt_bias)`, its strength `sigmoid(beta(x))`.
+    `facts` is a models.arch.GatedDelta. The log decay of a token is `-exp(A_log) * softplus(decay(x) + dt_bias)`, its
+    strength `sigmoid(beta(x))`.
     """
 
     _hides_convolved = False
@@ -502,41 +483,42 @@ class GatedDeltaNet(Recurrent):
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
         return vars(self)[name](x_RTD)
 
-    def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+    def _scan_inputs(
+        self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
         facts, (q, k, v) = self.facts, parts
-        q, k = (_unit(y.reshape(*y.shape[:2], facts.key_heads, facts.key_dim)) for y in (q, k))
+        q, k = (_normalized(y.reshape(*y.shape[:2], facts.key_heads, facts.key_dim)) for y in (q, k))
         v = v.reshape(*v.shape[:2], facts.key_heads, -1, facts.value_dim)
         return q * facts.key_dim**-0.5, k, v, *(inside(y, lengths) for y in self._gates(x_RTD))
 
-    def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
         gate = self.gate(x_RTD).astype(jnp.float32)
         out = self.out_norm(out.astype(x_RTD.dtype).reshape(*out.shape[:2], -1, self.facts.value_dim))
         return self.o((out.reshape(gate.shape) * jax.nn.silu(gate)).astype(x_RTD.dtype))
 
     def _gates(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logarithms of decays and strengths, float32 `[R, T, K, G]`."""
+        """Log decays and strengths, float32 `[R, T, K, G]`."""
         shape = (*x_RTD.shape[:2], self.facts.key_heads, -1)
         decay = jax.nn.softplus(self.decay(x_RTD).astype(jnp.float32) + self.dt_bias[...])
         g = (-jnp.exp(self.A_log[...]) * decay).reshape(shape)
         return g, jax.nn.sigmoid(self.beta(x_RTD)).astype(jnp.float32).reshape(shape)
 
 
-def _unit(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _LEAST_SQUARE)
+def _normalized(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPSILON)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The mixer of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), in place of attention.
+# Mamba-2
 
-
-_PROJECTED = ("gate", "x", "B", "C", "dt")  # the parts of the first map, in the order of `StateSpace.scales`
+_PROJECTED = ("gate", "x", "B", "C", "dt")  # input projections, in the order of `StateSpace.scales`
 
 
 class Mamba2(Recurrent):
-    """Convolved inputs, and what is written with and read by, through the state space; its outputs gated and normed.
+    """Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060): convolved x, B and C, the state space model, a gate and a
+    norm.
 
-    `facts` is a models.arch.StateSpace. A token's step of time is `softplus(dt(x) + dt_bias)` within
-    `facts.dt_limits`, the logarithm of its decay `-exp(A_log)` times that.
+    `facts` is a models.arch.StateSpace. The time step of a token is `softplus(dt(x) + dt_bias)`, clipped to
+    `facts.dt_limits`; its log decay is `-exp(A_log)` times that.
     """
 
     _hides_convolved = True
@@ -560,20 +542,22 @@ class Mamba2(Recurrent):
         projected = vars(self)[name](x_RTD)
         return projected if scale == 1.0 else projected * scale
 
-    def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+    def _scan_inputs(
+        self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
         facts, (x, B, C) = self.facts, parts
         B, C = (y.reshape(*y.shape[:2], facts.groups, facts.state_dim) for y in (B, C))
         dt = inside(self._steps(x_RTD), lengths)
         x = x.reshape(*dt.shape, facts.head_dim)
         return C, B, x * dt[..., None], -jnp.exp(self.A_log[...]).reshape(dt.shape[2:]) * dt
 
-    def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
         out = out + jnp.repeat(self.D[...], self.facts.head_dim) * parts[0]
         gate = jax.nn.silu(self._projected("gate", x_RTD).astype(jnp.float32))
         return self.o(self._gated(out, gate).astype(x_RTD.dtype))
 
     def _steps(self, x_RTD: jax.Array) -> jax.Array:
-        """Steps of time, float32 `[R, T, K, G]`."""
+        """Time steps, float32 `[R, T, K, G]`."""
         dt = jax.nn.softplus(self._projected("dt", x_RTD).astype(jnp.float32) + self.dt_bias[...])
         return jnp.clip(dt, *self.facts.dt_limits).reshape(*x_RTD.shape[:2], self.facts.groups, -1)
 
@@ -581,3 +565,23 @@ class Mamba2(Recurrent):
         if self.facts.norm == "before_gate":
             return self.out_norm(out) * gate
         return out * gate if self.out_norm is None else self.out_norm(out * gate)
+
+
+# Attention and Mamba-2 in parallel
+
+
+class ParallelMixers(nnx.Module):
+    """The scaled sum of attention and Mamba-2 (Falcon-H1: Zuo et al. 2025, arXiv:2507.22448); `scales` is a
+    models.arch.MixerScales."""
+
+    def __init__(self, attention: Attention, mamba: Mamba2, scales):
+        self.attention, self.mamba, self.scales = attention, mamba, scales
+
+    def __call__(
+        self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
+    ) -> tuple[jax.Array, BothKept]:
+        """`[R, T, D]` to the same, and what both keep; `dropout` is for attention."""
+        scales, caches = self.scales, (None, None) if inputs.cache is None else inputs.cache
+        attended, keys_values = self.attention(x_RTD * scales.attention_in, inputs._replace(cache=caches[0]), dropout)
+        mixed, state = self.mamba(x_RTD * scales.mamba_in, inputs._replace(cache=caches[1]))
+        return attended * scales.attention_out + mixed * scales.mamba_out, BothKept(keys_values, state)

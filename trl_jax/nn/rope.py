@@ -1,4 +1,4 @@
-"""Rotary position embedding and its ways of stretching."""
+"""Rotary position embeddings and their context extensions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn into angles.
+    """Settings of a rope.
 
-    `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `fraction` belong to the
-    last three. `channels` is how many know positions, where layers differ in it; of a proportional rope this `fraction`
-    of them turns. Cosines and sines are multiplied by `attention_factor` or, where any text is longer than
-    `original_length`, by `long_attention_factor`, if there is one.
+    `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `fraction` are for the last
+    three. `channels` is the number of rotated channels, if it differs between layers; of a proportional rope, only this
+    `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any text of the batch is longer
+    than `original_length`, by `long_attention_factor` (if not None).
     """
 
     theta: float
@@ -38,12 +38,11 @@ class Rope:
     long_factors: tuple[float, ...] = ()
 
     def frequencies(self, channels: int, longest: jax.Array | int) -> np.ndarray | jax.Array:
-        """Radians per position for each pair of `channels`: float32 `[channels / 2]`.
+        """Radians per position for each pair of `channels`: float32 `[channels / 2]`, rounded up if odd (as in
+        transformers' gpt_neox).
 
-        Of an odd number, the last pair has a channel more than is counted (as in transformers' gpt_neox).
-
-        All in float32 but the power, which torch rounds once: at position 100,000 one ulp is a hundredth of a radian.
-        `longest` is the length of the longest text of the batch; only longrope asks.
+        Only the power is computed in float64 and rounded once, as in torch: at position 100,000, one ulp is a hundredth
+        of a radian. `longest` is the length of the longest text of the batch; only longrope uses it.
         """
         exponents = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
         powers = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -52,14 +51,14 @@ class Rope:
         return _STRETCHES[self.kind](self, powers)
 
     def scale(self, longest: jax.Array | int) -> jax.Array | float:
-        """The factor of cosines and sines, where the longest text of the batch has so many tokens."""
+        """The factor of cosines and sines, given the length of the longest text of the batch."""
         if self.long_attention_factor is None:
             return self.attention_factor
         return jnp.where(longest > self.original_length, self.long_attention_factor, self.attention_factor)
 
     @property
     def turn(self) -> int | None:
-        """The length of a text beyond which all tokens of its batch are turned otherwise; None where none is."""
+        """The text length beyond which the whole batch is rotated differently; None if there is no such length."""
         differs = self.kind == "longrope" or self.long_attention_factor is not None
         return self.original_length if differs else None
 
@@ -74,23 +73,23 @@ def _linear(rope: Rope, powers: np.ndarray) -> np.ndarray:
 
 
 def _proportional(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """The first pairs turn as they would if all did, the others stand still."""
+    """The first pairs rotate as in the default rope, the others do not rotate."""
     turning = np.arange(len(powers)) < int(rope.fraction * 2 * len(powers) // 2)
     return np.where(turning, 1 / powers, np.float32(0)) / np.float32(rope.factor)
 
 
 def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between are blended."""
+    """Llama 3.1: long wavelengths are slowed down by `factor`, short ones kept, those in between blended."""
     base = 1 / powers
     wavelength = 1 / base * (2 * math.pi)
-    turns = 1 / wavelength * rope.original_length  # within the original context; in torch's order of rounding
+    turns = 1 / wavelength * rope.original_length  # rotations within the original context; rounds as in torch
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
     return (1 - kept) * base / rope.factor + kept * base
 
 
 def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """YaRN's blend by parts (arXiv:2309.00071, section 3.2): a linear ramp over the index of the channel pair."""
+    """YaRN's NTK-by-parts blend (arXiv:2309.00071, section 3.2): a linear ramp over the index of the channel pair."""
     head_dim = 2 * len(powers)
 
     def pair_that_turns(times: float) -> float:
@@ -111,7 +110,7 @@ _STRETCHES = {
 
 
 def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.Array:
-    """LongRoPE (arXiv:2402.13753): a factor for each pair, another set where any text is longer than the original."""
+    """LongRoPE (arXiv:2402.13753): a factor per pair; other factors if any text is longer than the original length."""
     short, long = (1 / (np.float32(factors) * powers) for factors in (rope.short_factors, rope.long_factors))
     return jnp.where(longest > rope.original_length, long, short)
 
@@ -119,8 +118,8 @@ def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.A
 def rope_angles(
     positions: jax.Array, ropes: Sequence[Rope | None], channels: int, longest: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Positions `[R, T]` to cosines and sines `[len(ropes), R, T, 1, pairs]`, float32; None turns nothing, nor do the
-    last pairs of a rope with fewer channels."""
+    """Cosines and sines `[len(ropes), R, T, 1, pairs]`, float32, for positions `[R, T]`. None rotates nothing, and
+    neither do the last pairs of a rope with fewer channels."""
     shape = (*positions.shape, 1, (channels + 1) // 2)
     cosines, sines = [], []
     for rope in ropes:
@@ -139,9 +138,9 @@ def rope_angles(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Rotate the first `2 * cos.shape[-1]` channels of `[R, T, heads, C]`; the others stay.
+    """Rotate the first `2 * cos.shape[-1]` channels of `[R, T, heads, C]` and keep the others.
 
-    Channel k is paired with k + half of them or, interleaved, 2k with 2k + 1.
+    Channel k is paired with channel k + half of them; if interleaved, 2k with 2k + 1.
     """
     turned, kept = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     if interleaved:

@@ -1,4 +1,4 @@
-"""Packed rows for layers that read every text from its first token on: convolutions, and those with a state."""
+"""Reordering packed rows for layers that must read each text in order: convolutions and recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trl_jax.core.outputs import Packed
 
 
 class PreviousTokens(NamedTuple):
-    """The W tokens before each token of packed rows in its text, the nearest last, `[R, T, W]`; one of the two is None.
+    """The W tokens that precede each token in its text, nearest last, `[R, T, W]`; one of the two is None.
 
-    within: bool, where texts lie end to end: whether the token so many places before is of the text. places: int32,
-    elsewhere: where they lie; T where there is none.
+    within: bool, for contiguous texts: whether the token so many places before belongs to the text.
+    places: int32, otherwise: the places of these tokens; T if there is none.
     """
 
     within: jax.Array | None
@@ -22,11 +22,12 @@ class PreviousTokens(NamedTuple):
 
 
 class TextOrder(NamedTuple):
-    """The texts of packed rows, each in order, and branches right behind their context; int32 `[R, T]`.
+    """Packed rows with each text in order, and branches after their context; int32 `[R, T]`.
 
-    first, context, context_end: as in `core.packed.Packed`, of rows in this order. previous: those that
-    convolutions see. order: the places in the packed row of the tokens in this order; inverse: the way back. Both None
-    where packed rows lie so, and so are `context` and `context_end` where no row has any.
+    first, context, context_end: as in `core.outputs.Packed`, for the reordered rows. The last two are None if no text
+        has a context.
+    previous: for convolutions on the reordered rows.
+    order: the places in the packed row of the reordered tokens. inverse: its inverse. Both None if nothing moves.
     """
 
     first: jax.Array
@@ -37,7 +38,7 @@ class TextOrder(NamedTuple):
     inverse: jax.Array | None = None
 
     def ordered(self, x: jax.Array) -> jax.Array:
-        """Tokens `[R, T, ...]` of packed rows in this order."""
+        """Reorder tokens `[R, T, ...]` of packed rows."""
         return x if self.order is None else _gathered(x, self.order)
 
     def restored(self, x: jax.Array) -> jax.Array:
@@ -46,9 +47,9 @@ class TextOrder(NamedTuple):
 
 
 def text_order(packed: Packed, count: int) -> TextOrder:
-    """The order of packed rows, where layers also see the `count` tokens before each.
+    """The order of packed rows, for layers whose convolution also covers the `count` preceding tokens.
 
-    Two answers to a prompt, of which one lies before it in reverse order, become branches behind it.
+    Two completions of a prompt, one of which precedes it in reverse order, become branches after it.
     """
     if packed.prompt is None and packed.context is None:
         return TextOrder(packed.first, None, None, previous_tokens(packed, count))
@@ -58,7 +59,7 @@ def text_order(packed: Packed, count: int) -> TextOrder:
 
 
 def _branches(packed: Packed) -> tuple[jax.Array, ...]:
-    """Of one row `order`, `inverse`, `first`, `context` and `context_end`."""
+    """For one row: `order`, `inverse`, `first`, `context` and `context_end`."""
     length = len(packed.first)
     place = jnp.arange(length, dtype=jnp.int32)
     head, context, end = packed.first, jnp.full_like(place, length), jnp.full_like(place, length)
@@ -68,7 +69,7 @@ def _branches(packed: Packed) -> tuple[jax.Array, ...]:
     if packed.prompt is not None:
         first_answer = (place < packed.prompt) & (packed.first < length)
         stop = jnp.zeros_like(place).at[packed.prompt].max(jnp.where(first_answer, packed.end, 0), mode="drop")
-        stop = stop.at[packed.prompt].get(mode="fill", fill_value=0)  # where the prompt ends that two answers share
+        stop = stop.at[packed.prompt].get(mode="fill", fill_value=0)  # end of the prompt that two completions share
         second_answer = (stop > 0) & (place >= stop)
         answer = first_answer | second_answer
         context, end = jnp.where(answer, packed.prompt, context), jnp.where(answer, stop, end)
@@ -92,7 +93,7 @@ def _gathered(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def previous_tokens(packed: Packed, count: int) -> PreviousTokens:
-    """The `count` tokens before each. Before a branch comes its context, before an answer's first token its prompt."""
+    """The `count` preceding tokens of each token. A branch follows its context, a completion its prompt."""
     if packed.prompt is not None or packed.context is not None:
         return PreviousTokens(None, _places_before(packed, count))
     back = jnp.arange(packed.first.shape[1])[:, None] - jnp.arange(count, 0, -1)
@@ -102,11 +103,11 @@ def previous_tokens(packed: Packed, count: int) -> PreviousTokens:
 def _places_before(packed: Packed, count: int) -> jax.Array:
     length = packed.first.shape[1]
     place = jnp.arange(length, dtype=jnp.int32)
-    last = jnp.where(place > packed.first, place - 1, length)  # of the token's own range
+    last = jnp.where(place > packed.first, place - 1, length)  # within the token's own range
     if packed.context is not None:
         ends = jnp.where(packed.context_end > packed.context, packed.context_end - 1, length)
         last = jnp.where(place > packed.first, place - 1, ends)
-    if packed.prompt is not None:  # an answer before its prompt lies in reverse order: see core.packed.Packed
+    if packed.prompt is not None:  # a completion before its prompt is in reverse order, see core.outputs.Packed
         nearer = jnp.where(place + 1 < packed.prompt, place + 1, packed.end - 1)
         last = jnp.where(place < packed.prompt, nearer, last)
     last = jnp.where(packed.first < length, last, length).astype(jnp.int32)  # padding

@@ -1,6 +1,8 @@
-"""Vectors of virtual tokens, which train: each by itself (prompt tuning, Lester et al. 2021, arXiv:2104.08691), or made
-by a small network (P-tuning, Liu et al. 2021, arXiv:2103.10385); embeddings, or keys and values (prefix tuning, Li and
-Liang 2021, arXiv:2101.00190). Arrays have torch's names and shapes.
+"""Trainable vectors of virtual tokens.
+
+The vectors train directly (prompt tuning, Lester et al. 2021, arXiv:2104.08691) or are computed by a small network
+(P-tuning, Liu et al. 2021, arXiv:2103.10385). They serve as embeddings, or as keys and values (prefix tuning, Li and
+Liang 2021, arXiv:2101.00190). Arrays have PEFT's names and shapes.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ EMBEDDING = "embedding.weight"
 
 
 class VectorMaker(Protocol):
-    """Makes the vectors `[n, width]` of `count` virtual tokens of arrays that train."""
+    """Computes the vectors `[n, width]` of `count` virtual tokens from trainable arrays."""
 
     count: int
     width: int
 
     @property
     def shapes(self) -> Shapes:
-        """Name -> shape of each array, in torch's order."""
+        """Name -> shape of each array, in the order of the torch module."""
 
     def __call__(self, arrays: Arrays, key: jax.Array | None = None) -> jax.Array:
         """The vectors; `key` turns dropout on."""
@@ -35,7 +37,7 @@ class VectorMaker(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """The vectors train as they are."""
+    """A table of vectors that train directly."""
 
     count: int
     width: int
@@ -51,8 +53,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Mlp:
-    """A table of vectors of `inner` channels, behind which are linear maps to `sizes`, with an `activation` between two
-    of them; `name` is that of torch's sequence of both."""
+    """A table of vectors with `inner` channels, followed by linear maps to `sizes` with an `activation` between them;
+    `name` is that of the torch Sequential."""
 
     count: int
     inner: int
@@ -75,9 +77,9 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Lstm:
-    """A table of vectors, `layers` of a long short-term memory in both directions, and two linear maps.
+    """A table of vectors, a bidirectional LSTM of `layers` layers, and two linear maps.
 
-    hidden: channels of a direction. rate: of the dropout between layers.
+    hidden: channels per direction. rate: dropout between layers.
     """
 
     count: int
@@ -106,7 +108,7 @@ class Lstm:
         return _mapped(x, arrays, "mlp_head", 2, "relu")
 
     def _direction(self, x: jax.Array, arrays: Arrays, layer: int, *, reverse: bool) -> jax.Array:
-        """The states `[n, hidden]` of a layer that reads `x` from its beginning, or from its end."""
+        """Run one direction of a layer: states `[n, hidden]`."""
         end = f"l{layer}_reverse" if reverse else f"l{layer}"
         inner, outer = arrays[f"lstm_head.weight_hh_{end}"], arrays[f"lstm_head.weight_ih_{end}"]
         bias = arrays[f"lstm_head.bias_ih_{end}"] + arrays[f"lstm_head.bias_hh_{end}"]
@@ -123,7 +125,7 @@ class Lstm:
 
 
 def _maps(name: str, inputs: int, sizes: tuple[int, ...]) -> Shapes:
-    """The weights and biases of linear maps, every second of a torch sequence."""
+    """Shapes of the linear maps of a torch Sequential, in which they alternate with activations."""
     found, before = {}, inputs
     for number, size in enumerate(sizes):
         found |= {f"{name}.{2 * number}.weight": (size, before), f"{name}.{2 * number}.bias": (size,)}
@@ -142,27 +144,27 @@ def _mapped(x: jax.Array, arrays: Arrays, name: str, count: int, activation: str
 
 
 class VirtualRows(nnx.Module):
-    """Embeddings `[n, D]` of the ids from `first` on, behind those of a table of tokens."""
+    """Embeddings `[n, D]` of the ids from `first` on, which follow those of the token table."""
 
     def __init__(self, rows: jax.Array, first: int):
         self.rows, self.first = nnx.Param(rows), first
 
     def __call__(self, embedded: jax.Array, ids: jax.Array) -> jax.Array:
-        """Embeddings `[..., D]` of `ids` `[...]`, those of virtual tokens in their places."""
+        """Replace the embeddings `[..., D]` of virtual tokens among `ids` `[...]`."""
         number = ids - self.first
         own = jnp.take(self.rows[...], number, axis=0, mode="clip").astype(embedded.dtype)
         return jnp.where((number >= 0)[..., None], own, embedded)
 
 
 class Prefix(nnx.Module):
-    """Keys and values of virtual tokens in one layer, `[n, K, C]` each."""
+    """Keys and values of virtual tokens for one layer, `[n, K, C]` each."""
 
     def __init__(self, keys: jax.Array, values: jax.Array):
         self.keys, self.values = nnx.Param(keys), nnx.Param(values)
 
     def __call__(self, k_RTKC: jax.Array, v_RTKC: jax.Array, number_RT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The keys and values of a layer, those of virtual tokens in their places. `number_RT` counts these from 0 and
-        is below it elsewhere."""
+        """Replace the keys and values of virtual tokens. `number_RT` is the index of each virtual token, negative for
+        other tokens."""
         virtual = (number_RT >= 0)[..., None, None]
         own = (jnp.take(part[...], number_RT, axis=0, mode="clip") for part in (self.keys, self.values))
         k, v = (jnp.where(virtual, new.astype(old.dtype), old) for new, old in zip(own, (k_RTKC, v_RTKC), strict=True))

@@ -1,1 +1,1 @@
-"""nn/attention"""
+"""Attention layers and kernels."""

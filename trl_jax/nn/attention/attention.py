@@ -1,4 +1,4 @@
-"""Attention over padded rows, blocks of rows, and a cache."""
+"""Attention layers and the choice of kernel, attention over padded rows, and attention over a cache."""
 
 from __future__ import annotations
 
@@ -20,36 +20,14 @@ from trl_jax.nn.platform import platform
 from trl_jax.nn.rope import rotate
 from trl_jax.nn.virtual_tokens import Prefix
 
-# ----------------------------------------------------------------------------------------------------
-# Self-attention to both sides.
-
-
-class BidirectionalAttention(nnx.Module):
-    """Every token sees every other; `bias` is that of all four linear maps."""
-
-    def __init__(self, features: int, heads: int, *, bias: bool):
-        self.q = Linear(features, features, bias=bias, axes=("heads", "embed"))
-        self.k, self.v = (Linear(features, features, bias=bias, axes=("kv", "embed")) for _ in range(2))
-        self.o = Linear(features, features, bias=bias, axes=("embed", "heads"))
-        self.head_dim = features // heads
-
-    def __call__(self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
-        """`[R, T, D]` to the same; `dropout` is for padded rows alone."""
-        heads = (*x_RTD.shape[:-1], -1, self.head_dim)
-        q_RTHC, k_RTHC, v_RTHC = (linear(x_RTD).reshape(heads) for linear in (self.q, self.k, self.v))
-        if inputs.cos is not None:
-            q_RTHC, k_RTHC = (rotate(y, inputs.cos, inputs.sin) for y in (q_RTHC, k_RTHC))
-        out = attend(q_RTHC, k_RTHC, v_RTHC, inputs, causal=False, dropout=dropout)
-        return self.o(out.reshape(x_RTD.shape))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Self-attention of decoders.
+# Decoder attention
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch, `kind` a LayerKind. `prefix`
-    has keys and values of virtual tokens, where an adapter puts some before each text."""
+    """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch, `kind` a LayerKind.
+
+    `prefix` holds the keys and values of virtual tokens if an adapter prepends some to each text.
+    """
 
     prefix: Prefix | None
 
@@ -63,8 +41,8 @@ class Attention(nnx.Module):
         self.k, self.v = k if makes else None, v if makes and not heads.values_are_keys else None
         self.o = Linear(size_q, arch.hidden_size, bias=arch.o_bias, axes=("embed", "heads"))
         self.sinks = nnx.Param(jnp.zeros(arch.num_heads, jnp.float32), axes=("heads",)) if arch.sinks else None
-        self.q_norm = _norm_of_heads(arch, arch.num_heads, heads.channels)
-        self.k_norm = _norm_of_heads(arch, heads.count, heads.channels) if makes else None
+        self.q_norm = _head_norm(arch, arch.num_heads, heads.channels)
+        self.k_norm = _head_norm(arch, heads.count, heads.channels) if makes else None
         self.v_norm = Norm(heads.channels, kind="rms_plain", eps=arch.norm_eps) if arch.v_norm and makes else None
         self.prefix = nnx.data(None)
         self.arch, self.channels, self.unplaced = arch, heads.channels, kind.unplaced
@@ -72,7 +50,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, KeysValues]:
-        """`[R, T, D]` to the same, and the keys and values that it has made; `dropout` is for padded rows alone."""
+        """`[R, T, D]` to the same, and the keys and values for the cache; dropout is only supported for padded rows."""
         q_RTHC, (k_RTKC, v_RTKC) = self._queries(x_RTD, inputs), inputs.reused or self._keys_values(x_RTD, inputs)
         if inputs.query_scale is not None and (self.unplaced or not self.arch.query_growth.unplaced):
             q_RTHC = q_RTHC * inputs.query_scale.astype(q_RTHC.dtype)
@@ -84,31 +62,31 @@ class Attention(nnx.Module):
         return self.o(out), KeysValues(k_RTKC, v_RTKC)
 
     def _queries(self, x_RTD: jax.Array, inputs: AttentionInputs) -> jax.Array:
-        """Normed and turned as the arch says."""
-        return self._turned(self._projected(self.q(x_RTD), self.q_norm), self.q_norm, inputs)
+        """Queries, normed and rotated."""
+        return self._rotated(self._projected(self.q(x_RTD), self.q_norm), self.q_norm, inputs)
 
     def _keys_values(self, x_RTD: jax.Array, inputs: AttentionInputs) -> KeysValues:
-        """Of all devices' tokens."""
+        """Keys and values, gathered from all devices if tokens are striped."""
         k = self.k(x_RTD)
         v_RTKC = self._projected(k if self.v is None else self.v(x_RTD))
-        k_RTKC = self._turned(self._projected(k, self.k_norm), self.k_norm, inputs)
+        k_RTKC = self._rotated(self._projected(k, self.k_norm), self.k_norm, inputs)
         v_RTKC = v_RTKC if self.v_norm is None else self.v_norm(v_RTKC)
-        if self.prefix is not None and inputs.cache is None:  # what follows a cache is no virtual token
+        if self.prefix is not None and inputs.cache is None:  # tokens after the prefill are not virtual
             k_RTKC, v_RTKC = self.prefix(k_RTKC, v_RTKC, inputs.virtual)
         if inputs.striped is not None:
             return KeysValues(inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC))
         return KeysValues(k_RTKC, v_RTKC)
 
     def _projected(self, y: jax.Array, norm: Norm | None = None) -> jax.Array:
-        """As heads, normed where the norm is over all of them, and clipped."""
+        """Norm over all heads (if the arch has one), clip, and split into heads."""
         if self.arch.qk_norm == "full" and norm is not None:
             y = norm(y)
         if self.arch.clip_qkv is not None:
             y = jnp.clip(y, -self.arch.clip_qkv, self.arch.clip_qkv)
         return y.reshape(*y.shape[:-1], -1, self.channels)
 
-    def _turned(self, y: jax.Array, norm: Norm | None, inputs: AttentionInputs) -> jax.Array:
-        """Queries or keys, normed head by head and turned."""
+    def _rotated(self, y: jax.Array, norm: Norm | None, inputs: AttentionInputs) -> jax.Array:
+        """Norm per head (if the arch has one) and apply the rope, to queries or keys."""
         arch, per_head = self.arch, self.arch.qk_norm in ("head", "each_head") and not self.unplaced
         if per_head and not arch.qk_norm_after_rope:
             y = norm(y)
@@ -118,16 +96,36 @@ class Attention(nnx.Module):
         return norm(y) if per_head and arch.qk_norm_after_rope else y
 
 
-def _norm_of_heads(arch, heads: int, channels: int) -> Norm | None:
+def _head_norm(arch, heads: int, channels: int) -> Norm | None:
     shapes = {"head": (channels,), "each_head": (heads, channels), "full": (heads * channels,)}
     return Norm(*shapes[arch.qk_norm], kind=arch.qk_norm_kind, eps=arch.norm_eps) if arch.qk_norm else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# The one place that knows which computation of attention a layout takes.
+# Encoder attention
 
 
-_ROW_BLOCKS = 128  # tokens from which on a CPU computes rows in blocks, which is two to six times as fast
+class BidirectionalAttention(nnx.Module):
+    """Every token attends to every other. `bias` applies to all four linear maps."""
+
+    def __init__(self, features: int, heads: int, *, bias: bool):
+        self.q = Linear(features, features, bias=bias, axes=("heads", "embed"))
+        self.k, self.v = (Linear(features, features, bias=bias, axes=("kv", "embed")) for _ in range(2))
+        self.o = Linear(features, features, bias=bias, axes=("embed", "heads"))
+        self.head_dim = features // heads
+
+    def __call__(self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
+        """`[R, T, D]` to the same; dropout is only supported for padded rows."""
+        heads = (*x_RTD.shape[:-1], -1, self.head_dim)
+        q_RTHC, k_RTHC, v_RTHC = (linear(x_RTD).reshape(heads) for linear in (self.q, self.k, self.v))
+        if inputs.cos is not None:
+            q_RTHC, k_RTHC = (rotate(y, inputs.cos, inputs.sin) for y in (q_RTHC, k_RTHC))
+        out = attend(q_RTHC, k_RTHC, v_RTHC, inputs, causal=False, dropout=dropout)
+        return self.o(out.reshape(x_RTD.shape))
+
+
+# Choice of kernel
+
+_ROW_BLOCKS = 128  # from this length on, computing rows in blocks is two to six times faster on a CPU
 
 
 def attend(
@@ -142,54 +140,54 @@ def attend(
     sinks: jax.Array | None = None,
     dropout: Dropout | None = None,
 ) -> jax.Array:
-    """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`. Values may have
-    fewer channels than keys, as many as the results.
+    """Choose and run a kernel: `[R, T, H, C]`. The keywords are those of `attend_padded`. Values (and results) may have
+    fewer channels than keys.
 
-    Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows: on TPUs
-    keys and values alone are put in the order of texts, elsewhere queries, too. They know no bias and no dropout, and
-    `inputs.packed` says what is seen: `causal` must be what it was made for. Nor does a cache: the tokens of
-    `inputs.cache` are seen beside the one of each row.
+    Packed rows are computed in place or, if `packed.texts` is set, as one row per text: on TPUs, only keys and values
+    are rearranged, elsewhere queries, too. What is visible is determined by `inputs.packed`, which `causal` must match.
+    With `inputs.cache`, the one token of each row attends to the cache and itself. Neither packed rows nor a cache
+    support bias and dropout.
     """
     if inputs.cache is not None:
         return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     packed = inputs.packed
-    if packed is None and causal and bias is None and dropout is None and _in_blocks(q_RTHC, inputs):
-        return _as_wide(attend_rows, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+    if packed is None and causal and bias is None and dropout is None and _runs_in_blocks(q_RTHC, inputs):
+        return _with_wide_values(attend_rows, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     if packed is None:
         options = {"causal": causal, "bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
         return attend_padded(q_RTHC, k_RSKC, v_RSKC, inputs, **options)
     if packed.texts is None:
-        return _as_wide(attend_packed, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+        return _with_wide_values(attend_packed, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     if platform() == "tpu" and causal:
-        return _as_wide(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+        return _with_wide_values(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     plain = causal and softcap is None and sinks is None and inputs.window is None and inputs.striped is None
     if plain and v_RSKC.shape == k_RSKC.shape and cudnn.attends_packed(q_RTHC, packed):
         return cudnn.attend_cudnn_packed(q_RTHC, k_RSKC, v_RSKC, packed, scale=inputs.scale)
-    return _attend_as_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
+    return _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
 
 
-def _in_blocks(q_RTHC: jax.Array, inputs: AttentionInputs) -> bool:
-    """Whether causal rows go block by block: on one CPU. The blocks of all rows are walked through one after the other,
-    which several devices cannot share; GPUs and TPUs are quicker with whole rows."""
+def _runs_in_blocks(q_RTHC: jax.Array, inputs: AttentionInputs) -> bool:
+    """Whether to compute causal rows block by block: only on a single CPU device. The loop over blocks of all rows is
+    sequential, so devices could not share it; GPUs and TPUs are faster with whole rows."""
     mesh = jax.sharding.get_abstract_mesh()
     alone = platform() == "cpu" and jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
     return alone and q_RTHC.shape[1] >= _ROW_BLOCKS and inputs.valid is None and inputs.striped is None
 
 
-def _as_wide(attend_in_blocks: Callable, q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, **scores):
+def _with_wide_values(attend_in_blocks: Callable, q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, **scores):
     channels = v_RSKC.shape[-1]
-    missing = k_RSKC.shape[-1] - channels  # kernels of packed rows take values as wide as keys
+    missing = k_RSKC.shape[-1] - channels  # packed kernels need values as wide as keys
     if missing:
         v_RSKC = jnp.pad(v_RSKC, [(0, 0)] * 3 + [(0, missing)])
     return attend_in_blocks(q_RTHC, k_RSKC, v_RSKC, inputs, **scores)[..., :channels]
 
 
-def _attend_as_rows(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, **scores):
+def _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, **scores):
     texts = inputs.packed.texts
     inside = (texts.places < q_RTHC.shape[1]).reshape(-1, texts.places.shape[2])
-    lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero
+    lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text gets one zero token
     rows = inputs._replace(valid=None if causal else inside.at[:, 0].set(True), striped=None)
-    if inputs.window is not None and inputs.window.ndim:  # of each query
+    if inputs.window is not None and inputs.window.ndim:  # a window per query
         of_text = by_text(jax.lax.stop_gradient(inputs.window[..., None].astype(jnp.float32)), texts)
         rows = rows._replace(window=of_text[..., 0].astype(jnp.int32))
     qkv = (by_text(y, texts) for y in (q_RTHC, k_RSKC, v_RSKC))
@@ -197,8 +195,7 @@ def _attend_as_rows(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: 
     return checkpoint_name(by_token(out, texts), SAVED)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attention of tokens that follow those in a cache; M = (completions of a prompt) x (query heads a key head).
+# Decoding with a cache. M = (completions per prompt) x (query heads per key head).
 
 
 def attend_cached(
@@ -210,11 +207,11 @@ def attend_cached(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[R, 1, H, C]` of one query a row on the cache, `inputs.cache`, and on its own key and value.
+    """Attention of one query per row over the cache `inputs.cache` and its own key and value: `[R, 1, H, C]`.
 
-    Of `inputs` it takes scale, window, cache and places; `sinks` as in `attend_padded`. One softmax is taken over three
-    parts, the shared prompt, the completion and the token itself, joined by their maximum and sum (Milakov and
-    Gimelshein 2018, arXiv:1805.02867).
+    Reads scale, window, cache and places of `inputs`; `sinks` as in `attend_padded`. The softmax spans three parts, the
+    shared prompt, the completion and the token itself, combined by their maximum and sum (Milakov and Gimelshein 2018,
+    arXiv:1805.02867).
     """
     cache, lengths_P, own_P = inputs.cache, inputs.places.prompt_lengths, inputs.places.own
     prompts, heads, places, channels = cache.prompt_k.shape
@@ -229,16 +226,16 @@ def attend_cached(
         window = inputs.window.reshape(prompts, -1)[:, :1] if inputs.window.ndim else inputs.window
         seen_PS &= position_P[:, None] - at_PS < window
         seen_PT &= back_T < window
-    q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # the queries of a prompt's completions
+    q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # batch the queries of a prompt's completions
     of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, cache.prompt_k).reshape(prompts, heads, group, -1, places)
     of_own = _dot("pgkmc,pgkct->pgkmt", q_PGKMC, cache.k_T)
     scores = [
-        _masked(_bounded(of_prompt.swapaxes(1, 2), inputs.scale, softcap), seen_PS[:, None, None, None]),
-        _masked(_bounded(of_own, inputs.scale, softcap), seen_PT[:, None, None, None]),
-        _bounded(_dot("pgkmc,pgktc->pgkmt", q_PGKMC, own_k), inputs.scale, softcap),
+        _masked(_scaled_and_capped(of_prompt.swapaxes(1, 2), inputs.scale, softcap), seen_PS[:, None, None, None]),
+        _masked(_scaled_and_capped(of_own, inputs.scale, softcap), seen_PT[:, None, None, None]),
+        _scaled_and_capped(_dot("pgkmc,pgktc->pgkmt", q_PGKMC, own_k), inputs.scale, softcap),
     ]
     sinks_KM1 = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1, 1)
-    weights = _softmax_of_parts(scores, sinks_KM1, v_RTKC.dtype)
+    weights = _joint_softmax(scores, sinks_KM1, v_RTKC.dtype)
     by_prompt = weights[0].swapaxes(1, 2).reshape(prompts, heads, -1, places)
     out_prompt = _dot("pkms,pksc->pkmc", by_prompt, cache.prompt_v)
     out_prompt = out_prompt.reshape(prompts, heads, group, -1, own_v.shape[-1])
@@ -250,7 +247,7 @@ def _dot(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
 
 
-def _bounded(scores: jax.Array, scale: float | jax.Array, softcap: float | None) -> jax.Array:
+def _scaled_and_capped(scores: jax.Array, scale: float | jax.Array, softcap: float | None) -> jax.Array:
     scores = scores * scale
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
@@ -259,8 +256,8 @@ def _masked(scores: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def _softmax_of_parts(parts: list[jax.Array], sinks: jax.Array | None, dtype: jnp.dtype) -> list[jax.Array]:
-    """Probabilities over the last axes of all parts together, rounded to `dtype`. The last part is never masked."""
+def _joint_softmax(parts: list[jax.Array], sinks: jax.Array | None, dtype: jnp.dtype) -> list[jax.Array]:
+    """Joint softmax over the last axes of all parts, rounded to `dtype`. The last part is never masked."""
     highest = parts[-1] if sinks is None else jnp.maximum(parts[-1], sinks)
     for part in parts[:-1]:
         highest = jnp.maximum(highest, jnp.max(part, axis=-1, keepdims=True))
@@ -271,9 +268,7 @@ def _softmax_of_parts(parts: list[jax.Array], sinks: jax.Array | None, dtype: jn
     return [(part / total).astype(dtype) for part in weights]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attention on padded rows, a text each.
-
+# Padded rows
 
 QUERY_BLOCK = 256
 
@@ -291,21 +286,20 @@ def attend_padded(
     dropout: Dropout | None = None,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[R, T, H, C]` of queries on keys and values; S = T, or all devices' tokens where they are striped.
+    """Attention `[R, T, H, C]` on rows of one text each. S = T, or the tokens of all devices if they are striped.
 
-    Queries go in blocks; where they are causal, each against the keys up to its own end: the upper triangle is never
-    computed. GPUs have a kernel for causal attention without more.
+    Queries are processed in blocks. Causal blocks use only the keys up to their own end, so the upper triangle is never
+    computed. GPUs use a cuDNN kernel for plain causal attention.
 
     Args:
-        inputs: its scale, window, valid and striped.
-        causal: a query sees itself and what is before it; otherwise both sides.
-        bias: from the start and end of a block of queries to `[R, K, G, T, S]`, added to its scores before they are
-            scaled.
-        softcap: bounds the scores before masking: `softcap * tanh(scores / softcap)`.
-        sinks: float32 `[H]`, a score of each head that joins every sum of its softmax and brings no value (OpenAI 2025,
+        inputs: scale, window, valid and striped are used.
+        causal: queries attend to themselves and what precedes them; otherwise in both directions.
+        bias: (start, end of a block of queries) -> `[R, K, G, T, S]`, added to the scores before scaling.
+        softcap: scores become `softcap * tanh(scores / softcap)` before masking.
+        sinks: float32 `[H]`, an extra score per head that joins the softmax's sum but carries no value (OpenAI 2025,
             arXiv:2508.10925).
-        dropout: applied to the probabilities, as transformers' attention does.
-        lengths: int32 `[R]`, behind which nobody reads the results: the GPUs' kernel leaves it out.
+        dropout: applied to the probabilities, as in transformers.
+        lengths: int32 `[R]`; results past these lengths are not used, and the GPU kernel does not compute them.
     """
     scale, striped = inputs.scale, inputs.striped
     plain = causal and bias is None and softcap is None and sinks is None and v_RSKC.shape == k_RSKC.shape
@@ -328,20 +322,20 @@ def attend_padded(
 
 
 def _window(inputs: AttentionInputs, start: int, end: int) -> jax.Array | None:
-    """That of these queries, broadcasting to `[R, K, G, T, S]`."""
+    """The window of these queries, broadcastable to `[R, K, G, T, S]`."""
     window = inputs.window
     return window if window is None or window.ndim == 0 else window[:, None, None, start:end, None]
 
 
 def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs) -> jax.Array:
-    """Which of the keys `[0, last)` the queries at these places see: bool, broadcasting to `[R, K, G, T, S]`."""
+    """Which keys in `[0, last)` the queries at these positions attend to: bool, broadcastable to `[R, K, G, T, S]`."""
     distance_TS = places_T[:, None] - jnp.arange(last)
     mask = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
     if inputs.window is not None:
         mask = mask & (jnp.abs(distance_TS) < inputs.window)
     if inputs.valid is not None:
         valid = inputs.valid[:, None, None, None, :last]
-        # A pad sees itself, so that no softmax is empty; where both sides are seen, any token of the text will do.
+        # Padding attends to itself so that no softmax is empty; bidirectionally, it can attend to any real token.
         mask = mask & (valid | (distance_TS == 0) if causal else valid)
     return mask
 
@@ -359,7 +353,7 @@ def _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask, scale, bias, softcap, sinks_
 
 
 def _softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Probabilities over the last axis; with the sinks, broadcast to one score, they add up to less than 1."""
+    """Softmax over the last axis; with sinks, the probabilities of a row add up to less than 1."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     log_sum = jax.nn.logsumexp(scores, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs by cuDNN's flash attention: on padded rows, and on packed rows whose texts share nothing."""
+"""cuDNN flash attention on NVIDIA GPUs, for padded rows and for packed rows whose texts share nothing."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from trl_jax.mesh.mesh import TENSOR
 from trl_jax.nn.attention.ranges import SAVED
 from trl_jax.nn.platform import platform, undivided
 
-_AMPERE, _HOPPER = 8.0, 9.0  # the least compute capabilities that it runs on, on padded rows and on packed ones
-# Releases of JAX whose own call tells it rightly where texts lie, if heads share keys, too; jax.nn's does not tell it.
+_AMPERE, _HOPPER = 8.0, 9.0  # minimum compute capability for padded rows and for packed rows
+# JAX versions whose internal call handles packed rows correctly, also with grouped heads. jax.nn does not expose it.
 _PACKS, _UNTRIED = (0, 11, 2), (0, 13)
 _CALL = "jax._src.cudnn.fused_attention_stablehlo"
 _HEADS = PartitionSpec(None, None, TENSOR)  # of `[R, T, H, C]`
-_absent: float | None = None  # the capability of `compile_for`
+_absent: float | None = None  # compute capability set by `compile_for`
 
 
 def attends(q_RTHC: jax.Array) -> bool:
-    """Whether the GPUs that there are have it for these queries."""
+    """Whether the GPU supports these queries on padded rows."""
     _, length, _, channels = q_RTHC.shape
     return takes(channels, q_RTHC.dtype) and length % 2 == 0 and platform() == "gpu" and _capability() >= _AMPERE
 
 
 def attends_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
-    """Whether they have it for these queries along packed rows: of several texts, each of whose tokens lie in order."""
+    """Whether the GPU supports these queries on packed rows: several texts per row, each contiguous and in order."""
     apart = packed.prompt is None and packed.context is None and packed.texts.places.shape[1] > 1
     here = takes(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
     return apart and here and _packing() is not None
 
 
 def takes(channels: int, dtype: jnp.dtype | str) -> bool:
-    """Whether it takes heads of so many channels."""
+    """Whether cuDNN supports heads with this many channels in this dtype."""
     return jnp.dtype(dtype) == jnp.bfloat16 and channels % 8 == 0 and channels <= 128
 
 
 def compile_for(capability: float) -> None:
-    """Choose, from here on, what a GPU of this compute capability has, which this machine lacks: its programs are only
-    compiled. JAX's call would ask the GPU that there is."""
+    """From now on, compile for a GPU with this compute capability, which this machine does not have. (JAX's call would
+    query the local GPU.)"""
     global _absent
     _absent, call = capability, _packing()
     if call is not None:
@@ -52,15 +52,15 @@ def compile_for(capability: float) -> None:
 
 
 def _capability() -> float:
-    """0.0 of a GPU that is none of NVIDIA's."""
+    """The compute capability; 0.0 for GPUs from other vendors."""
     if _absent is not None:
         return _absent
-    major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")  # AMD's is no number
+    major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")  # AMD's is not a number
     return float(f"{major}.{minor or 0}") if major.isdecimal() else 0.0
 
 
 def _packing() -> Any:
-    """JAX's call that takes packed rows; None where this release is not known to have one that is right."""
+    """JAX's call for packed rows; None if this JAX version is not known to have a correct one."""
     if not _PACKS <= jax.__version_info__ < _UNTRIED:
         return None
     try:
@@ -77,9 +77,9 @@ def attend_cudnn(
     scale: float | jax.Array,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention, `[R, T, H, C]`; what is behind `lengths` int32 `[R]` is not computed.
+    """Causal attention, `[R, T, H, C]`; results past `lengths` int32 `[R]` are not computed.
 
-    No mask is passed: what is to the right of a text is seen by pads alone, and of a mask cuDNN would write a gradient.
+    No mask is needed: only padding attends to what is to the right of a text. cuDNN would compute a gradient of it.
     """
     if isinstance(scale, jax.Array):
         q_RTHC, scale = (q_RTHC * scale).astype(q_RTHC.dtype), 1.0
@@ -98,8 +98,9 @@ def attend_cudnn_packed(
 ) -> jax.Array:
     """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros where there is no text.
 
-    What lies between texts is neither read nor written, gradients neither: it is masked on both sides. A checkpoint
-    policy finds what the backward pass is to keep: all that the kernel gave (`keeps`), or the result by its name.
+    The kernel neither reads nor writes the gaps between texts, nor their gradients, so inputs and results are masked
+    there. A checkpoint policy saves for the backward pass either all results of the kernel (`keeps`) or, by name, its
+    output.
     """
     call, length = _packing(), q_RTHC.shape[1]
     places = packed.texts.places
@@ -123,8 +124,8 @@ def attend_cudnn_packed(
 
 
 def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
-    """A checkpoint policy: what the kernel gave of packed rows, with the sums that its backward pass wants, for which
-    it would run twice. Results of padded rows are larger than the rest of a layer together."""
+    """Checkpoint policy: save what the kernel returns for packed rows, including the sums for its backward pass, which
+    would otherwise run it again. For padded rows, its results are larger than all else in a layer."""
     if not primitive.name.startswith("dot_product_attention_fwd"):
         return False
     queries, sizes = inputs[0], inputs[4]
@@ -132,5 +133,5 @@ def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
 
 
 def _sums_are_small(sizes_RX: jax.Array, q_RTHC: jax.Array) -> bool:
-    """Whether the kernel's sums, a float32 for each token, head and text of a row, take no more than its result."""
+    """Whether the kernel's sums, a float32 per token, head and text of a row, take no more memory than its output."""
     return 2 * sizes_RX.shape[1] <= q_RTHC.shape[-1]

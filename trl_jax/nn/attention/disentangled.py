@@ -1,7 +1,4 @@
-"""Attention with a part for the contents of two tokens and parts for how far apart they are.
-
-He et al. 2021, arXiv:2006.03654.
-"""
+"""Disentangled attention (DeBERTa: He et al. 2021, arXiv:2006.03654): scores depend on content and on distance."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from trl_jax.nn.linear import Dropout, Linear
 
 @dataclass(frozen=True)
 class Distances:
-    """The facts of distances from a query to a key: each has a row of a table, `span` rows for either direction.
+    """Settings of relative distances: each distance has a row in a table, with `span` rows per direction.
 
-    Without `longest` every distance below `span` has a row of its own. With it, only those up to half of `span` have;
-    from there to `longest` rows widen logarithmically. `key_to_query`: a query's content meets the key's distance;
-    `query_to_key`: a key's content meets the query's. `shared`: the table goes through the maps of queries and keys
-    themselves. `normed`: it is normed before. `key_bias`: the maps that make keys have a bias.
+    Without `longest`, every distance below `span` has its own row. With it, only distances up to half of `span` do;
+    from there to `longest`, buckets widen logarithmically. `key_to_query`: add products of query content and key
+    distance. `query_to_key`: add products of key content and query distance. `shared`: project the table with the maps
+    of queries and keys themselves. `normed`: norm the table first. `key_bias`: the key maps have a bias.
     """
 
     span: int
@@ -36,12 +33,12 @@ class Distances:
     key_bias: bool = True
 
     def rows(self, distances: np.ndarray) -> np.ndarray:
-        """The row of each distance, query's position less key's."""
+        """The table row of each distance, query position minus key position."""
         places = distances if self.longest is None else self._bucketed(distances)
         return np.clip(places + self.span, 0, 2 * self.span - 1)
 
     def _bucketed(self, distances: np.ndarray) -> np.ndarray:
-        """In float32, as the table was trained."""
+        """Bucket distances in float32, as in training."""
         near = self.span // 2
         far = np.maximum(np.abs(distances), near).astype(np.float32)
         turns = np.log(far / np.float32(near)) / np.log(np.float32((self.longest - 1) / near))
@@ -50,7 +47,7 @@ class Distances:
 
 
 class DisentangledAttention(nnx.Module):
-    """Scores are the sum of up to three products, scaled by the root of their number and of the channels."""
+    """Scores are the sum of up to three products, divided by the square root of (their number x channels)."""
 
     def __init__(self, features: int, heads: int, distances: Distances):
         queries, keys = {"bias": True, "axes": ("heads", "embed")}, {"axes": ("kv", "embed")}
@@ -63,7 +60,7 @@ class DisentangledAttention(nnx.Module):
         self.head_dim, self.distances = features // heads, distances
 
     def __call__(self, x: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
-        """`[R, T, D]` to the same, on padded rows; the scale is its own."""
+        """`[R, T, D]` to the same, on padded rows; `inputs.scale` is not used."""
         q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
         facts, table = self.distances, inputs.distances
         of_keys = self._heads((self.distance_k or self.k)(table)) if facts.key_to_query else None
@@ -88,14 +85,14 @@ class DisentangledAttention(nnx.Module):
 
 
 def _to_keys(q: jax.Array, of_keys: jax.Array, facts: Distances, start: int, length: int) -> jax.Array:
-    """Queries from `start` on against the distance of each of `length` keys: `[R, H, T, S]`."""
+    """Products of queries from `start` on with the distance of each of `length` keys: `[R, H, T, S]`."""
     distances = start + q.shape[1] - 1 - np.arange(q.shape[1] + length - 1)
     near = of_keys[facts.rows(distances)]
     return _sheared(jnp.einsum("rthc,jhc->rhtj", q, near, preferred_element_type=jnp.float32), length)
 
 
 def _to_queries(k: jax.Array, of_queries: jax.Array, facts: Distances, start: int, end: int) -> jax.Array:
-    """Keys against the distance of each of the queries `[start, end)`: `[R, H, T, S]`."""
+    """Products of keys with the distance of each query in `[start, end)`: `[R, H, T, S]`."""
     length = k.shape[1]
     distances = start - (length - 1) + np.arange(length + end - start - 1)
     near = of_queries[facts.rows(distances)]
@@ -104,8 +101,8 @@ def _to_queries(k: jax.Array, of_queries: jax.Array, facts: Distances, start: in
 
 
 def _sheared(x: jax.Array, width: int) -> jax.Array:
-    """`y[..., a, b] = x[..., a, b - a + A - 1]` for A rows of `A + width - 1`, without a gather: a diagonal is a
-    column of rows that are one entry longer."""
+    """`y[..., a, b] = x[..., a, b - a + A - 1]` for A rows of `A + width - 1`, without a gather: reshaping to rows that
+    are one entry longer turns diagonals into columns."""
     *outer, rows, columns = x.shape
     flat = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]).reshape(*outer, -1)
     return flat[..., rows - 1 : rows - 1 + rows * columns].reshape(*outer, rows, columns)[..., :width]

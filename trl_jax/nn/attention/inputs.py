@@ -1,4 +1,4 @@
-"""Queries, keys and values, and their stripes on a sequence axis."""
+"""Inputs of attention layers, and sequence parallelism by stripes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from trl_jax.nn.cache import CachePlaces, KeysValues, LayersCache
 from trl_jax.nn.platform import as_summed, psum
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
-# ----------------------------------------------------------------------------------------------------
-# The inputs of attention beside the hidden states, as one value.
+# Inputs
 
 
 class LayerInputs(NamedTuple):
-    """The part that differs from layer to layer: `[L]` arrays that a scan walks along, or the scalars of one layer.
+    """The inputs that differ between layers: arrays with a leading layer axis L for the scan, or those of one layer.
 
-    rope: int32, the number of its rope. scale: float32. window, chunk: int32. Each None where all layers are alike.
-    embedded: `[R, T, P]`, the layer's own embedding of each token; None where there is none.
+    rope: int32, index of the layer's rope. scale: float32. window, chunk: int32. None if all layers are alike.
+    embedded: `[R, T, P]`, the layer's own token embeddings; None if there are none.
     """
 
     rope: jax.Array | None = None
@@ -33,30 +32,30 @@ class LayerInputs(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Which keys the queries of a layer see, and how positions and scores are computed.
+    """What the queries of a layer attend to, and how positions and scores are computed.
 
-    scale: multiplies the scores before the softmax; a float, or a float32 scalar where layers differ.
-    cos, sin: float32 `[R, T, 1, C / 2]`, as `rotate` takes them, or with a leading axis of ropes until `of_layer` picks
-        one; None leaves positions out.
-    query_scale: float32 `[R, T, 1, 1]`, multiplies the queries; None does not.
-    window: int32 scalar, or `[R, T]` of each query; a query at t sees keys s with |t - s| < window. None: all.
-    in_text: int32 `[R, T]`, the places of tokens in their texts, where layers see chunks of these; else None.
-    valid: bool `[R, T]`, keys that may be seen; None where causal and every pad stands to the right of the text, and in
-        packed rows.
-    packed: what tokens of packed rows see; None where each row is a text.
-    striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
-        None where it has all of them.
-    previous: the tokens before each, for convolutions along packed rows; None where each row is a text.
-    order: the texts of packed rows, for layers with a state; None where each row is a text.
-    lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; else None.
-    embedded: the layer's own embeddings, as in `LayerInputs`; not of attention's concern.
-    distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
-    reused: the keys and values of an earlier layer, for one that makes none; elsewhere None.
-    cache: what the tokens before have left, this layer's or the one's whose keys and values it reuses; each row then
-        has one token. None where all tokens are computed here.
+    scale: multiplies the scores before the softmax; a float, or a float32 scalar if layers differ.
+    cos, sin: float32 `[R, T, 1, C / 2]` for `rotate`; with a leading axis of ropes until `of_layer` selects one. None:
+        no positions.
+    query_scale: float32 `[R, T, 1, 1]`, multiplies the queries, or None.
+    window: int32 scalar, or `[R, T]` per query; a query at t attends to keys s with |t - s| < window. None: no limit.
+    in_text: int32 `[R, T]`, position of each token in its text, if layers attend within chunks; else None.
+    valid: bool `[R, T]`, keys that may be attended to. None for packed rows, and for causal attention with padding only
+        on the right.
+    packed: what each token attends to, for rows of several texts; None if each row is one text.
+    striped: how tokens are split over the sequence axis of the mesh; queries and `packed` are then this device's share.
+        None if every device has all tokens.
+    previous: the preceding tokens of each token, for convolutions on packed rows; None if each row is one text.
+    order: the texts of packed rows, for recurrent layers; None if each row is one text.
+    lengths: int32 `[R]`, text lengths, if the recurrent state after the last token of each text is wanted; else None.
+    embedded: as in `LayerInputs`; not used by attention.
+    distances: `[2 x span, D]`, the table of disentangled attention, or None.
+    reused: keys and values of an earlier layer, for a layer that computes none; else None.
+    cache: the cache of this layer, or of the layer whose keys and values it reuses; each row then has one token. None
+        if all tokens are computed here.
     places: how much of the cache is filled.
-    virtual: int32 `[R, T]`, the number of each virtual token, below 0 of others, where layers have keys and values of
-        them; else None.
+    virtual: int32 `[R, T]`, the index of each virtual token, negative for other tokens, if layers have keys and values
+        for virtual tokens; else None.
     """
 
     scale: float | jax.Array
@@ -79,7 +78,7 @@ class AttentionInputs(NamedTuple):
     virtual: jax.Array | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:
-        """Those of one layer, from what all layers share."""
+        """Fill in the inputs of one layer."""
         inputs = self
         if self.cos is not None:
             rope = 0 if layer.rope is None else layer.rope
@@ -88,27 +87,26 @@ class AttentionInputs(NamedTuple):
             inputs = inputs._replace(scale=layer.scale)
         if layer.embedded is not None:
             inputs = inputs._replace(embedded=layer.embedded)
-        if layer.chunk is not None:  # as many as there are in the chunk up to the query
+        if layer.chunk is not None:  # a chunk is a window per query that reaches back to the start of the chunk
             return inputs._replace(window=self.in_text % layer.chunk + 1)
         return inputs if layer.window is None else inputs._replace(window=layer.window)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Texts longer than a device has room for: their tokens divided in stripes over the sequence axis of a mesh.
+# Sequence parallelism
 
 
 class Striped(NamedTuple):
-    """Each row's tokens go to `devices` in turn, `block` of them at a time.
+    """Sequence parallelism: blocks of `block` tokens of each row are dealt to `devices` devices in turn.
 
-    Under a causal mask that gives each as much to see, where one contiguous part each would leave most to the last
-    (Brandon et al. 2023, arXiv:2311.09431).
+    Under a causal mask this balances the work; with contiguous shares, the last device would have most of it (Brandon
+    et al. 2023, arXiv:2311.09431).
     """
 
     devices: int
     block: int
 
     def local(self, array: jax.Array, fill: int = 0) -> jax.Array:
-        """This device's `[R, T', ...]` of all tokens `[R, T, ...]`; T is filled up with `fill` to come out even."""
+        """This device's share `[R, T', ...]` of all tokens `[R, T, ...]`; T is padded with `fill` to divide evenly."""
         rows, length, *rest = array.shape
         missing = -length % (self.devices * self.block)
         filled = jnp.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * len(rest), constant_values=fill)
@@ -117,22 +115,24 @@ class Striped(NamedTuple):
         return local.reshape(rows, -1, *rest)
 
     def gathered(self, heads: jax.Array) -> jax.Array:
-        """All tokens `[R, T, K, C]` of every device's `[R, T', K, C]`."""
+        """All tokens `[R, T, K, C]`, from every device's `[R, T', K, C]`."""
         rows, _, *rest = heads.shape
 
         def gather(local: jax.Array) -> jax.Array:
-            own = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # their gradients are
+            own = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # the gradient is a sum
             return jax.lax.all_gather(own, SEQUENCE, axis=2).astype(local.dtype)
 
-        if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:  # part by part of the heads: XLA would gather those
+        if (
+            jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
+        ):  # per shard of the heads: XLA would gather that axis, too
             before, after = PartitionSpec(None, None, TENSOR), PartitionSpec(None, None, None, None, TENSOR)
             gather = jax.shard_map(gather, in_specs=before, out_specs=after, axis_names={TENSOR}, check_vma=False)
         return gather(heads).reshape(rows, -1, *rest)
 
     def read(self, h: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-        """Hidden states `[N, D]`, the same on each device, of the tokens at `places` of these `rows`, int32 `[N]`.
+        """Hidden states `[N, D]` of the tokens at `places` in `rows` (int32 `[N]`), the same on each device.
 
-        Places are counted over all devices; `h` `[R, T', D]` is each one's own.
+        Places count the tokens of all devices; `h` `[R, T', D]` is this device's share.
         """
         number, within = jnp.divmod(places, self.block)
         local = h[rows, number // self.devices * self.block + within]
@@ -140,25 +140,25 @@ class Striped(NamedTuple):
         return psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
 
     def summed(self, sums: Any) -> Any:
-        """Sums over all tokens, of each device's over its own."""
+        """Add up the sums of all devices."""
         return jax.tree.map(lambda part: psum(part, SEQUENCE), sums)
 
     def places(self, start: int, end: int) -> jax.Array:
-        """The places of this device's tokens `[start, end)` of a row among all; `block` is 1."""
+        """Positions in the whole row of this device's tokens `[start, end)`; `block` must be 1."""
         return self.number + self.devices * jnp.arange(start, end)
 
     def blocks(self, rows: int, count: int) -> jax.Array:
-        """The numbers of this device's blocks, `count` of each row, along all rows: int32 `[rows x count]`."""
+        """Indices of this device's blocks, `count` per row, counted along all rows: int32 `[rows x count]`."""
         first = jnp.arange(rows, dtype=jnp.int32)[:, None] * count * self.devices + self.number
         return (first + jnp.arange(count, dtype=jnp.int32) * self.devices).reshape(-1)
 
     @property
     def number(self) -> jax.Array:
-        """This device's along the axis."""
+        """The index of this device along the sequence axis."""
         return jax.lax.axis_index(SEQUENCE)
 
 
 def striped(block: int) -> Striped | None:
-    """How tokens are divided where this is traced; None where every device has them all."""
+    """How tokens are split on the current mesh; None if every device has all of them."""
     devices = jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
     return Striped(devices, block) if devices > 1 else None

@@ -15,11 +15,11 @@ from trl_jax.nn.rope import rotate
 
 
 class LatentAttention(nnx.Module):
-    """Self-attention whose queries, keys and values come from a few channels; `arch` is a models.arch.Arch.
+    """Self-attention with low-rank queries, keys and values; `arch` is a models.arch.Arch.
 
-    Of the `head_dim` channels of a query or key the last `rotary_dim` know positions; those of keys are one for all
-    heads. A cache keeps the latents that keys and values come from. There, a product of a query with a key is one of
-    the query, taken back through the map of the keys, with a latent: all heads share one key, and its values.
+    The last `rotary_dim` of the `head_dim` channels of a query or key carry positions; for keys, all heads share them.
+    The cache stores the latents from which keys and values are computed. When decoding, the key map is absorbed into
+    the query, so that all heads attend to the same latents as keys and values.
     """
 
     def __init__(self, arch):
@@ -41,59 +41,59 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, Latents]:
-        """`[R, T, D]` to the same, and the latents of its tokens; `dropout` is for padded rows alone."""
-        still_RTHC, turning_RTHC = self._queries(x_RTD, inputs)
-        latent_RTC, turned_RTC = self._latents(x_RTD, inputs)
-        kept = Latents(jnp.concatenate([latent_RTC, turned_RTC], axis=-1))
+        """`[R, T, D]` to the same, and the latents for the cache; dropout is only supported for padded rows."""
+        nope_RTHC, rope_RTHC = self._queries(x_RTD, inputs)
+        latent_RTC, rope_RTC = self._latents(x_RTD, inputs)
+        kept = Latents(jnp.concatenate([latent_RTC, rope_RTC], axis=-1))
         if inputs.cache is not None:
-            out = self._attend_latents(still_RTHC, turning_RTHC, kept, inputs)
+            out = self._attend_latents(nope_RTHC, rope_RTHC, kept, inputs)
         else:
-            k_RTHC, v_RTHC = self._keys_values(latent_RTC, turned_RTC)
+            k_RTHC, v_RTHC = self._keys_values(latent_RTC, rope_RTC)
             if inputs.striped is not None:
                 k_RTHC, v_RTHC = inputs.striped.gathered(k_RTHC), inputs.striped.gathered(v_RTHC)
-            q_RTHC = jnp.concatenate([still_RTHC, turning_RTHC], axis=-1)
+            q_RTHC = jnp.concatenate([nope_RTHC, rope_RTHC], axis=-1)
             out = attend(q_RTHC, k_RTHC, v_RTHC, inputs, dropout=dropout)
         return self.o(out.reshape(*x_RTD.shape[:-1], -1)), kept
 
     def _queries(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
-        """The channels that do not know positions, and those that do."""
+        """Query channels without positions, and those with."""
         arch = self.arch
         q = x_RTD if arch.latent.query_rank is None else self.q_norm(self.q_down(x_RTD))
         q_RTHC = self.q(q).reshape(*x_RTD.shape[:-1], arch.num_heads, arch.head_dim)
-        still, turning = jnp.split(q_RTHC, [arch.head_dim - arch.rotary_dim], axis=-1)
-        return still, self._turned(turning, inputs)
+        nope, rope = jnp.split(q_RTHC, [arch.head_dim - arch.rotary_dim], axis=-1)
+        return nope, self._rotated(rope, inputs)
 
     def _latents(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
-        """The channels that keys and values come from, and those of all heads' keys that know positions."""
-        down, turning = jnp.split(self.kv_down(x_RTD), [self.arch.latent.key_rank], axis=-1)
-        return self.kv_norm(down), self._turned(turning[:, :, None], inputs)[:, :, 0]
+        """The latents of keys and values, and the key channels with positions, which all heads share."""
+        down, rope = jnp.split(self.kv_down(x_RTD), [self.arch.latent.key_rank], axis=-1)
+        return self.kv_norm(down), self._rotated(rope[:, :, None], inputs)[:, :, 0]
 
-    def _keys_values(self, latent_RTC: jax.Array, turned_RTC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _keys_values(self, latent_RTC: jax.Array, rope_RTC: jax.Array) -> tuple[jax.Array, jax.Array]:
         arch = self.arch
         kv_RTHC = self.kv(latent_RTC).reshape(*latent_RTC.shape[:-1], arch.num_heads, -1)
-        still, v_RTHC = jnp.split(kv_RTHC, [arch.head_dim - arch.rotary_dim], axis=-1)
-        turned_RTHC = jnp.broadcast_to(turned_RTC[:, :, None], (*still.shape[:-1], arch.rotary_dim))
-        return jnp.concatenate([still, turned_RTHC], axis=-1), v_RTHC
+        nope, v_RTHC = jnp.split(kv_RTHC, [arch.head_dim - arch.rotary_dim], axis=-1)
+        shared_RTHC = jnp.broadcast_to(rope_RTC[:, :, None], (*nope.shape[:-1], arch.rotary_dim))
+        return jnp.concatenate([nope, shared_RTHC], axis=-1), v_RTHC
 
     def _attend_latents(
-        self, still_RTHC: jax.Array, turning_RTHC: jax.Array, kept: Latents, inputs: AttentionInputs
+        self, nope_RTHC: jax.Array, rope_RTHC: jax.Array, kept: Latents, inputs: AttentionInputs
     ) -> jax.Array:
-        """Results `[R, 1, H, C]` of one query a row on the latents of the cache and its own (section 2.1.2: the maps of
-        keys and values are taken into those of queries and results). What a bias adds to keys, a softmax does not see.
+        """Attention `[R, 1, H, C]` of one query per row over the latents of the cache and its own (section 2.1.2: the
+        key map is absorbed into the query, the value map into the output). A bias on the keys cancels in the softmax.
         """
-        arch, dtype = self.arch, still_RTHC.dtype
+        arch, dtype = self.arch, nope_RTHC.dtype
         weight, bias = self.kv.folded()
         weight_HCI = weight.astype(dtype).reshape(arch.num_heads, -1, arch.latent.key_rank)
         of_keys, of_values = jnp.split(weight_HCI, [arch.head_dim - arch.rotary_dim], axis=1)
         options = {"preferred_element_type": jnp.float32}
-        back_RTHI = jnp.einsum("rthc,hci->rthi", still_RTHC, of_keys, **options).astype(dtype)
+        back_RTHI = jnp.einsum("rthc,hci->rthi", nope_RTHC, of_keys, **options).astype(dtype)
         cache, own = inputs.cache.as_keys_values(arch.latent.key_rank), kept.latent[:, :, None]
-        q_RTHC = jnp.concatenate([back_RTHI, turning_RTHC], axis=-1)
+        q_RTHC = jnp.concatenate([back_RTHI, rope_RTHC], axis=-1)
         seen_RTHI = attend(q_RTHC, own, own[..., : arch.latent.key_rank], inputs._replace(cache=cache))
         out_RTHC = jnp.einsum("rthi,hci->rthc", seen_RTHI, of_values, **options).astype(dtype)
         if bias is None:
             return out_RTHC
         return out_RTHC + bias.reshape(arch.num_heads, -1)[:, -arch.latent.value_dim :].astype(dtype)
 
-    def _turned(self, x: jax.Array, inputs: AttentionInputs) -> jax.Array:
+    def _rotated(self, x: jax.Array, inputs: AttentionInputs) -> jax.Array:
         return rotate(x, inputs.cos, inputs.sin, interleaved=self.arch.rope_interleaved)

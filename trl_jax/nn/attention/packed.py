@@ -1,4 +1,4 @@
-"""Attention over packed rows."""
+"""Attention over packed rows: key ranges, choice of kernel, and a block-sparse implementation in plain XLA."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from trl_jax.nn.attention.ranges import SAVED, KeyRanges, by_text
 from trl_jax.nn.attention.splash import attend_splash, splashes
 from trl_jax.nn.platform import platform
 
-# ----------------------------------------------------------------------------------------------------
-# Attention along packed rows: the ranges of keys that their tokens see, and the kernel for the platform.
+# Key ranges, and choice of kernel
 
 
 def attend_packed(
@@ -28,21 +27,21 @@ def attend_packed(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[R, T, H, C]` of queries on keys and values of as many packed rows; T is a multiple of BLOCK.
+    """Attention `[R, T, H, C]` within packed rows; T must be a multiple of BLOCK.
 
-    A token that sees nothing gets zeros. Of `inputs` it takes scale, packed, window and striped; where tokens are
-    striped, S counts those of all devices. `sinks` as in `attend_padded`.
+    Tokens that attend to nothing get zeros. Reads scale, packed, window and striped of `inputs`; if tokens are striped,
+    S counts those of all devices. `sinks` as in `attend_padded`.
 
     Raises:
-        ValueError: rows of another length.
+        ValueError: T is not a multiple of BLOCK.
     """
     rows, length = q_RTHC.shape[:2]
     if length % BLOCK:
-        raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it to one.")
+        raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it.")
     ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
     k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (k_RSKC, v_RSKC))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
-    return _along(q_RTHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores)
+    return _run_kernel(q_RTHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores)
 
 
 def attend_by_text(
@@ -54,23 +53,23 @@ def attend_by_text(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """As `attend_packed`, where `inputs.packed` has a view of its texts as rows: keys and values of each text are put
-    together, those that texts share into each of them. So a query sees one range, a context or a window or not."""
+    """As `attend_packed`, if `inputs.packed.texts` is set. The keys and values of each text are made contiguous (those
+    that texts share are copied), so that each query attends to a single range even with a context or a window."""
     texts = inputs.packed.texts
     rows, count, length = texts.places.shape
-    slots = texts.rows[:, 0]  # of the first text that a token is in
+    slots = texts.rows[:, 0]  # within the first text that contains the token
     missing = -rows * count * length % BLOCK
     k_SKC, v_SKC = (
         jnp.pad(by_text(y, texts).reshape(-1, *y.shape[2:]), ((0, missing), (0, 0), (0, 0))) for y in (k_RTKC, v_RTKC)
     )
     place = slots + jnp.arange(rows, dtype=jnp.int32)[:, None] * (count * length)
-    nearest = slots % length  # tokens of the text before the query's
+    nearest = slots % length  # number of tokens that precede the query in its text
     if inputs.window is not None:
         nearest = jnp.minimum(nearest, inputs.window - 1)
     inside = slots < count * length
     ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + 1)))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
-    return _along(q_RTHC, k_SKC, v_SKC, ranges, length, **scores)
+    return _run_kernel(q_RTHC, k_SKC, v_SKC, ranges, length, **scores)
 
 
 def attend_rows(
@@ -82,8 +81,8 @@ def attend_rows(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of rows of one text each, as packed rows attend; of any length. `inputs` as in `attend_packed`,
-    with `lengths`, behind which results are zeros, in the place of `packed`."""
+    """Causal attention over rows of one text each and any length, with the packed kernels. `inputs` as in
+    `attend_packed`, but with `lengths` instead of `packed`; results past these lengths are zeros."""
     rows, length = q_RTHC.shape[:2]
     missing = -length % BLOCK
     places = jnp.broadcast_to(jnp.arange(length + missing, dtype=jnp.int32), (rows, length + missing))
@@ -96,15 +95,15 @@ def attend_rows(
 
 
 def seen_both_ways(packed: Packed) -> Packed:
-    """For texts whose tokens see what comes after them, too. Texts must share nothing."""
+    """Extend the ranges of causal texts so that tokens also attend to what follows. Texts must not share tokens."""
     length = packed.first.shape[-1]
     last = jnp.diff(packed.first, axis=-1, append=-1) != 0
     ends = jax.lax.cummin(jnp.where(last, jnp.arange(1, length + 1), length), axis=last.ndim - 1, reverse=True)
     return packed._replace(end=ends)
 
 
-def _along(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
-    """By the kernel for the platform; a range has at most `longest` keys."""
+def _run_kernel(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
+    """Run the kernel for the platform; a range has at most `longest` keys."""
     qkv = q_RTHC.reshape(-1, *q_RTHC.shape[2:]), k_SKC, v_SKC
     if platform() == "tpu" and splashes(k_SKC, ranges, longest):
         out = attend_splash(*qkv, ranges, longest=longest, **scores)
@@ -114,7 +113,7 @@ def _along(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> j
 
 
 def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | None, length: int) -> KeyRanges:
-    """`[N]`, places counted along all rows, one behind the other and each with `length` keys."""
+    """Key ranges `[N]`, with keys counted along all rows, `length` per row."""
     rows, queries = packed.first.shape
     offset = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
     first, end = ((y + offset).reshape(-1) for y in (packed.first, packed.end))
@@ -127,21 +126,19 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
     blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
     place = (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
     nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)
-    if context is not None:  # a branch's first token is next to its context's last one
+    if context is not None:  # the first token of a branch follows the last token of its context
         begin, branch = context
         return KeyRanges(jnp.maximum(begin, branch + (place - first) - window + 1), branch, nearest, last)
     if packed.prompt is None:
         return KeyRanges(nearest, last)
-    # An answer before its prompt: next to the answer's first token is the prompt's first, but its last is the nearest.
+    # A completion before its prompt: its first token follows the last token of the prompt, not its neighbour.
     prompt = (packed.prompt + offset).reshape(-1)
     before, position = place < prompt, end - 1 - place
     second = prompt + jnp.maximum(position - window + 1, 0)
     return KeyRanges(nearest, jnp.where(before, jnp.minimum(last, prompt), last), jnp.where(before, second, end), end)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attention along packed rows in plain XLA, block by block: blocks of which nothing is seen are skipped, both ways.
-
+# Block-sparse attention in plain XLA: blocks without any visible key are skipped in both passes
 
 _MASKED = float(np.finfo(np.float32).min)
 _exact = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -157,9 +154,9 @@ def attend_blocks(
     softcap: float | None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[N, H, C]` of queries on keys and values, N and S multiples of BLOCK; `ranges` are of the queries.
+    """Attention `[N, H, C]`; N and S must be multiples of BLOCK, and `ranges` has an entry per query.
 
-    `sinks` `[H]` as in `attend_padded`: the softmax's sum of a head has another term, `exp(sink)`, at its end.
+    `sinks` `[H]` as in `attend_padded`: the softmax's sum of each head has an extra term `exp(sink)`.
     """
     heads, channels = k_SKC.shape[1:]
     grouped = q_NHC.reshape(-1, BLOCK, heads, q_NHC.shape[1] // heads, channels).transpose(0, 2, 3, 1, 4)
@@ -173,15 +170,15 @@ def attend_blocks(
 
 
 def _key_blocks(ranges: KeyRanges, count: int) -> tuple[jax.Array, jax.Array]:
-    """For each block of queries those of the `count` blocks of keys that any of them sees, in order, `[N, count]`; and
-    how many, `[N]`."""
-    needed = jax.tree.map(lambda y: y[:, :BLOCK], ranges).blocks(BLOCK, BLOCK, count)  # a group's heads are alike
+    """For each block of queries, the blocks of keys that any of them attends to, first and in order, `[N, count]`, and
+    their number `[N]`."""
+    needed = jax.tree.map(lambda y: y[:, :BLOCK], ranges).blocks(BLOCK, BLOCK, count)  # same ranges for all heads
     order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
     return order, jnp.sum(needed, axis=1, dtype=jnp.int32)
 
 
 def _scores(q_KMC, k_KBC, ranges, key_block, scale, softcap):
-    """Scores `[K, B, M]` of one block of keys for one of queries; _MASKED where a key is not seen."""
+    """Scores `[K, B, M]` of one block of keys and one block of queries; _MASKED where a key is not attended to."""
     keys = key_block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores = _exact("ksc,kmc->ksm", k_KBC, q_KMC) * scale
     if softcap is not None:
@@ -190,7 +187,7 @@ def _scores(q_KMC, k_KBC, ranges, key_block, scale, softcap):
 
 
 def _forward(q, k, v, sinks_KM, ranges, scale, softcap):
-    """Results `[N, K, M, C]`, in the dtype of `v`, and the logarithm of the softmax's sum `[N, K, M]`."""
+    """Results `[N, K, M, C]` in the dtype of `v`, and the log-sum-exp `[N, K, M]`."""
     v_T = v.swapaxes(2, 3)
 
     def of_block(block):
@@ -205,7 +202,7 @@ def _forward(q, k, v, sinks_KM, ranges, scale, softcap):
             added = _exact("kcs,ksm->kcm", v_T[key_block], weights.astype(v.dtype))
             return total_KCM * rescale[:, None] + added, new_max_KM, sum_KM * rescale + jnp.sum(weights, axis=1)
 
-        # The first maximum lies above a masked score: what a row does not see weighs exp(-inf), also before it sees.
+        # The initial maximum is above a masked score, so masked keys have weight exp(-inf) even before any visible key.
         zeros_KM = jnp.zeros(q_KMC.shape[:2])
         initial = _zeros_T(q_KMC), zeros_KM + _MASKED / 2, zeros_KM
         total_KCM, max_KM, sum_KM = jax.lax.fori_loop(0, count, add, initial)
@@ -220,7 +217,7 @@ def _forward(q, k, v, sinks_KM, ranges, scale, softcap):
 
 
 def _zeros_T(q_KMC):
-    """Float32 zeros `[K, C, M]` to sum up for a block of queries."""
+    """Float32 accumulator `[K, C, M]` for a block of queries."""
     return jnp.zeros(q_KMC.shape, jnp.float32).swapaxes(1, 2)
 
 
@@ -248,7 +245,7 @@ def _attend_backward(softcap, saved, d_out):
             scores = _scores(q_KMC, k[key_block], block_ranges, key_block, scale, softcap)
             weights = jnp.exp(scores - log_sum_KM[:, None])
             d_scores = weights * (_exact("ksc,kmc->ksm", v[key_block], d_out_KMC) - delta_KM[:, None])
-            if softcap is not None:  # what is masked has no weight
+            if softcap is not None:  # masked scores have no weight
                 d_scores *= 1 - jnp.square(jnp.where(scores > _MASKED, scores, 0) / softcap)
             d_scores = (d_scores * scale).astype(q.dtype)
             d_q += _exact("kcs,ksm->kcm", k_T[key_block], d_scores)

@@ -1,4 +1,4 @@
-"""Which keys each query of a packed row may see."""
+"""Key ranges of packed rows, and conversion between packed rows and one row per text."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import jax.numpy as jnp
 
 from trl_jax.core.outputs import RowView
 
-# ----------------------------------------------------------------------------------------------------
-# The keys that queries along packed rows see, as ranges: common to the kernels.
-
-
-SAVED = "attended"  # the name of results in checkpoint policies: they cost more to compute again than to keep
+SAVED = "attended"  # name of attention results in checkpoint policies: cheaper to save than to recompute
 
 
 class KeyRanges(NamedTuple):
-    """The places of the keys that each query sees, from `first` up to but without `end`: int32, `[N]` or in blocks.
+    """The keys that each query attends to, `first <= s < end`: int32, `[N]` or in blocks.
 
-    And those from `second` up to but without `second_end`, behind the others; None where there are none. Either may be
-    empty.
+    An optional second range follows the first. Either may be empty.
     """
 
     first: jax.Array
@@ -30,7 +25,7 @@ class KeyRanges(NamedTuple):
     second_end: jax.Array | None = None
 
     def blocks(self, queries: int, keys: int, count: int) -> jax.Array:
-        """Which of the `count` blocks of so many `keys` any of a block of so many `queries` sees: bool `[N, count]`."""
+        """Which of `count` blocks of `keys` keys any query of a block of `queries` attends to: bool `[N, count]`."""
         starts = jnp.arange(count, dtype=jnp.int32) * keys
 
         def overlaps(first: jax.Array, end: jax.Array) -> jax.Array:
@@ -40,7 +35,7 @@ class KeyRanges(NamedTuple):
         return self._either(overlaps)
 
     def see(self, keys: jax.Array) -> jax.Array:
-        """Whether queries `[..., N]` see the keys at these places `[S]`: bool `[..., N, S]`."""
+        """Whether queries `[..., N]` attend to the keys at these positions `[S]`: bool `[..., N, S]`."""
         return self._either(lambda first, end: (keys >= first[..., None]) & (keys < end[..., None]))
 
     def _either(self, of_range: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
@@ -48,27 +43,26 @@ class KeyRanges(NamedTuple):
         return found if self.second is None else found | of_range(self.second, self.second_end)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tokens of packed rows as rows of one text each, and back: for kernels that read rows.
+# Conversion between packed rows and one row per text
 
 
 def by_text(x: jax.Array, texts: RowView) -> jax.Array:
-    """Tokens of packed rows `[R, T, ...]` as those of their texts `[R x N, L, ...]`, zeros behind each; the tokens that
-    several texts begin with are in each of them."""
+    """Tokens of packed rows `[R, T, ...]` as one zero-padded row per text, `[R x X, L, ...]`. Tokens shared by several
+    texts are copied to each of them."""
     rows, count, length = texts.places.shape
     gathered = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
     return gathered.reshape(rows * count, length, *x.shape[2:])
 
 
 def by_token(x: jax.Array, texts: RowView) -> jax.Array:
-    """The inverse of `by_text`: tokens of packed rows, one of those that several texts share, which are alike."""
+    """The inverse of `by_text`; of the identical copies of a shared token, one is used."""
     rows = len(texts.places)
     gathered = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
     return gathered.reshape(*gathered.shape[:2], *x.shape[2:])
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:
-    """`[R, S, D]` at `[R, M]`; zeros where there is no such place."""
+    """Index `[R, S, D]` with `[R, M]`; zeros where the index is out of range."""
     return jnp.take_along_axis(x, places[..., None], axis=1, mode="fill", fill_value=0)
 
 

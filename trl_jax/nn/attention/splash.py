@@ -1,7 +1,7 @@
-"""Attention along packed rows on TPUs: JAX's splash attention, told which blocks of keys a block of queries sees.
+"""Attention over packed rows on TPUs, with JAX's splash attention and a dynamic block mask.
 
-Splash attention gets one number of each query and the place of each key; a range of keys is two numbers in one of 32
-bits: where it begins, and how many they are.
+Splash attention passes its mask function one number per query and the position of each key. A range of keys is encoded
+in one 32-bit number: its start in the high bits, its length in the low bits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trl_jax.mesh.mesh import TENSOR
 from trl_jax.nn.attention.ranges import SAVED, KeyRanges
 from trl_jax.nn.platform import platform, undivided
 
-BLOCK = 512  # of queries and of keys; a longer one skips less, a shorter one is a turn more
+BLOCK = 512  # queries and keys per block; larger blocks skip less, smaller ones take more iterations
 _LANES = 128
 
 
 def splashes(k_SKC: jax.Array, ranges: KeyRanges, longest: int) -> bool:
-    """Whether it can: queries see one range each, of at most `longest` keys, which fits into 32 bits."""
+    """Whether the kernel applies: each query has one range, of at most `longest` keys, encoded in 32 bits."""
     return ranges.second is None and (_padded(len(k_SKC)) - 1).bit_length() + longest.bit_length() <= 32
 
 
@@ -38,11 +38,10 @@ def attend_splash(
     softcap: float | None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[N, H, C]` of queries on keys and values; `ranges` are of the queries, of at most `longest` keys, and
-    `sinks` `[H]` of the heads."""
+    """Attention `[N, H, C]`; `ranges` has an entry per query, of at most `longest` keys; `sinks` `[H]` one per head."""
     q_NHC = (q_NHC * jnp.asarray(scale, jnp.float32)).astype(q_NHC.dtype)
-    by_head = [_filled(y).transpose(1, 0, 2) for y in (q_NHC, k_SKC, v_SKC)]
-    within = jax.tree.map(_filled, ranges)
+    by_head = [_pad(y).transpose(1, 0, 2) for y in (q_NHC, k_SKC, v_SKC)]
+    within = jax.tree.map(_pad, ranges)
 
     def attend(q_HNC, k_KSC, v_KSC, sinks, ranges):
         return _attend(q_HNC, k_KSC, v_KSC, sinks, ranges, softcap, longest.bit_length())
@@ -54,7 +53,7 @@ def attend_splash(
 
 
 def _padded(length: int) -> int:
-    """Up to whole blocks; up to whole lanes where it is shorter than a block."""
+    """Round up to whole blocks, or to whole lanes if shorter than a block."""
     return -(-length // _block(length)) * _block(length)
 
 
@@ -62,14 +61,14 @@ def _block(length: int) -> int:
     return min(BLOCK, -(-length // _LANES) * _LANES)
 
 
-def _filled(y: jax.Array) -> jax.Array:
-    """Filled up to whole blocks with zeros, which as ranges are those of queries that see nothing."""
+def _pad(y: jax.Array) -> jax.Array:
+    """Pad to whole blocks with zeros; as ranges, zeros mean that a query attends to nothing."""
     return jnp.pad(y, [(0, _padded(len(y)) - len(y))] + [(0, 0)] * (y.ndim - 1))
 
 
 @cache
-def _seen(bits: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Whether keys at these places are seen; the lower `bits` of a range are how many it has."""
+def _mask_function(bits: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The mask function; the low `bits` of an encoded range are its length."""
 
     def seen(ranges: jax.Array, keys: jax.Array) -> jax.Array:
         first = jax.lax.shift_right_logical(ranges, bits)
@@ -79,7 +78,7 @@ def _seen(bits: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _precision(dtype: jnp.dtype) -> AbstractContextManager:
-    """Products of bfloat16 are exact in float32, and the TPUs' compiler refuses to be asked for it."""
+    """bfloat16 products are exact in float32, and the TPU compiler rejects a higher precision for them."""
     return jax.default_matmul_precision("bfloat16") if dtype == jnp.bfloat16 else nullcontext()
 
 
@@ -123,14 +122,14 @@ def _kernel(ranges: KeyRanges, keys: int, softcap: float | None, bits: int):
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=SAVED,
-        mask_function=_seen(bits),
+        mask_function=_mask_function(bits),
         interpret=platform() != "tpu",
     )
 
 
 def _mask(needed: jax.Array, axis: int, ranges: jax.Array):
-    """The blocks that the kernel walks along, of keys (axis 1) or of queries (axis 0): which it computes, and which it
-    reads next in the turn of each."""
+    """Block mask for iterating over keys (axis 1) or queries (axis 0): which blocks to compute, and which block to
+    prefetch next."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
 
     count = needed.shape[axis]
