@@ -139,6 +139,24 @@ def test_a_trainer_of_the_table_is_behind_every_door(names):
     assert names.load_trainer().config_class is names.load_config()
 
 
+def test_a_trainers_script_runs_as_a_module():
+    run = [sys.executable, "-m", "trl_jax.scripts.rloo", "--help"]
+    told = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert told.startswith("usage: python -m trl_jax.scripts.rloo ") and "trl-jax rloo --model_name_or_path" in told
+
+
+def test_a_script_of_no_trainer():
+    with pytest.raises(ModuleNotFoundError, match="trl_jax.scripts.ppo"):
+        importlib.import_module("trl_jax.scripts.ppo")
+
+
+def test_the_scripts_of_online_trainers_name_their_arguments():
+    from trl_jax.scripts import dpo, grpo
+
+    assert grpo.GRPOScriptArguments(reward_funcs=["accuracy_reward"]).dataset_name is None
+    assert "GRPOScriptArguments" not in vars(dpo)
+
+
 def test_no_name_is_both_here_and_a_placeholder():
     assert not NEAR.keys() & set(trl_jax.__all__)
 

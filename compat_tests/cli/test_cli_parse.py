@@ -355,12 +355,12 @@ NOT_HERE = "is not in this release of trl_jax"
     [
         (
             ["--load_in_8bit"],
-            "--load_in_4bit and --load_in_8bit want --use_peft: quantised weights do not train.",
+            "--load_in_4bit and --load_in_8bit need --use_peft: quantized weights cannot be trained.",
         ),
-        ([], "--model_name_or_path is missing: name a checkpoint's folder or Hub id."),
+        ([], "--model_name_or_path is missing: pass the folder or the Hub id of a checkpoint."),
         (
             ["--model_name_or_path", "m"],
-            "--dataset_name is missing: name a Hub id, a folder, or a jsonl or parquet file of pairs.",
+            "--dataset_name is missing: pass a Hub id, a folder, or a jsonl or parquet file of pairs.",
         ),
         (
             ["--model_name_or_path", "m", "--dataset_name", "./none.jsonl"],
@@ -368,7 +368,7 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (
             ["--model_name_or_path", "m", "--dataset_name", "pairs", "--dataset_train_split", "all"],
-            "--dataset_train_split all: pairs has train, test. Name one of these.",
+            "--dataset_train_split all: pairs has train, test. Use one of these.",
         ),
         (
             [
@@ -381,7 +381,7 @@ NOT_HERE = "is not in this release of trl_jax"
                 "--dataset_test_split",
                 "dev",
             ],
-            ("--dataset_test_split dev: pairs has train, test. Name one of these, or train with --eval_strategy no."),
+            ("--dataset_test_split dev: pairs has train, test. Use one of these, or train with --eval_strategy no."),
         ),
         (
             ["--optim", "lomo"],

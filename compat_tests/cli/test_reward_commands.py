@@ -115,7 +115,7 @@ def test_a_script_trains_by_its_import_or_as_it_is(command, model, folder):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ([], "No reward source provided: name functions by --reward_funcs, a reward model by"),
+        ([], "No reward source provided: pass functions with --reward_funcs, a reward model with"),
         (["brevity"], "Could not load reward function 'brevity'. Expected one of ['accuracy_reward', 'reasoning_"),
         (["my_rewards.none"], "'my_rewards.none': the module my_rewards has no function none."),
         (["my_rewards.number"], "'my_rewards.number': the module my_rewards has no function number."),

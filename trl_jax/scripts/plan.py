@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trl_jax.core.trainers import DEFAULT, TRAINERS, TrainerNames
 from trl_jax.plan.chips import known, topology
 from trl_jax.scripts.data import DatasetMixtureConfig
-from trl_jax.scripts.train import RewardSources, fit_to_release
+from trl_jax.scripts.train import SCRIPT_ARGUMENTS, RewardSources, fit_to_release
 from trl_jax.scripts.utils import ScriptArguments, TrlParser, read_config, take_config
 from trl_jax.trainer.model_config import ModelConfig
 
@@ -112,8 +112,7 @@ def _run_of(
     from trl_jax.data.chat import load_tokenizer
     from trl_jax.plan.plan import Run
     from trl_jax.plan.trace import Rows, evaluates, planned, task_of
-    from trl_jax.scripts.distillation import teacher_init_kwargs
-    from trl_jax.scripts.train import RewardSources, check_flags, datasets_of, model_init_kwargs, split_of
+    from trl_jax.scripts.train import check_flags, datasets_of, model_init_kwargs, split_of, teacher_init_kwargs
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
     from trl_jax.training.model import find, quantization_of, tokenizer_folder
 
@@ -155,9 +154,6 @@ if __name__ == "__main__":
 # The flags of `trl-jax plan`: its own, and those of the trainer that is planned.
 
 
-_REWARDED = ("grpo", "rloo")  # whose flags name rewards, too
-
-
 @dataclass
 class PlanArguments:
     """The devices to plan for, and what to report."""
@@ -194,7 +190,7 @@ class PlanParser(TrlParser):
 
     def __init__(self, trainer: str, prog: str | None = None):
         self.trainer, config = trainer, TRAINERS[trainer].load_config()
-        script = RewardSources if trainer in _REWARDED else ScriptArguments
+        script = SCRIPT_ARGUMENTS.get(trainer, ScriptArguments)
         kinds = (PlanArguments, script, _elsewhere(config), ModelConfig, DatasetMixtureConfig)
         super().__init__(kinds, prog=prog)
         self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"

@@ -1,4 +1,4 @@
-"""The commands that train."""
+"""The commands that train: from flags and a YAML file to a trained and saved model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
     from trl_jax.scripts.utils import TrlParser
     from trl_jax.trainer.model_config import ModelConfig
 
-
-# ----------------------------------------------------------------------------------------------------
-# The flags that name reward functions and a reward model, and what they name.
-
-
-EXAMPLE = "--reward_funcs my_rewards.brevity"  # of --help
-_FUNCTIONS: dict[str, Callable] = {
+_REWARDS: dict[str, Callable] = {
     "accuracy_reward": rewards.accuracy_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
     "think_format_reward": rewards.think_format_reward,
@@ -38,58 +32,48 @@ _FUNCTIONS: dict[str, Callable] = {
 }
 
 
+# Script arguments
+
+
 @dataclass
 class RewardSources(ScriptArguments):
-    """The data of a script and the rewards of completions: TRL's fields, defaults and order."""
+    """The dataset and the rewards: TRL's fields, defaults and order."""
 
     reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Folder or Hub name of a reward model; it comes before the functions."}
+        default=None,
+        metadata={"help": "Folder or Hub name of a reward model. Its reward comes before those of the functions."},
     )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": f"Reward functions: any of {', '.join(_FUNCTIONS)} (of at most 1,280 tokens, the last 256 of them "
-            "punished more and more), or the dotted path of a function, as in my_rewards.brevity; the current folder "
-            "is looked in."
+            "help": f"Reward functions: any of {', '.join(_REWARDS)} (which allows 1,280 tokens and punishes the last "
+            "256 of them increasingly), or the dotted path of a function, such as my_rewards.brevity. The current "
+            "folder is searched too."
         },
     )
 
 
-def reward_sources(args: RewardSources) -> list[str | Callable]:
-    """The name of the reward model, if any, and the functions.
-
-    Raises:
-        ValueError: there is neither, or a name is that of no function.
-    """
-    model = args.reward_model_name_or_path
-    found = [*([model] if model else []), *(_function(name) for name in args.reward_funcs or ())]
-    if not found:
-        raise ValueError(
-            "No reward source provided: name functions by --reward_funcs, a reward model by "
-            "--reward_model_name_or_path, or both."
-        )
-    return found
+@dataclass
+class GRPOScriptArguments(RewardSources):
+    """The dataset and the rewards."""
 
 
-def _function(name: str) -> Callable:
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(
-            f"Could not load reward function {name!r}. Expected one of {list(_FUNCTIONS)} or a valid import path, as "
-            "in my_rewards.brevity."
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    names = vars(importlib.import_module(module))
-    if not callable(names.get(attribute)):
-        raise ValueError(f"Could not load reward function {name!r}: the module {module} has no function {attribute}.")
-    return names[attribute]
+@dataclass
+class RLOOScriptArguments(RewardSources):
+    """The dataset and the rewards."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# The commands that train: flags and YAML to a trainer of the table, its datasets, and what becomes of the model.
+# Command -> its class of script arguments. The other commands have ScriptArguments.
+SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {"grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
+# Command -> flags of the example in --help.
+_EXAMPLES = {
+    "distillation": "--teacher_model_name_or_path Qwen/Qwen3-8B",
+    "grpo": "--reward_funcs my_rewards.brevity",
+    "rloo": "--reward_funcs my_rewards.brevity",
+}
+
+
+# Training
 
 
 def train(
@@ -98,18 +82,19 @@ def train(
     training_args: BaseConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig | None = None,
-    **further: Any,
 ) -> None:
-    """Train, save to training_args.output_dir, push where asked to, and say so. Changes none of its arguments.
+    """Train, save to training_args.output_dir, and push to the Hub if asked. Does not modify its arguments.
 
     Args:
-        command: of the trainer, in `core.trainers.TRAINERS`.
-        further: arguments that this trainer has besides those of all.
+        command: a key of `core.trainers.TRAINERS`.
+
+    Raises:
+        ValueError: a flag is missing or wrong, or flags do not go together.
     """
+    training_args, inputs = _inputs_of_trainer(script_args, training_args, model_args)
     mixture = dataset_args if dataset_args is not None and dataset_args.datasets else None
     rows = TRAINERS[command].rows
     check_flags(script_args, model_args, rows=rows, mixes=mixture is not None)
-    training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
 
     splits = datasets_of(script_args, mixture)
@@ -127,7 +112,7 @@ def train(
         eval_dataset=test_rows,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        **further,
+        **inputs,
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     print("Training completed.")
@@ -138,13 +123,17 @@ def train(
         print(f"Model pushed to {trainer.hub_model_id}.")
 
 
-def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
-    """Load the splits of the mixture or, where it is None, of the dataset that is named."""
-    from trl_jax.scripts.data import get_dataset, load_splits
-
-    if mixture is not None:
-        return get_dataset(mixture)
-    return load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+def _inputs_of_trainer(
+    script_args: ScriptArguments, training_args: BaseConfig, model_args: ModelConfig
+) -> tuple[BaseConfig, dict[str, Any]]:
+    """A copy of the config, and what only some trainers are given: reward functions, a teacher."""
+    args, inputs = copy.copy(training_args), {}
+    if isinstance(script_args, RewardSources):
+        inputs["reward_funcs"] = reward_sources(script_args)
+    if "teacher_model_name_or_path" in vars(args):
+        args.teacher_model_init_kwargs = teacher_init_kwargs(training_args, model_args)
+        inputs["teacher_model"] = args.teacher_model_name_or_path
+    return args, inputs
 
 
 def check_flags(
@@ -153,28 +142,52 @@ def check_flags(
     """Check for flags that are missing or do not go together, before anything is loaded.
 
     Args:
-        rows: what the trainer calls a dataset's rows.
+        rows: what the trainer calls the rows of a dataset.
         mixes: whether a mixture of datasets is given.
 
     Raises:
-        ValueError: naming the flag.
+        ValueError: the error names the flag.
     """
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
-        raise ValueError("--load_in_4bit and --load_in_8bit want --use_peft: quantised weights do not train.")
+        raise ValueError("--load_in_4bit and --load_in_8bit need --use_peft: quantized weights cannot be trained.")
     if model_args.model_name_or_path is None:
-        raise ValueError("--model_name_or_path is missing: name a checkpoint's folder or Hub id.")
+        raise ValueError("--model_name_or_path is missing: pass the folder or the Hub id of a checkpoint.")
     if mixes and script_args.dataset_name is not None:
-        text = "--dataset_name has no effect beside `datasets`, which name the mixture to train on."
+        text = "--dataset_name has no effect: `datasets` defines the mixture to train on."
         warnings.warn(text, stacklevel=3)
     if script_args.dataset_name is None and not mixes:
-        raise ValueError(f"--dataset_name is missing: name a Hub id, a folder, or a jsonl or parquet file of {rows}.")
+        raise ValueError(f"--dataset_name is missing: pass a Hub id, a folder, or a jsonl or parquet file of {rows}.")
     if script_args.ignore_bias_buffers:
-        text = "--ignore_bias_buffers has no effect in trl_jax: there are no buffers to keep in step."
+        text = "--ignore_bias_buffers has no effect in trl_jax: there are no buffers to synchronize."
         warnings.warn(text, stacklevel=3)
+
+
+def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
+    """Load the splits of the mixture or, if it is None, of --dataset_name."""
+    from trl_jax.scripts.data import get_dataset, load_splits
+
+    if mixture is not None:
+        return get_dataset(mixture)
+    return load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+
+
+def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
+    """The rows of the split that a flag names.
+
+    Raises:
+        ValueError: the dataset has no such split.
+    """
+    split = vars(script_args)[flag]
+    if split not in splits:
+        raise ValueError(
+            f"--{flag} {split}: {script_args.dataset_name or 'the mixture'} has {', '.join(splits)}. Use one of these"
+            + (", or train with --eval_strategy no." if flag == "dataset_test_split" else ".")
+        )
+    return splits[split]
 
 
 def model_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The model's flags that are set, and --model_init_kwargs, which beats them."""
+    """The model flags that are set; --model_init_kwargs takes precedence."""
     flags = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
@@ -184,38 +197,71 @@ def model_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dic
     return passed | (training_args.model_init_kwargs or {})
 
 
-def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
-    """The rows of the split that a flag names."""
-    split = vars(script_args)[flag]
-    if split not in splits:
+def teacher_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """The model flags that apply to the teacher too; --teacher_model_init_kwargs takes precedence.
+
+    Raises:
+        ValueError: there is no teacher.
+    """
+    if training_args.teacher_model_name_or_path is None:
         raise ValueError(
-            f"--{flag} {split}: {script_args.dataset_name or 'the mixture'} has {', '.join(splits)}. Name one of these"
-            + (", or train with --eval_strategy no." if flag == "dataset_test_split" else ".")
+            "A teacher model is required for distillation training. Set it with `--teacher_model_name_or_path`."
         )
-    return splits[split]
+    flags = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    passed = {name: value for name, value in flags.items() if value is not None}
+    return passed | (training_args.teacher_model_init_kwargs or {})
 
 
-def parser_of(
-    command: str,
-    subparsers: argparse._SubParsersAction | None = None,
-    prog: str | None = None,
-    *,
-    script_arguments: type[ScriptArguments] | None = None,
-    example: str = "--num_train_epochs 1",
-) -> TrlParser:
-    """Parser of (script_arguments, the trainer's config, ModelConfig, DatasetMixtureConfig), alone or as a command.
+def reward_sources(args: RewardSources) -> list[str | Callable]:
+    """The name of the reward model, if any, followed by the reward functions.
+
+    Raises:
+        ValueError: there is neither, or a name does not lead to a function.
+    """
+    model = args.reward_model_name_or_path
+    found = [*([model] if model else []), *(_reward_function(name) for name in args.reward_funcs or ())]
+    if not found:
+        raise ValueError(
+            "No reward source provided: pass functions with --reward_funcs, a reward model with "
+            "--reward_model_name_or_path, or both."
+        )
+    return found
+
+
+def _reward_function(name: str) -> Callable:
+    if name in _REWARDS:
+        return _REWARDS[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"Could not load reward function {name!r}. Expected one of {list(_REWARDS)} or a valid import path, such "
+            "as my_rewards.brevity."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    names = vars(importlib.import_module(module))
+    if not callable(names.get(attribute)):
+        raise ValueError(f"Could not load reward function {name!r}: the module {module} has no function {attribute}.")
+    return names[attribute]
+
+
+# Parsers
+
+
+def parser_of(command: str, subparsers: argparse._SubParsersAction | None = None, prog: str | None = None) -> TrlParser:
+    """A parser of (script arguments, the trainer's config, ModelConfig, DatasetMixtureConfig).
 
     Args:
-        script_arguments: the flags of the data, with those that this command has besides; None: ScriptArguments.
-        example: flags that --help shows in its example.
+        command: a key of `core.trainers.TRAINERS`.
+        subparsers: if given, the parser is added to them under the name of the command.
     """
     from trl_jax.scripts.data import DatasetMixtureConfig
-    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.scripts.utils import TrlParser
     from trl_jax.trainer.model_config import ModelConfig
 
     names = TRAINERS[command]
     config = names.load_config()
-    kinds = (script_arguments or ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
+    kinds = (SCRIPT_ARGUMENTS.get(command, ScriptArguments), config, ModelConfig, DatasetMixtureConfig)
     if subparsers is not None:
         parser = subparsers.add_parser(command, help=names.summary, dataclass_types=kinds)
     else:
@@ -225,24 +271,24 @@ def parser_of(
         f"{names.summary.capitalize()}, for example:\n\n"
         f"  trl-jax {command} --model_name_or_path Qwen/Qwen3-0.6B \\\n"
         f"      --dataset_name {names.rows}.jsonl --output_dir out \\\n"
-        f"      {example} --learning_rate 1e-5\n\n"
-        "A YAML file may hold any of the flags as keys."
+        f"      {_EXAMPLES.get(command, '--num_train_epochs 1')} --learning_rate 1e-5\n\n"
+        "Any flag can also be a key of the YAML file."
     )
     fit_to_release(parser, config.argument_table)
     return parser
 
 
 def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
-    """List in --help the flags that do something, and name the others at its end.
+    """Hide flags without effect and refused flags from the list of --help, and name them at its end.
 
     Args:
-        table: how the config class of the parser handles its arguments.
+        table: how the parser's config class handles its arguments.
     """
     no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:
         kind = table[action.dest].kind if action.dest in table else None
         if action.dest in SUPPORTED:
-            # transformers lists its own names as choices; the config knows those of this release.
+            # transformers lists all of its names as choices; only some of them work here.
             action.choices, action.metavar = None, "NAME"
             action.help = f"One of {', '.join(SUPPORTED[action.dest])}."
         elif kind in ("silent", "warned"):
