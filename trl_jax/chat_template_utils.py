@@ -1,4 +1,4 @@
-"""Chat templates from one tokenizer to another: TRL's `trl.chat_template_utils`, as far as trainers need it."""
+"""Copy and patch chat templates: the functions of `trl.chat_template_utils` that scripts use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trl_jax.hub.torch_objects import is_torch_model, resize
 def clone_chat_template(
     model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[int]]:
-    """Give `tokenizer` the chat template, the added tokens and the EOS token of another.
+    """Copy the chat template, the added tokens and the EOS token of another tokenizer into `tokenizer`.
 
-    As in TRL, the embedding then has a row for each token, which are filled up with `<extra_id_0>` and so on: rows that
-    a checkpoint had to spare go. Those of a model that cannot be resized are filled up instead.
+    As in TRL, the embedding is resized to one row per token, padded with tokens `<extra_id_0>` and so on; spare rows of
+    the checkpoint are removed. If the model cannot be resized, its spare rows are filled with such tokens instead.
 
     Args:
-        model: what one of our auto classes loaded, or a torch model; its config gets the EOS token's id.
-        tokenizer: changed in place.
+        model: a model loaded by a trl_jax auto class, or a torch model; its config gets the EOS token's id.
+        tokenizer: modified in place.
         source_tokenizer_path: folder or Hub name.
-        resize_to_multiple_of: to which the number of rows is rounded up; None leaves it at that of the tokens.
+        resize_to_multiple_of: the number of rows is rounded up to a multiple of this; None does not round.
 
     Returns:
         The model, the tokenizer, and the ids of the tokens that were added.
@@ -58,16 +58,17 @@ _CHATML = (
 def setup_chat_format(
     model: Any, tokenizer: Any, format: str | None = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
-    """Give a base model and its tokenizer the format ChatML, as TRL's function of early releases did.
+    """Set up a base model and its tokenizer for ChatML, like the function of early TRL releases.
 
-    `<|im_start|>` becomes the BOS token, `<|im_end|>` EOS and pad token; they get rows in the embedding. Those of a
-    torch model are as torch draws them, of others the mean of the rows.
+    `<|im_start|>` becomes the BOS token and `<|im_end|>` the EOS and pad token; both get embedding rows. torch
+    initializes those of a torch model; in other models they are the mean of the existing rows.
 
     Args:
-        model, tokenizer: changed in place. resize_to_multiple_of: to which the number of rows is rounded up.
+        model, tokenizer: modified in place.
+        resize_to_multiple_of: the number of rows is rounded up to a multiple of this.
 
     Raises:
-        ValueError: the tokenizer has a chat template already, or another format is asked for.
+        ValueError: the tokenizer already has a chat template, or `format` is not "chatml".
     """
     if tokenizer.chat_template is not None:
         raise ValueError(
@@ -87,11 +88,11 @@ def setup_chat_format(
 
 
 def add_response_schema(processing_class: Any) -> Any:
-    """Give a tokenizer the `response_template` that goes with its chat template, by which its `parse_response` tells
-    calls of tools from text; of a processor, its tokenizer gets it. Returns the same object.
+    """Set the `response_template` that matches a tokenizer's chat template, so that its `parse_response` finds tool
+    calls. For a processor it is set on its tokenizer. Returns the same object.
 
     Raises:
-        ValueError: the template writes calls in a form that is not known.
+        ValueError: the format in which the template writes tool calls is not recognized.
     """
     tokenizer = vars(processing_class).get("tokenizer", processing_class)
     tokenizer.response_template = response_template(processing_class)
@@ -99,18 +100,19 @@ def add_response_schema(processing_class: Any) -> Any:
 
 
 def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
-    """None where the template marks what the assistant says and, if it knows tools, renders what is before a tool's
-    answer as without it. Else one that does: TRL's own, where trl is installed and knows the template, or one that
-    is derived.
+    """A training-compatible version of the chat template, or None if the template already is.
+
+    Compatible means that it marks assistant content with `{% generation %}` and, if it supports tools, that it is
+    prefix-preserving. The replacement is TRL's own if trl is installed and knows the template, else a derived one.
 
     Raises:
-        ValueError: there is no such template.
+        ValueError: no such template can be found or derived.
     """
     if tokenizer is not None:
         if processing_class is not None:
-            raise TypeError("Pass only processing_class: tokenizer is what it was called before.")
+            raise TypeError("Pass only processing_class: tokenizer is its former name.")
         warnings.warn("get_training_chat_template: tokenizer= is now processing_class=.", FutureWarning, stacklevel=2)
         processing_class = tokenizer
     if processing_class is None:
-        raise TypeError("get_training_chat_template() misses its argument: 'processing_class'")
+        raise TypeError("get_training_chat_template() missing 1 required argument: 'processing_class'")
     return template_for_training(processing_class)

@@ -1,4 +1,4 @@
-"""Conversions of rows between the forms of TRL's datasets: TRL's `trl.data_utils`."""
+"""Convert rows between TRL's dataset formats: the functions of `trl.data_utils`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "con
 
 
 def is_conversational(example: dict[str, Any]) -> bool:
-    """Whether a row has messages, each with a role, instead of text."""
+    """Whether a row has messages with roles instead of text."""
     values = [example[name] for name in ("prompt", "chosen", "rejected", "completion", "messages") if name in example]
     return bool(values) and _are_messages(values[0], "role")
 
 
 def is_conversational_from_value(example: dict[str, Any]) -> bool:
-    """Whether a row has `conversations` in the form of ShareGPT: messages with `from` and `value`."""
+    """Whether a row has `conversations` in ShareGPT format: messages with `from` and `value`."""
     conversation = example.get("conversations")
     return _are_messages(conversation, "from") and "value" in conversation[0]
 
@@ -44,7 +44,7 @@ def _are_messages(value: Any, key: str) -> bool:
 
 
 def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
-    """Rename `from` and `value` of messages to `role` and `content`, and the column `conversations` to `messages`."""
+    """Convert ShareGPT messages: `from` and `value` become `role` and `content`, and `conversations` `messages`."""
     names = {"from": "role", "value": "content"}
 
     def converted(message: Any) -> Any:
@@ -60,12 +60,12 @@ def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
 def apply_chat_template(
     example: dict[str, Any], processing_class: Any, tools: list[dict | Callable] | None = None, **template_kwargs: Any
 ) -> dict[str, Any]:
-    """Render a conversational row as text: the prompt, and each answer as the continuation of it.
+    """Render a conversational row as text: the prompt, and each answer as its continuation.
 
-    The prompt is the longest common beginning of the rendered conversations, so that prompt + answer is the whole one.
+    The prompt is the longest common prefix of the rendered conversations, so prompt + answer is the full conversation.
 
     Raises:
-        KeyError: the row has none of the forms that TRL knows.
+        KeyError: the row has none of TRL's formats.
         ValueError: the role of the prompt's last message is not user, tool or assistant.
     """
     names_found = {name for name in _COLUMNS if name in example}
@@ -87,7 +87,7 @@ def apply_chat_template(
 def maybe_apply_chat_template(
     example: dict[str, Any], processing_class: Any, tools: list[dict | Callable] | None = None, **template_kwargs: Any
 ) -> dict[str, Any]:
-    """Render a conversational row by `apply_chat_template`; return any other row as it is."""
+    """Apply `apply_chat_template` to a conversational row; return any other row unchanged."""
     return (
         apply_chat_template(example, processing_class, tools, **template_kwargs)
         if is_conversational(example)
@@ -96,9 +96,9 @@ def maybe_apply_chat_template(
 
 
 def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Move the common beginning of `chosen` and `rejected` to `prompt`; a space before the answers stays with them.
+    """Move the common prefix of `chosen` and `rejected` to `prompt`; a space before the answers stays with them.
 
-    Where one is a beginning of the other, its last item still counts as answer.
+    If one answer is a prefix of the other, its last item remains an answer.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     shorter = min(len(chosen), len(rejected))
@@ -111,9 +111,9 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Apply `extract_prompt` to a preference row whose answers contain the prompt; return any other row as it is.
+    """Apply `extract_prompt` to a preference row with an implicit prompt; return any other row unchanged.
 
-    A `prompt` of another form than the answers (text or messages) is replaced.
+    A `prompt` whose format (text or messages) differs from that of the answers is replaced.
     """
     if "chosen" not in example or "rejected" not in example:
         return example
@@ -124,7 +124,7 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """Apply `unpair_preference_dataset` to a dataset of pairs; return any other as it is."""
+    """Apply `unpair_preference_dataset` to a dataset of pairs; return any other dataset unchanged."""
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)

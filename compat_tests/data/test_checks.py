@@ -138,7 +138,7 @@ def test_a_margin_in_some_rows_only():
     refuses(stream([GOOD | {"margin": 1.0}, GOOD]), "Row 1 of train_dataset lacks the columns ['margin']")
     refuses(
         stream([GOOD, GOOD | {"margin": 1.0}]),
-        "Row 1 of train_dataset has a margin and the first row has none",
+        "Row 1 of train_dataset has a margin, but the first row has none",
     )
 
 
@@ -182,7 +182,7 @@ def test_a_template_that_renders_nothing():
 
 @both
 def test_a_conversation_without_a_chat_template(form):
-    text = "Row 0 of train_dataset is a conversation and the tokenizer (TokenizersBackend) has no chat template"
+    text = "Row 0 of train_dataset is a conversation, but the tokenizer (TokenizersBackend) has no chat template"
     tokenizer = tiny_tokenizer()
     text = text.replace("TokenizersBackend", type(tokenizer).__name__)
     dataset = form([{"chosen": CHAT, "rejected": CHAT}])
@@ -204,7 +204,7 @@ def test_an_error_of_the_template_names_its_row(form):
 def test_text_without_an_eos_token(form):
     refuses(
         form([GOOD]),
-        "has none. Name a token of its vocabulary with eos_token=... in the trainer",
+        "has none. Pass a token of its vocabulary as eos_token=... in the trainer",
         tokenizer=tiny_tokenizer(eos=None),
     )
     tokenizer = tiny_tokenizer(eos=None, chat_template=True)
@@ -272,9 +272,9 @@ def test_equal_pairs_are_warned_of_once_with_their_count(caplog):
 def test_a_stream_warns_of_its_first_empty_text_and_equal_pair(caplog):
     ready(stream([GOOD, {"chosen": "", "rejected": "b"}, {"chosen": "a", "rejected": "a"}] * 3))
     assert caplog.messages == [
-        "Row 1 of train_dataset has an empty chosen or rejected text; later rows like it are not reported.",
+        "Row 1 of train_dataset has an empty chosen or rejected text; further rows like it are not reported.",
         "Row 2 of train_dataset has identical chosen and rejected tokens: no preference; "
-        "later rows like it are not reported.",
+        "further rows like it are not reported.",
     ]
 
 
@@ -285,7 +285,7 @@ def test_token_ids_outside_the_vocabulary(form, column, token):
     dataset = form([IDS | {"chosen_ids": [0, 31]}] * 1500 + [IDS | {column: [3, token, 4]}])
     text = (
         f"Row 1500 of the prepared train_dataset, column '{column}': token id {token} is outside the model's "
-        "vocabulary (vocab_size=32). Pass the tokenizer that belongs to the model, or resize its embeddings."
+        "vocabulary (vocab_size=32). Pass the model's own tokenizer, or resize the model's embeddings."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         list(checks.check_token_ids(dataset, reward.IDS, 32, "train"))

@@ -87,7 +87,7 @@ def test_bins_have_room_for_as_many_as_they_are_said_to(seed):
 def test_a_key_stands_for_one_beginning():
     first, other, *_ = examples(2)
     other = other._replace(texts=([7] * 20 + [1],), labels=([IGNORED] * 20 + [1],))
-    with pytest.raises(ValueError, match="have a context of the key 0, and their texts begin differently"):
+    with pytest.raises(ValueError, match="have the context key 0 but begin with different tokens"):
         step([first, other])
 
 
@@ -102,5 +102,5 @@ def test_a_key_stands_for_one_beginning():
     ids=str,
 )
 def test_an_example_with_a_context_is_one_text_that_begins_with_it(change):
-    with pytest.raises(ValueError, match=r"has one text, of one document, which begins with it"):
+    with pytest.raises(ValueError, match="must have exactly one text, without documents, that starts with the "):
         step([examples(1)[0]._replace(**change)])

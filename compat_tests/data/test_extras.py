@@ -87,17 +87,17 @@ def test_as_many_numbers_as_reads_are_wanted():
     extras = EXAMPLES[0].extras
     short = [extras.read["of_read"][0][:-1], extras.read["of_read"][1]]
     bad = EXAMPLES[0]._replace(extras=extras._replace(read=extras.read | {"of_read": short}))
-    with pytest.raises(ValueError, match=r"extras.read\['of_read'\] of text 0 has \d+ numbers, and the text has \d+ "):
+    with pytest.raises(ValueError, match=r"extras.read\['of_read'\] has \d+ numbers for text 0, which has \d+ "):
         step("packed", [bad, *EXAMPLES[1:]])
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared"])
 def test_numbers_of_reads_want_labels(layout):
-    with pytest.raises(ValueError, match="has no targets that it could belong to"):
+    with pytest.raises(ValueError, match="has no labels and therefore no targets"):
         step(layout, [one._replace(labels=()) for one in EXAMPLES])
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_is_above_zero(weight):
-    with pytest.raises(ValueError, match="weight is .*: wanted is one above 0"):
+    with pytest.raises(ValueError, match="has weight .*; it must be above 0"):
         step("packed", [EXAMPLES[0]._replace(weight=weight), *EXAMPLES[1:]])

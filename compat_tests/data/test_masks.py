@@ -88,10 +88,10 @@ def test_the_warning_counts_rows_and_names_the_columns(caplog):
     ready(table(rows))
     list(ready(stream(rows * 3)))
     assert caplog.messages == [
-        "1 of 3 rows of train_dataset have padding by ['attention_mask_chosen', 'attention_mask_rejected']: it is left "
-        "out (first: row 2)",
-        "Row 2 of train_dataset has padding by 'attention_mask_rejected': it is left out; later rows like it are not "
-        "reported.",
+        "1 of 3 rows of train_dataset have padding according to ['attention_mask_chosen', "
+        "'attention_mask_rejected']: removed (first: row 2)",
+        "Row 2 of train_dataset has padding according to 'attention_mask_rejected': removed; further rows like it are "
+        "not reported.",
     ]
 
 
@@ -142,14 +142,14 @@ def test_a_stream_whose_row_lacks_its_mask():
 IDS = {"chosen_ids": [5, 6], "rejected_ids": [7]}
 TEXTS = {"chosen": "a", "rejected": "b"}
 UNREAD = {
-    "masks": (IDS | dict.fromkeys(MASKED, [1]), f"{list(MASKED)} are not read: every token of 'chosen_ids' and"),
-    "dpo_masks": (IDS | {"chosen_attention_mask": [1, 0]}, "['chosen_attention_mask'] are not read: every token of"),
-    "weights": (TEXTS | {"weight": 2.0}, "['weight'] are not read: all pairs weigh the same."),
-    "labels": (IDS | {"labels": 1}, "['labels'] are not read: the chosen answer is the better one of every pair."),
+    "masks": (IDS | dict.fromkeys(MASKED, [1]), f"{list(MASKED)} are ignored: every token of 'chosen_ids' and"),
+    "dpo_masks": (IDS | {"chosen_attention_mask": [1, 0]}, "['chosen_attention_mask'] are ignored: every token of"),
+    "weights": (TEXTS | {"weight": 2.0}, "['weight'] are ignored: all pairs have the same weight."),
+    "labels": (IDS | {"labels": 1}, "['labels'] are ignored: the chosen answer counts as the better one in every"),
     "early": (TEXTS | dict.fromkeys(("input_ids_chosen", "input_ids_rejected"), [5]),
-              "['input_ids_chosen', 'input_ids_rejected'] are not read: the texts are, as in TRL."),
-    "margins": (TEXTS | {"margins": 1.0}, "['margins'] are not read: the column is called 'margin'."),
-    "question": (TEXTS | {"question": "?"}, "['question'] are not read: the prompt's column is called 'prompt'."),
+              "['input_ids_chosen', 'input_ids_rejected'] are ignored: the text is used instead, as in TRL."),
+    "margins": (TEXTS | {"margins": 1.0}, "['margins'] are ignored: the column must be named 'margin'."),
+    "question": (TEXTS | {"question": "?"}, "['question'] are ignored: the prompt column must be named 'prompt'."),
 }  # fmt: skip
 
 

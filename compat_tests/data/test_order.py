@@ -64,11 +64,13 @@ def test_a_stream_needs_max_steps():
     with pytest.raises(ValueError) as error:
         run_length(None, **sizes, max_steps=-1)
     assert str(error.value) == (
-        "train_dataset has no length, so max_steps must say how long to train; it is -1. Set max_steps in the config."
+        "train_dataset has no length, so max_steps must be set, but it is -1. Set it in the config."
     )
 
 
 def test_drop_last_may_not_drop_everything():
     with pytest.raises(ValueError) as error:
         run_length(3, batch_size=4, accumulation=1, drop_last=True, epochs=1, max_steps=-1)
-    assert str(error.value) == ("dataloader_drop_last=True leaves no batch: 3 rows, 4 a batch. Lower the batch size.")
+    assert str(error.value) == (
+        "dataloader_drop_last=True leaves no batch: 3 rows with a batch size of 4. Lower the batch size."
+    )

@@ -68,9 +68,9 @@ def test_what_cannot_be_packed():
         pack_dataset(rows([1]), 4, "best")
     with pytest.raises(ValueError, match="seq_length is 0, wanted a length of at least 1."):
         pack_dataset(rows([1]), 0)
-    with pytest.raises(TypeError, match="every column to hold lists, but 'text' is string. Leave it out, as in"):
+    with pytest.raises(TypeError, match="every column to hold lists, but 'text' is string. Remove it with"):
         pack_dataset(Dataset.from_dict({"ids": [[1]], "text": ["a"]}), 4)
-    with pytest.raises(ValueError, match="lists of the same length in a row: 'a' and 'b' differ."):
+    with pytest.raises(ValueError, match="lists of equal length within a row: 'a' and 'b' differ."):
         pack_dataset(Dataset.from_dict({"a": [[1, 2]], "b": [[1]]}), 4)
 
 

@@ -134,7 +134,7 @@ def test_the_given_dataset_and_its_text_stay_as_they_were(tokenizer):
 def test_older_column_names_are_renamed(legacy, streaming, tokenizer):
     dataset = Dataset.from_list([{legacy[0]: [4, 5], legacy[1]: [6], "margin": 0.5}])
     dataset = dataset.to_iterable_dataset() if streaming else dataset
-    text = f"train_dataset: the columns '{legacy[0]}' and '{legacy[1]}' are now .* will not be supported in v1"
+    text = f"train_dataset: the columns '{legacy[0]}' and '{legacy[1]}' are now .* TRL v1 will no longer support"
     with pytest.warns(FutureWarning, match=text):
         prepared = ours(dataset, tokenizer)
     assert list(prepared) == [{"chosen_ids": [4, 5], "rejected_ids": [6], "margin": 0.5}]
@@ -204,7 +204,7 @@ def test_a_stream_reports_the_first_pair_that_max_length_removes(tokenizer, capl
     stream = ours(Dataset.from_list(rows).to_iterable_dataset(), tokenizer, 4)
     assert len(list(stream)) == len(list(stream)) == 2
     assert caplog.messages == [
-        "max_length=4 removes row 1 of train_dataset (9 tokens); later rows like it are not reported."
+        "max_length=4 removes row 1 of train_dataset (9 tokens); further rows like it are not reported."
     ]
 
 

@@ -25,12 +25,12 @@ TEXTS = {
 TALKS = {
     "none": (None, "found None, wanted a text, or messages"),
     "empty": ([], r"found \[\] \(list\), wanted a text, or messages"),
-    "no message": ([*TALK, None], "found None, wanted messages alone, each a dict with role and content"),
-    "no role": ([*TALK, {"role": None, "content": "a"}], "wanted messages alone, each a dict with role and content"),
+    "no message": ([*TALK, None], "found None, wanted only messages, each a dict with role and content"),
+    "no role": ([*TALK, {"role": None, "content": "a"}], "wanted only messages, each a dict with role and content"),
     "no content": ([*TALK, {"role": "user", "content": None}], "wanted a message with content; an empty one is ''"),
     "no calls": ([{"role": "user", "content": None, "tool_calls": []}], "wanted a message with content"),
 }
-HALVES = (("a\ud800", "is half of one"), ([{"role": "user", "content": "\udfff"}], "is half of one"))
+HALVES = (("a\ud800", "found a lone surrogate"), ([{"role": "user", "content": "\udfff"}], "found a lone surrogate"))
 CASES = [("good", *case) for case in TEXTS.values()] + [(TALK, *case) for case in TALKS.values()]
 
 
@@ -124,7 +124,7 @@ def test_a_template_that_makes_too_much_shows_the_prompt(monkeypatch):
     monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ 'a' * 10**7 }}"
-    with pytest.raises(ValueError, match=r"^The prompt \[\{'content': 'hi', .*chat template makes a text .* too large"):
+    with pytest.raises(ValueError, match=r"^The prompt \[\{'content': 'hi', .*chat template produces a text .* too l"):
         prompts.prompt_ids([TALK], tokenizer)
 
 

@@ -50,10 +50,10 @@ def prepared(rows, tokenizer, streaming=False, **options):
 
 
 REFUSED = {
-    "no text": ([{"story": "a"}], {}, "train_dataset needs one of: 'text' (dataset_text_field) with a text, 'messages"),
+    "no text": ([{"story": "a"}], {}, "train_dataset needs one of: 'text' (dataset_text_field) with a text; 'messages"),
     "another field": ([TEXT], {"dataset_text_field": "story"}, "needs one of: 'story' (dataset_text_field)"),
-    "prompts alone": ([{"prompt": "why"}], {}, "'prompt' and 'completion', 'conversations' with messages of 'from' an"),
-    "no roles": ([{"messages": [{"content": "a"}]}], {}, "with a 'role' and a 'content', 'prompt'"),
+    "prompts alone": ([{"prompt": "why"}], {}, "'prompt' and 'completion'; 'conversations' whose messages have 'from"),
+    "no roles": ([{"messages": [{"content": "a"}]}], {}, "with a 'role' and a 'content'; 'prompt'"),
     "images": ([TEXT | {"image": "a"}], {}, "The dataset appears to be vision-related (contains 'image' or 'images' k"),
     "formatted": ([PAIR], {"formatting_func": only}, "function was provided while `completion_only_loss=True`, which "),
     "formatted too": (
@@ -87,12 +87,12 @@ REFUSED = {
     "no completion": ([{"prompt": ASK, "completion": ANSWER}, {"prompt": ASK, "completion": []}], {}, "'completion': "),
     "tools": ([TALK | {"tools": "{"}], {}, "column 'tools': found '{' (str), wanted a list, or a list in JSON"),
     "kwargs": ([TALK | {"chat_template_kwargs": "a"}], {}, "column 'chat_template_kwargs': found 'a' (str), wanted a "),
-    "mixed": ([{"prompt": "a", "completion": ANSWER}], {}, "'prompt' is text, 'completion' is a conversation; they mu"),
+    "mixed": ([{"prompt": "a", "completion": ANSWER}], {}, "'prompt' is text, 'completion' is a conversation; all mus"),
     "words": ([{"input_ids": ["a"]}], {}, "Row 0 of train_dataset, column 'input_ids': found 'a' (str), wanted nothin"),
     "empty ids": ([IDS, {"input_ids": []}], {}, "Row 1 of train_dataset, column 'input_ids': found [] (list), wanted "),
     "fewer labels": (
         [IDS | {"labels": [5, 6, 7]}, IDS | {"labels": [5]}], {},
-        "Row 1 of train_dataset, column 'labels': found 1 values, wanted 3, one for each token of 'input_ids'",
+        "Row 1 of train_dataset, column 'labels': found 1 values, wanted 3, one per token of 'input_ids'",
     ),
     "fewer marks": (
         [IDS | {"completion_mask": [0, 1]}], {"completion_only_loss": True},
@@ -100,12 +100,12 @@ REFUSED = {
     ),
     "other marks": ([IDS | {"assistant_masks": [0, 1, 2]}], {}, "column 'assistant_masks': found 2 (int), wanted a li"),
     "documents": (
-        [IDS | {"seq_lengths": [1, 1]}], {}, "'seq_lengths': found [1, 1] (list), wanted the tokens of each document of"
+        [IDS | {"seq_lengths": [1, 1]}], {}, "'seq_lengths': found [1, 1] (list), wanted the number of tokens of each"
     ),
-    "long packed": ([IDS | {"seq_lengths": [1, 2]}], {"max_length": 2}, "is packed already (it has 'seq_lengths') and"),
+    "long packed": ([IDS | {"seq_lengths": [1, 2]}], {"max_length": 2}, "is already packed (it has 'seq_lengths') and"),
     "masked": (
         [{"prompt": "gladly first " * 9, "completion": "b"}], {},
-        "have no token to train on: their labels are all -100. Where prompts fill max_length, raise it, or pass trunca",
+        "have no token to train on: their labels are all -100. If prompts fill max_length, raise it or pass trunca",
     ),
 }  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_prompts_of_two_kinds(tokenizer):
 
     rows = [PAIR, {"prompt": ASK, "completion": ANSWER}]
     stream = IterableDataset.from_generator(lambda: iter(rows))
-    with pytest.raises(ValueError, match="Row 1 of train_dataset is a conversation, and the first row is text"):
+    with pytest.raises(ValueError, match="Row 1 of train_dataset is a conversation, but the first row is text"):
         list(prepare(stream, tokenizer, max_length=9, num_proc=None, name="train"))
 
 
@@ -140,7 +140,7 @@ def test_a_transform_is_refused_in_trls_words(tokenizer):
 def test_templates_and_assistants(tokenizer, caplog):
     talk = partial(prepared, [TALK], assistant_only_loss=True)
     bare, marked = tiny_tokenizer(), tiny_tokenizer()
-    with pytest.raises(ValueError, match="Row 0 of train_dataset is a conversation and the tokenizer .* no chat templ"):
+    with pytest.raises(ValueError, match="Row 0 of train_dataset is a conversation, but the tokenizer .* no chat temp"):
         talk(bare)
     marked.chat_template = MARKED
     assert talk(marked)[0]["labels"][0] == -100
@@ -158,7 +158,7 @@ def test_templates_and_assistants(tokenizer, caplog):
 def test_a_column_of_labels_beside_texts_is_not_read(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         found = prepared([TEXT | {"labels": 1}], tokenizer)
-    assert found[0]["labels"] == found[0]["input_ids"] and "the column 'labels' is not read" in caplog.text
+    assert found[0]["labels"] == found[0]["input_ids"] and "the column 'labels' is ignored" in caplog.text
 
 
 def test_a_prompt_that_is_no_prefix_is_warned_of(tokenizer, caplog):

@@ -53,7 +53,7 @@ def test_pad_equal_to_eos_is_warned_of_once_per_process(caplog):
     for _ in range(3):
         warn_of_shared_pad(settle(tiny_tokenizer(pad=None)))
     assert len(caplog.messages) == 1
-    assert "both '</s>': the score is read at the last token that is not EOS, as TRL does" in caplog.text
+    assert "both '</s>', so the score is read at the last token before the EOS, as in TRL" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["own.jinja", "own.j2"])
@@ -74,7 +74,7 @@ def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
     assert settle_chat_template(tokenizer, str(tmp_path), rows=size + 3) == (size + 3, [size, size + 1, size + 2])
     assert tokenizer.chat_template == "{{ 'cloned' }}" and tokenizer.convert_tokens_to_ids("<new>") == size
     assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"]) == [size + 1, size + 2]
-    with pytest.raises(ValueError, match=r"brings 1 new tokens \(<new>\), .* Resize the checkpoint's embedding"):
+    with pytest.raises(ValueError, match=r"adds 1 new tokens \(<new>\), .* Resize the checkpoint's embedding"):
         settle_chat_template(tiny_tokenizer(), str(tmp_path), rows=size)
     whole = -(-(size + 1) // 64) * 64
     for rows in (size, 600):  # rows to spare go
@@ -84,7 +84,7 @@ def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
 
 def test_other_template_sources_are_refused(tmp_path):
     for place in ("org/model", str(tmp_path)):
-        with pytest.raises(ValueError, match="is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name"):
+        with pytest.raises(ValueError, match="is neither a .jinja or .j2 file nor a folder or Hub name of a tokenizer"):
             settle_chat_template(tiny_tokenizer(), place, rows=600)
-    with pytest.raises(FileNotFoundError, match="gone.jinja': there is no such file"):
+    with pytest.raises(FileNotFoundError, match="gone.jinja': no such file"):
         settle_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"), rows=600)

@@ -389,7 +389,7 @@ def test_row27_missing_columns(good, tmp_path):
 
 
 def test_row28_a_conversation_without_a_template(good, tmp_path):
-    text = "Row 0 of train_dataset is a conversation and the tokenizer"
+    text = "Row 0 of train_dataset is a conversation, but the tokenizer"
     with refuses(text, "has no chat template. Pass one with chat_template_path="):
         trainer(good, tmp_path, rows=preference_rows(2, "chat"))
 
@@ -416,7 +416,7 @@ def test_row30_a_token_outside_the_vocabulary(token, good, tmp_path):
     text = f"Row 1 of the prepared train_dataset, column 'chosen_ids': token id {token} is outside the model's"
     with refuses(
         text,
-        "vocabulary (vocab_size=520). Pass the tokenizer that belongs to the model, or resize",
+        "vocabulary (vocab_size=520). Pass the model's own tokenizer, or resize",
     ):
         trainer(good, tmp_path, rows=[IDS, {**IDS, "chosen_ids": [5, token]}])
 
@@ -424,19 +424,19 @@ def test_row30_a_token_outside_the_vocabulary(token, good, tmp_path):
 def test_row30_a_tokenizer_of_another_model(good, tmp_path):
     words = tiny_tokenizer()
     words.add_tokens([f"<extra{i}>" for i in range(30)])
-    with refuses("Row 0 of the prepared train_dataset", "Pass the tokenizer that belongs to the model"):
+    with refuses("Row 0 of the prepared train_dataset", "Pass the model's own tokenizer"):
         trainer(good, tmp_path, rows=[{"chosen": "good <extra29>", "rejected": "bad"}], processing_class=words)
 
 
 def test_row31_a_tokenizer_without_eos(good, tmp_path):
     words = tiny_tokenizer(eos=None)
-    text = "Row 0 of train_dataset is plain text, which ends with the EOS token, and the tokenizer"
-    with refuses(text, "has none. Name a token of its vocabulary with eos_token=... in the trainer"):
+    text = "Row 0 of train_dataset is plain text, to which the EOS token is appended, but the tokenizer"
+    with refuses(text, "has none. Pass a token of its vocabulary as eos_token=... in the trainer"):
         trainer(good, tmp_path, processing_class=words)
 
 
 def test_row31_an_eos_token_that_is_unknown(good, tmp_path):
-    with refuses("The specified `eos_token` ('<nope>') is not found in the vocabulary", "Name a token it has"):
+    with refuses("The specified `eos_token` ('<nope>') is not found in the vocabulary", "a token of the vocabulary"):
         trainer(good, tmp_path, eos_token="<nope>")
 
 
@@ -452,7 +452,7 @@ def test_row33_pad_equal_to_eos_is_warned_of_once(good, tmp_path, caplog):
     chat._warn_shared.cache_clear()
     for _ in range(2):
         trainer(good, tmp_path, processing_class=tiny_tokenizer(pad="</s>"))
-    text = "pad_token and eos_token are both '</s>': the score is read at the last token that is not EOS"
+    text = "pad_token and eos_token are both '</s>', so the score is read at the last token before the EOS"
     assert caplog.text.count(text) == 1
 
 
@@ -616,5 +616,5 @@ def test_row36_a_wrong_value_of_qwen2(key, value, text, checkpoint, tmp_path):
 def test_row37_a_stream_without_max_steps(good, tmp_path):
     rows = preference_rows(4)
     stream = IterableDataset.from_generator(lambda: iter(rows))
-    with refuses("train_dataset has no length, so max_steps must say how long to train; it is -1. Set max_steps"):
+    with refuses("train_dataset has no length, so max_steps must be set, but it is -1. Set it in the config"):
         trainer(good, tmp_path, rows=stream).train()

@@ -102,7 +102,7 @@ def test_a_model_alone_runs_nothing(hostile):
 
 
 def test_a_chat_template_of_another_repository_runs_nothing(hostile, checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="that loads without code of its own") as error:
+    with pytest.raises(ValueError, match="that loads without remote code") as error:
         make(trl_jax, checkpoint(**FACTS), tmp_path / "out", config={"chat_template_path": str(hostile)})
     assert ran(hostile) == set() and "trust_remote_code" in str(error.value.__cause__)
 

@@ -125,7 +125,7 @@ def test_row20_another_dataset_is_refused(rows, train, tmp_path):
     with pytest.raises(ValueError) as error:
         train("run", True, train=rows)
     assert str(error.value).startswith(f"train_dataset is not the one {tmp_path / 'run'}/checkpoint-2 was trained on")
-    assert "or ignore_data_skip=True to begin the epoch again" in str(error.value)
+    assert "or ignore_data_skip=True to restart the epoch" in str(error.value)
     assert train("run", True, train=rows, ignore_data_skip=True, max_steps=4).state.global_step == 4
 
 

@@ -137,7 +137,7 @@ def test_completions_are_not_written_through_a_link(run_dir, elsewhere, caplog):
     log.add("train", ["a"], ["b"])
     log.log("train", 1)
     assert os.listdir(elsewhere) == ["precious"]
-    assert "completions is a link, which is not followed: completions are not written to files." in caplog.text
+    assert "completions is a symlink and is not followed: completions are not written to files." in caplog.text
 
 
 def test_averaged_weights_are_not_written_through_a_link(run_dir, elsewhere):

@@ -52,21 +52,21 @@ def test_a_stream_without_end_of_which_max_length_removes_every_row(monkeypatch,
         return ({"chosen_ids": [5] * (9 + i % 3), "rejected_ids": [6]} for i in itertools.count())
 
     text = (
-        "max_length=4 removed 1,200 rows of train_dataset in succession, up to row 1199: the shortest pair of them has "
-        "9 tokens. Raise max_length, pass max_length=None, or leave such rows out of the stream"
+        "max_length=4 removed 1,200 consecutive rows of train_dataset, up to row 1199; the shortest of these has "
+        "9 tokens. Raise max_length, pass max_length=None, or filter such rows out of the stream"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         next(iter(ready(IterableDataset.from_generator(rows), max_length=4)))
     assert caplog.messages[1:] == [
-        "max_length=4 removed 1,000 rows of train_dataset in succession, up to row 999: the shortest pair of them has "
-        "9 tokens. After 1,200 the run ends."
+        "max_length=4 removed 1,000 consecutive rows of train_dataset, up to row 999; the shortest of these has "
+        "9 tokens. Training stops after 1,200 such rows."
     ]
 
 
 def test_rows_are_counted_from_the_last_that_was_kept(monkeypatch):
     monkeypatch.setattr(tokenize, "MAX_REMOVED", 4)
     assert len(list(ready(lengths(9, 9, 9, 2, 9, 9, 9, 2, 9), max_length=4))) == 2
-    with pytest.raises(ValueError, match="removed 4 rows of train_dataset in succession, up to row 5: .* has 7 tokens"):
+    with pytest.raises(ValueError, match="removed 4 consecutive rows of train_dataset, up to row 5; .* has 7 tokens"):
         list(ready(lengths(5, 2, 9, 8, 7, 9, 2), max_length=4))
 
 
@@ -100,7 +100,7 @@ def test_what_an_error_may_show(text, shown):
 
 def test_half_a_character_names_its_row_and_column():
     half = "good \ud83d"
-    text = r"column 'rejected': character 5 is half of one, at the end of 'good \ud83d', wanted Unicode text."
+    text = r"column 'rejected': found a lone surrogate at character 5, at the end of 'good \ud83d', wanted Unicode"
     with pytest.raises(ValueError, match=re.escape(f"Row 1 of train_dataset, {text}")):
         list(ready(stream([GOOD, {"chosen": "a", "rejected": half}])))
     messages = [{"role": "user", "content": half}]

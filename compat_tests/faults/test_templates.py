@@ -106,7 +106,7 @@ def test_a_template_that_asks_for_all_memory_or_time(kind, monkeypatch):
     ready(with_template("{{ messages[0].content }}"))  # imports
     tracemalloc.start()
     start = time.process_time()
-    with pytest.raises(ValueError, match="Row 0 of train_dataset: the tokenizer's chat template makes .* too large"):
+    with pytest.raises(ValueError, match="Row 0 of train_dataset: the tokenizer's chat template produces .* too large"):
         ready(tokenizer)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -129,5 +129,5 @@ def test_without_the_package(name, monkeypatch):
 
 
 def test_completions_that_are_texts():
-    with pytest.raises(TypeError, match="^think_format_reward judges answers in conversations, .* a list of messages"):
+    with pytest.raises(TypeError, match="^think_format_reward needs conversational completions, .* a list of messages"):
         rewards.think_format_reward(["<think>a</think>"])

@@ -235,8 +235,8 @@ def test_what_cannot_be_shown_or_written_is_a_warning_and_the_rest_goes_on(tmp_p
         made.log("train", step)
     told = [record.message for record in caplog.records]
     assert [len(frame) for frame in seen] == [2, 2] and len(told) == 3  # each of them once
-    for text, what in zip(told, ("shown", "written", "given to a tracker"), strict=True):
-        assert f"the table of completions could not be {what}, and the run goes on. " in text
+    for text, what in zip(told, ("shown", "written", "sent to a tracker"), strict=True):
+        assert f"the completions table could not be {what}; training continues. " in text
     assert told[0].endswith("ZeroDivisionError: division by zero") and "the tracker is away" in told[2]
 
 

@@ -97,7 +97,7 @@ def test_beside_functions(folder):
 
 
 def test_a_model_without_a_score(folder):
-    with pytest.raises(TypeError, match=r"^reward_funcs has the model .*, which has no score head: load it"):
+    with pytest.raises(TypeError, match=r"^reward_funcs contains the model .*, which has no score head: load it"):
         scored(AutoModelForCausalLM.from_pretrained(folder), PROMPTS, COMPLETIONS)
 
 
@@ -106,6 +106,6 @@ def test_a_classifier_of_several_labels(checkpoint):
 
     labels = {"num_labels": 2, "id2label": {0: "NEGATIVE", 1: "POSITIVE"}}
     model = Theirs.from_pretrained(checkpoint("llama", **labels))
-    text = r"with 2 labels \(0 'NEGATIVE', 1 'POSITIVE'\), and a reward is one number; TRL takes the first label's"
+    text = r"with 2 labels \(0 'NEGATIVE', 1 'POSITIVE'\), but a reward is a single number; TRL would use the score"
     with pytest.raises(ValueError, match=text):
         scored(model, PROMPTS, COMPLETIONS)

@@ -233,24 +233,24 @@ def test_an_exception_keeps_its_kind_and_says_where(function):
     with pytest.raises(ZeroDivisionError) as error:
         call(waits, function) if function is fails_later else call(function, waits)
     text = "".join(traceback.format_exception(error.value))
-    assert f"This was raised by the reward function '{function.__name__}', for 4 completions, the first of" in text
+    assert f"Raised by the reward function '{function.__name__}' for 4 completions, the first with" in text
     assert "prompt='a'" in text and "train(resume_from_checkpoint=True)" in text
 
 
 @pytest.mark.parametrize(("returned", "kind", "text"), [
     ([1.0, 2.0], ValueError, "The reward function 'bad' returned 2 rewards, but 4 were expected (one per "
      "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
-    (None, TypeError, "The reward function 'bad' returned rewards=None: wanted a list of 4 rewards, numbers or None."),
-    (0.5, TypeError, "The reward function 'bad' returned rewards=0.5: wanted a list of 4 rewards, numbers or None."),
+    (None, TypeError, "The reward function 'bad' returned rewards=None: wanted a list of 4 rewards (numbers or None)."),
+    (0.5, TypeError, "The reward function 'bad' returned rewards=0.5: wanted a list of 4 rewards (numbers or None)."),
     (["1.0", 1, 2, 3], TypeError,
      "The reward function 'bad' returned rewards=['1.0', 1, 2, 3]: wanted numbers or None."),
     (["a", 1, 2, 3], TypeError,
      "The reward function 'bad' returned rewards=['a', 1, 2, 3]: wanted numbers or None."),
     ({0: 1.0}, TypeError,
-     "The reward function 'bad' returned rewards={0: 1.0}: wanted a list of 4 rewards, numbers or None."),
-    ({7}, TypeError, "The reward function 'bad' returned rewards={7}: wanted a list of 4 rewards, numbers or None."),
+     "The reward function 'bad' returned rewards={0: 1.0}: wanted a list of 4 rewards (numbers or None)."),
+    ({7}, TypeError, "The reward function 'bad' returned rewards={7}: wanted a list of 4 rewards (numbers or None)."),
     (b"abcd", TypeError,
-     "The reward function 'bad' returned rewards=b'abcd': wanted a list of 4 rewards, numbers or None."),
+     "The reward function 'bad' returned rewards=b'abcd': wanted a list of 4 rewards (numbers or None)."),
     (itertools.count(), ValueError, "The reward function 'bad' returned more than 4 rewards, but 4 were expected (one "
      "per prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
     ([0.0, float("-inf"), 0.0, 0.0], ValueError, "The reward function 'bad' returned -inf for completion 1: wanted a "
@@ -335,7 +335,7 @@ def test_a_column_of_another_length(caplog):
     rewards = made(wrong)
     rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
     assert not caplog.records and rewards.extra() == {"right": list("abcd")}
-    assert "log_extra('note', values) got 1 values for 4 completions, and the column is left out" in caplog.text
+    assert "log_extra('note', values) got 1 values for 4 completions, so the column is left out" in caplog.text
 
 
 GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
@@ -392,7 +392,7 @@ def test_a_completion_without_any_reward_is_warned_of(caplog):
      "Number of reward weights (2) must match number of reward functions (1)"),
     ([lengths, later], {"processing_classes": [None]}, ValueError,
      "The number of reward processing classes (1) must match the number of reward functions (2)."),
-    ([3], {}, TypeError, "reward_funcs holds a int: wanted functions, or reward models by name or object."),
+    ([3], {}, TypeError, "reward_funcs contains a int: pass functions, or reward models by name or object."),
 ])  # fmt: skip
 def test_what_is_passed_is_checked(given, options, kind, text):
     with pytest.raises(kind) as error:

@@ -61,14 +61,14 @@ def test_the_picture_has_what_was_logged(trainer, tmp_path):
     heights = [[float(point.split(",")[1]) for point in line] for line in lines]
     assert heights[0] == sorted(heights[0], reverse=True) and heights[3] == sorted(heights[3])
     assert len(set(heights[2])) == 1 and len(list(root.iter(f"{SVG}circle"))) == 10
-    assert "divergence" not in (tmp_path / "training.svg").read_text()
+    assert "KL" not in (tmp_path / "training.svg").read_text()
 
 
 def test_a_run_draws_as_it_logs(trainer):
     path = trainer.args.output_dir + "/training.svg"
     titles = [text.text for text in ElementTree.parse(path).getroot().iter(f"{SVG}text") if text.get("font-weight")]
     assert [title.partition(",")[0] for title in titles] == [
-        "mean reward (green: evaluations)", "tokens of a completion", "entropy", "divergence from the reference"
+        "mean reward (green: evaluation)", "mean completion length", "entropy", "KL from the reference"
     ]  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_called_is_refused(functions, template, error, text):
 def test_another_form_of_calls_says_what_to_set():
     words = tokenizer_of("json")
     words.chat_template = FORMS["json"].replace("tool_call>", "call>")
-    with pytest.raises(ValueError, match="Set tokenizer.response_template, which says how"):
+    with pytest.raises(ValueError, match="Set tokenizer.response_template, from which"):
         response_template(words)
 
 
@@ -210,4 +210,4 @@ def test_what_the_reset_of_an_environment_raises_is_named():
 
     with pytest.raises(KeyError, match="stock") as error:
         Environments(Shop).begin([{"prompt": [{"role": "user", "content": "Buy."}]}])
-    assert error.value.__notes__[0].startswith("This was raised by reset() of the environment 'Shop', for 1 ")
+    assert error.value.__notes__[0].startswith("Raised by reset() of the environment 'Shop' for 1 ")

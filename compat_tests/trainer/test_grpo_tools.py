@@ -186,7 +186,7 @@ def test_an_environment_that_shows_an_image(runs):
 
 def test_a_column_with_the_name_of_the_environments(runs):
     runs.rows = [row | {"environments": "theirs"} for row in ROWS]
-    with pytest.raises(ValueError, match="^train_dataset has the column 'environments', and the trainer passes"):
+    with pytest.raises(ValueError, match="^train_dataset has the column 'environments', but the trainer itself passes"):
         runs.made(trl_jax, environment_factory=Shop)
     with pytest.raises(ValueError, match="^A row has the column 'environments'"):
         Environments(Shop).begin(runs.rows)

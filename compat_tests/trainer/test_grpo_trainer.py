@@ -84,12 +84,12 @@ REFUSED = {
     "weights": ({"config": {"reward_weights": [1.0, 2.0]}}, ValueError, r"Number of reward weights \(2\) must match"),
     "tokenizers": (
         {"reward_processing_classes": [None, None]}, ValueError, r"The number of reward processing classes \(2\)"),
-    "no function": ({"rewards": 3}, TypeError, "reward_funcs holds a int"),
+    "no function": ({"rewards": 3}, TypeError, "reward_funcs contains a int"),
     "images": (
         {"train": table().add_column("image", [[0]] * 8)}, ValueError, "contains 'image' or 'images' keys"),
     "no prompts": ({"train": table().rename_column("prompt", "text")}, KeyError, "no column 'prompt'"),
     "a stream without an end": (
-        {"train": table().to_iterable_dataset(), "config": {"max_steps": -1}}, ValueError, "max_steps must say how"),
+        {"train": table().to_iterable_dataset(), "config": {"max_steps": -1}}, ValueError, "max_steps must be set"),
     "reference without beta": (
         {"config": {"sync_ref_model": True, "beta": 0.0}}, ValueError, "nothing to synchronize"),
     "group": ({"config": {"per_device_train_batch_size": 6}}, ValueError, "must be divisible by num_generations"),
@@ -287,10 +287,10 @@ def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
 
 FALSE_ROLLOUTS = {
     "no logprobs": ({"logprobs": ...}, r"must return keys \['logprobs'\] in its output dict"),
-    "too few": ({"completion_ids": [[5]]}, "was given 8 prompts and returned 1 completion_ids"),
+    "too few": ({"completion_ids": [[5]]}, "rollout_func got 8 prompts but returned 1 completion_ids"),
     "empty": ({"completion_ids": [[5], []] * 4}, r"completion_ids\[1\]: found \[\], wanted a list of at least one t"),
-    "mask": ({"env_mask": [[1]] * 8}, "env_mask that has not one number for each token"),
-    "mask of another length": ({"env_mask": [[1, 1]] * 7}, "env_mask that has not one number for each token"),
+    "mask": ({"env_mask": [[1]] * 8}, "env_mask without exactly one number per token"),
+    "mask of another length": ({"env_mask": [[1, 1]] * 7}, "env_mask without exactly one number per token"),
     "mask of texts": ({"env_mask": [["0", "1"]] * 8}, r"env_mask\[0\] has '0', wanted 0 or 1"),
     "mask of fractions": ({"env_mask": [[1, 1]] * 7 + [[0.5, 1]]}, r"env_mask\[7\] has 0.5, wanted 0 or 1"),
     "mask of other numbers": ({"env_mask": np.full((8, 2), 2)}, r"env_mask\[0\] has .*2.*, wanted 0 or 1"),
@@ -359,7 +359,7 @@ def test_what_a_rollout_func_raises_is_named(make):
 
     with pytest.raises(OSError, match="^no server") as error:
         make(rollout_func=breaks).train()
-    assert error.value.__notes__[0].startswith("This was raised by rollout_func, for 8 completions, the first of ")
+    assert error.value.__notes__[0].startswith("Raised by rollout_func for 8 completions, the first with ")
 
 
 def test_conversations(make):
@@ -552,5 +552,5 @@ def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
 
 
 def test_a_stream_with_too_few_prompts_is_told(make):
-    with pytest.raises(ValueError, match="train_dataset, a stream, has 1 prompts, and a generation takes 2"):
+    with pytest.raises(ValueError, match="train_dataset, a stream, has 1 prompts, but a generation needs 2"):
         make(train=table(1).to_iterable_dataset()).train()

@@ -191,10 +191,10 @@ def test_what_cannot_be_changed_is_told(make):
     with pytest.warns(UserWarning, match="Arguments that decide beta, objective were changed .* As in TRL"):
         trainer.train()
     trainer.reward_funcs.append(length_reward)
-    with pytest.raises(ValueError, match="reward_funcs has 2 functions now, and had 1"):
+    with pytest.raises(ValueError, match="reward_funcs now has 2 functions, but had 1"):
         trainer.train()
     trainer.reward_funcs[:] = ["folder"]
-    with pytest.raises(TypeError, match=r"reward_funcs\[0\] is a str now: wanted a function"):
+    with pytest.raises(TypeError, match=r"reward_funcs\[0\] is now a str: wanted a function"):
         trainer.train()
     trainer.args.gradient_accumulation_steps = 4
     with pytest.raises(ValueError, match="sizes of a generation were changed after the trainer was made"):

@@ -84,7 +84,7 @@ def test_a_prompt_that_becomes_another_is_refused():
             return {"input_ids": [[1, 2, 3], [1, 2, 3, 4], [7, 8, 3, 5]]}
 
     row = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    with pytest.raises(ValueError, match="Row 3 of train_dataset: the tokens of the prompt are others before 'chosen'"):
+    with pytest.raises(ValueError, match="Row 3 of train_dataset: the prompt is tokenized differently before 'chosen'"):
         preference.tokenize_reference_free_row(row, 3, Odd(), "train_dataset", None, None)
 
 
@@ -94,7 +94,7 @@ def test_full_prompts_are_left_out_and_long_ones_shortened(folder, caplog):
     rows = Dataset.from_list([*preference_rows(4, "prompt"), long])
     options = {"max_length": 32, "num_proc": None, "name": "train"}
     kept = preference.prepare_reference_free(rows, tokenizer, max_prompt_length=None, **options)
-    assert len(kept) == 4 and "1 of 5 rows of train_dataset have prompts that fill max_length=32" in caplog.text
+    assert len(kept) == 4 and "Dropped 1 of 5 rows of train_dataset: their prompts alone fill max" in caplog.text
     kept = preference.prepare_reference_free(rows, tokenizer, max_prompt_length=5, **options)
     whole = tokenizer(rows[4]["prompt"])["input_ids"]
     assert kept[4]["prompt_input_ids"] == whole[-5:] and kept[4]["chosen_input_ids"][:5] == whole[-5:]

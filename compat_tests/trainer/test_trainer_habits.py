@@ -32,7 +32,7 @@ def test_a_pad_token_beyond_the_embedding_is_refused(folder, tmp_path):
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer.add_tokens([f"<new{i}>" for i in range(size - len(tokenizer))])
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    with pytest.raises(ValueError, match=rf"'\[PAD\]' has id {size}, but the model embeds the ids 0 to {size - 1}"):
+    with pytest.raises(ValueError, match=rf"'\[PAD\]' has id {size}, but the model has .* for ids 0 to {size - 1}"):
         make(trl_jax, folder, tmp_path, processing_class=tokenizer)
 
 
@@ -72,7 +72,7 @@ def test_a_stream_of_nothing_but_long_rows_is_an_error(folder, tmp_path):
 
 
 def test_a_stream_without_an_end_is_refused_at_construction(folder, tmp_path):
-    with pytest.raises(ValueError, match="max_steps must say how long"):
+    with pytest.raises(ValueError, match="max_steps must be set"):
         make(trl_jax, folder, tmp_path, train=stream(8), config={"max_steps": -1})
 
 

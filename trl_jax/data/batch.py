@@ -96,8 +96,8 @@ def empty_extras(like: Example, *leading: int, examples: int, reads: int) -> Ext
     """
     if like.extras.read and not like.labels:
         raise ValueError(
-            f"extras.read[{next(iter(like.extras.read))!r}] has no targets that it could belong to: the example has no "
-            "labels. Numbers of texts are extras.text."
+            f"extras.read[{next(iter(like.extras.read))!r}] has one number per target, but the example has no labels "
+            "and therefore no targets. Put numbers that belong to a whole text in extras.text."
         )
     return like.extras.zeros(*leading, examples=examples, texts=len(like.texts) * examples, reads=reads)
 
@@ -186,8 +186,8 @@ class Extras(NamedTuple):
             numbers = own.read[name][text]
             if len(numbers) != count:
                 raise ValueError(
-                    f"extras.read[{name!r}] of text {text} has {len(numbers)} numbers, and the text has {count} "
-                    "targets. Give it one for each, in the order of Example.targets."
+                    f"extras.read[{name!r}] has {len(numbers)} numbers for text {text}, which has {count} targets. "
+                    "Pass one number per target, in the order of Example.targets."
                 )
             values[index][start : start + count] = numbers
 
@@ -387,7 +387,7 @@ def weight_of(example: Example, weight: float) -> float:
     if example.weight is None:
         return weight
     if not example.weight > 0:
-        raise ValueError(f"An example's weight is {example.weight}: wanted is one above 0. Leave the example out.")
+        raise ValueError(f"An example has weight {example.weight}; it must be above 0. Leave the example out instead.")
     return example.weight
 
 

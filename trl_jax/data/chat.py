@@ -39,9 +39,9 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
     pad = pad_token or tokenizer.pad_token or eos_token or tokenizer.eos_token
     if pad is None:
         raise ValueError(
-            f"The tokenizer ({type(tokenizer).__name__}) has neither a pad nor an EOS token, and rows of a batch are "
-            "filled up with the former. Name a token of its vocabulary with pad_token=... in the trainer's "
-            "configuration, or with eos_token=... to use it for both."
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a pad nor an EOS token, so rows cannot be padded. "
+            "Pass a token of its vocabulary as pad_token=... in the trainer's config, or as eos_token=... to use it "
+            "for both."
         )
     _check_known(tokenizer, "pad_token", pad)
     if eos_token is not None:
@@ -72,7 +72,7 @@ def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bo
         new = clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
         return len(tokenizer.get_vocab()) if can_resize else rows, new
     if not file.is_file():
-        raise FileNotFoundError(f"chat_template_path={str(path)!r}: there is no such file.")
+        raise FileNotFoundError(f"chat_template_path={str(path)!r}: no such file.")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
     return rows, []
 
@@ -93,9 +93,9 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0
         rows = -(-needed // multiple) * multiple
     elif needed > rows:
         raise ValueError(
-            f"{source_path} brings {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), but the "
-            f"model embeds {rows} tokens and {len(vocabulary)} are taken. Resize the checkpoint's embedding with "
-            "transformers' resize_token_embeddings first."
+            f"{source_path} adds {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), but the "
+            f"model's embedding has {rows} rows and the tokenizer already uses {len(vocabulary)} of them. Resize the "
+            "checkpoint's embedding with transformers' resize_token_embeddings first."
         )
     tokenizer.chat_template = source.get_chat_template()
     tokenizer.add_tokens(new)
@@ -108,8 +108,9 @@ def _loaded(path: str) -> Any:
         return load_tokenizer(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name that loads without code of "
-            "its own. To use a template, save it: Path('template.jinja').write_text(template)."
+            f"{path!r} is neither a .jinja or .j2 file nor a folder or Hub name of a tokenizer that loads without "
+            "remote code. To use a template string, save it to a file: "
+            "Path('template.jinja').write_text(template)."
         ) from error
 
 
@@ -129,8 +130,8 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
     if token not in vocabulary:
         raise ValueError(
             f"The specified `{argument}` ('{token}') is not found in the vocabulary of the given `processing_class` "
-            f"({type(tokenizer).__name__}, {len(vocabulary):,} tokens). Name a token it has, or first add it to "
-            "tokenizer and model."
+            f"({type(tokenizer).__name__}, {len(vocabulary):,} tokens). Pass a token of the vocabulary, or first add "
+            "this one to the tokenizer and the model."
         )
 
 
@@ -144,8 +145,8 @@ def warn_of_shared_pad(tokenizer: Any) -> None:
 def _warn_shared(token: str) -> None:
     """Warn once per process of each token, by the cache."""
     logger.warning(
-        "pad_token and eos_token are both %r: the score is read at the last token that is not EOS, as TRL "
-        "does. RewardConfig(pad_token=...) with another token lets the score be read at the EOS itself.",
+        "pad_token and eos_token are both %r, so the score is read at the last token before the EOS, as in TRL. Set "
+        "RewardConfig(pad_token=...) to another token to read the score at the EOS.",
         token,
     )
 
@@ -205,9 +206,9 @@ def check_pad(tokenizer: Any, vocab_size: int) -> None:
     """Raise ValueError where the model has no embedding for the pad token."""
     if tokenizer.pad_token_id >= vocab_size:
         raise ValueError(
-            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "
-            f"{vocab_size - 1}. Use a token the model knows, as in tokenizer.pad_token = tokenizer.eos_token, or "
-            "resize the checkpoint's embedding first."
+            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model has embeddings only "
+            f"for ids 0 to {vocab_size - 1}. Use a token that the model knows, such as tokenizer.pad_token = "
+            "tokenizer.eos_token, or resize the checkpoint's embedding first."
         )
 
 
@@ -234,9 +235,9 @@ def with_eos(text: str, tokenizer: Any, where: str) -> str:
     """
     if tokenizer.eos_token is None:
         raise ValueError(
-            f"{where} is plain text, which ends with the EOS token, and the tokenizer "
-            f"({type(tokenizer).__name__}) has none. Name a token of its vocabulary with "
-            "eos_token=... in the trainer's config."
+            f"{where} is plain text, to which the EOS token is appended, but the tokenizer "
+            f"({type(tokenizer).__name__}) has none. Pass a token of its vocabulary as eos_token=... in the trainer's "
+            "config."
         )
     return text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token
 
@@ -278,15 +279,15 @@ def check_unicode(found: Any, column: str, where: str) -> None:
     messages = [{"role": "", "content": found}] if isinstance(found, str) else found
     for message in messages:
         if not isinstance(message, dict) or message.get("role") is None is message.get("from"):
-            raise cell_error(where, column, message, "messages alone, each a dict with role and content")
+            raise cell_error(where, column, message, "only messages, each a dict with role and content")
     for text in (value for message in messages for value in message.values()):
         try:
             str(text).encode()
         except UnicodeEncodeError as error:
             shown = ascii(text[max(0, error.start - 20) : error.start + 1])
             raise ValueError(
-                f"{where}, column {column!r}: character {error.start:,} is half of one, at the end of {shown}, wanted "
-                'Unicode text. Drop such halves: text.encode(errors="ignore").decode().'
+                f"{where}, column {column!r}: found a lone surrogate at character {error.start:,}, at the end of "
+                f'{shown}, wanted Unicode text. Drop surrogates with text.encode(errors="ignore").decode().'
             ) from error
 
 
@@ -294,7 +295,7 @@ def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
     """Raise ValueError for a conversation, named `where`, without a chat template."""
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError(
-            f"{where} is a conversation and the tokenizer ({type(tokenizer).__name__}) has no chat template. "
+            f"{where} is a conversation, but the tokenizer ({type(tokenizer).__name__}) has no chat template. "
             'Pass one with chat_template_path="template.jinja" in the config, or set tokenizer.chat_template.'
         )
 
@@ -317,7 +318,7 @@ def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: st
     kinds = {column: "a conversation" if is_messages(row[column]) else "text" for column in columns}
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
-        raise ValueError(f"{where}: {found}; they must be the same. {hint}")
+        raise ValueError(f"{where}: {found}; all must have the same form. {hint}")
 
 
 @contextmanager
@@ -331,9 +332,9 @@ def errors_of_template(where: str) -> Iterator[None]:
         yield
     except TooLarge as error:
         raise ValueError(
-            f"{where}: the tokenizer's chat template makes a text or a number that is too large, or takes too many "
-            f"steps: wanted at most {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Correct the "
-            "template, or leave the row out."
+            f"{where}: the tokenizer's chat template produces a text or number that is too large, or runs too many "
+            f"steps; the limits are {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Fix the template, "
+            "or leave the row out."
         ) from error
     except Exception as error:  # a template may raise anything; the row's name is added
         error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)

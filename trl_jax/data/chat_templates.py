@@ -151,9 +151,9 @@ def training_template(chat_template: str | dict[str, str]) -> str:
     if found is None:
         raise ValueError(
             "The chat template is not training-compatible (missing prefix-preservation or `{% generation %}` markers) "
-            "and patching is not supported for this template. Change it by hand: put what the assistant says, and the "
-            "token that ends its turn, between `{% generation %}` and `{% endgeneration %}`, and pass it with "
-            "chat_template_path. (With trl installed, its training templates are found.)"
+            "and patching is not supported for this template. Edit it by hand: wrap the assistant's content and its "
+            "end-of-turn token in `{% generation %}` and `{% endgeneration %}`, and pass the file as "
+            "chat_template_path. (If trl is installed, its training templates are used.)"
         )
     return found
 
@@ -344,8 +344,8 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
         if re.search(_ASSISTANT_TURN.replace("{call}", form), text, re.DOTALL):
             return template
     raise ValueError(
-        "The chat template writes calls of tools in a form that trl_jax does not know. Set "
-        "tokenizer.response_template, which says how transformers' tokenizer.parse_response tells them from text; "
+        "trl_jax does not recognize the format in which this chat template writes tool calls. Set "
+        "tokenizer.response_template, from which transformers' tokenizer.parse_response learns to parse them; "
         "trl.chat_template_utils.add_response_schema(tokenizer) sets it for the templates that TRL knows."
     )
 
@@ -793,7 +793,7 @@ def _end_of_body(found: list[_Piece], start: int) -> int:
             opened.pop()
         if not opened or tag == "else" and opened == ["for"]:
             return at
-    raise ValueError("a loop of the chat template does not end")
+    raise ValueError("a loop in the chat template has no endfor")
 
 
 def _as_last(piece: _Piece) -> _Piece:

@@ -41,9 +41,9 @@ def check_labels(
     if len(dataset) and not predicted:
         longest = max(len(row) for column in columns.texts for row in dataset[column])
         logger.warning(
-            f"No token of {where} is predicted, so losses are 0.0 throughout: in all {len(dataset):,} rows the labels "
-            f"behind the first token are {IGNORED}. The longest row has {longest} tokens: raise max_length where it "
-            "cuts them, look for empty texts, and for masks that leave every token out."
+            f"{where} has no token to train on, so every loss will be 0.0: in all {len(dataset):,} rows, every label "
+            f"after the first token is {IGNORED}. The longest row has {longest} tokens. Check whether max_length cuts "
+            "off the answers, whether texts are empty, and whether a mask excludes every token."
         )
     return dataset
 
@@ -89,8 +89,8 @@ def _check_label_block(block: pa.Table, first: int, columns: Columns, vocab_size
 ROWS_PER_BLOCK = 1000
 
 _OUTSIDE = (
-    "token id {id} is outside the model's vocabulary (vocab_size={size}). Pass the tokenizer that belongs to the "
-    "model, or resize its embeddings."
+    "token id {id} is outside the model's vocabulary (vocab_size={size}). Pass the model's own tokenizer, or resize "
+    "the model's embeddings."
 )
 _MEDIA = {
     "image": "images", "image_url": "images", "input_image": "images",
@@ -120,7 +120,7 @@ def as_read(dataset: Any, name: str) -> Any:
         return {key: as_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
     if not isinstance(dataset, Dataset) or dataset.format["type"] != "custom":
         return dataset
-    logger.warning(f"{argument(name)} has a transform: each row is made once, before training, and not in each epoch.")
+    logger.warning(f"{argument(name)} has a transform: it is applied once, before training, instead of in every epoch.")
     return Dataset.from_list([dataset[number] for number in range(len(dataset))])
 
 
@@ -129,10 +129,10 @@ def check_type(dataset: Any, name: str) -> None:
     images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which works "
-            "on rows as they are read; rows are read once, before training. Apply it with dataset.map, or drop it with "
-            "dataset.with_format(None). With dataset_kwargs={'skip_prepare_dataset': True}, SFTTrainer takes one whose "
-            "rows are trainer-ready."
+            f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which runs "
+            "whenever a row is read, but rows are read only once, before training. Apply it with dataset.map, or "
+            "remove it with dataset.with_format(None). With dataset_kwargs={'skip_prepare_dataset': True}, SFTTrainer "
+            "accepts a transform whose rows are trainer-ready."
         )
     if isinstance(dataset, Dataset | IterableDataset):
         check_no_images(dataset.column_names or (), argument(name))
@@ -148,8 +148,8 @@ def check_no_images(columns: Collection[str], where: str) -> None:
     if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys): "
-            f"{where} has {found[0]!r}, and rows with images are not supported yet. To train on text alone, take the "
-            f"images out of the rows: the column {found[0]!r}, and every part of a message that stands for an image."
+            f"{where} has the column {found[0]!r}, and rows with images are not supported yet. To train on the text "
+            f"only, remove the column {found[0]!r} and every image part of the messages."
         )
 
 
@@ -165,8 +165,8 @@ def check_no_media(messages: Any, where: str) -> None:
         for part in content if isinstance(content, list | tuple) else ():
             if (kind := _media_of(part)) is not None:
                 raise ValueError(
-                    f"{where}: the content of a message of role {message.get('role')!r} has {brief(part)}, and rows "
-                    f"with {kind} are not supported yet. Leave such rows out, or write their messages as text alone."
+                    f"{where}: a message with role {message.get('role')!r} contains {brief(part)}, and rows with "
+                    f"{kind} are not supported yet. Leave such rows out, or reduce their messages to text."
                 )
 
 
@@ -322,7 +322,7 @@ def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where
         if lengths[row] > max_positions:
             raise ValueError(
                 f"Row {first + row} of {where}, column {column!r}: {lengths[row]:,} tokens, but the model has "
-                f"positions for {max_positions:,}. Pass max_length={max_positions}: longer rows are then left out."
+                f"positions for {max_positions:,}. Pass max_length={max_positions} to leave longer rows out."
             )
 
 

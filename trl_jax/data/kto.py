@@ -93,8 +93,8 @@ def _unpaired(
     if not all(column in first for column in _PAIR):
         if not all(column in first for column in _NEEDED):
             raise ValueError(
-                f"{where} needs the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected', and maybe "
-                f"'prompt', or {', '.join(IDS)}; found {brief(list(first), 500)}."
+                f"{where} needs the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected' (with an "
+                f"optional 'prompt'), or {', '.join(IDS)}; found {brief(list(first), 500)}."
             )
         return tokenize.with_columns(dataset, _NEEDED, where), where
     dataset = tokenize.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)
@@ -129,9 +129,9 @@ def _kl_rows(
 
 def _warn_alone(where: str, block: int, state: tokenize.StreamState) -> None:
     what = (
-        f"The last row of {where} has no other in its block of per_device_train_batch_size={block} rows: its "
-        "divergence is estimated by its own answer, as in TRL, so its loss stays at 0.5 where it is desirable and has "
-        "become likelier. Leave a row out or add one"
+        f"The last row of {where} is alone in its block of per_device_train_batch_size={block} rows, so its KL is "
+        "estimated from its own answer, as in TRL, and its loss stays at 0.5 if it is desirable and has become more "
+        "likely. Remove a row or add one"
     )
     tokenize.warn_once(what, "alone", state)
 
@@ -159,7 +159,7 @@ def _joined(
         columns["prompt_ids"] = prompt if fits else prompt[-max_prompt_length:]
         row = {**row, **columns}
     if row["label"] not in (True, False):
-        raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, or false")
+        raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, false for any other")
     for side, names in zip(sides, (JOINED, KL_JOINED), strict=False):
         texts = preference.joined(row, f"{side}completion_ids", slice(end), place)
         columns |= dict(zip(names, texts, strict=True))
@@ -172,7 +172,7 @@ def warn_of_order(dataset: Dataset | IterableDataset, batch_size: int) -> None:
     if not all(column in first for column in _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
         return
     logger.warning(
-        "train_dataset has pairs. As in TRL, of each 1,000 pairs first all chosen answers become rows, then all "
-        "rejected ones, and rows are trained on in that order: whole micro-batches are of one kind, and "
+        "train_dataset has pairs. As in TRL, each block of 1,000 pairs becomes all chosen answers followed by all "
+        "rejected ones, and rows are trained on in that order: a micro-batch holds only one kind, and "
         "rewards/margins is not logged. To mix them, pass unpair_preference_dataset(dataset).shuffle(seed=42)."
     )

@@ -310,7 +310,7 @@ class ExampleLoader:
         if self.skipped_digest not in (None, digest):
             raise ValueError(
                 f"train_dataset is not the stream that the checkpoint was trained on: its first {self.skipped:,} rows "
-                "are others. Pass the same stream, or ignore_data_skip=True to begin the epoch again."
+                "differ. Pass the same stream, or ignore_data_skip=True to restart the epoch."
             )
 
 
@@ -415,14 +415,14 @@ def run_length(
     if rows is None:
         if max_steps <= 0:
             raise ValueError(
-                f"train_dataset has no length, so max_steps must say how long to train; it is {max_steps}. "
-                "Set max_steps in the config."
+                f"train_dataset has no length, so max_steps must be set, but it is {max_steps}. Set it in the config."
             )
         return RunLength(max_steps, sys.maxsize, max_steps * accumulation)
     batches = rows // batch_size if drop_last else math.ceil(rows / batch_size)
     if batches == 0:
         raise ValueError(
-            f"dataloader_drop_last=True leaves no batch: {rows} rows, {batch_size} a batch. Lower the batch size."
+            f"dataloader_drop_last=True leaves no batch: {rows} rows with a batch size of {batch_size}. Lower the "
+            "batch size."
         )
     steps = math.ceil(batches / accumulation)
     if max_steps > 0:

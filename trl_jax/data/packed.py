@@ -281,8 +281,8 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
         tokens[context] = ids[:shared]
     elif not np.array_equal(tokens[context], ids[:shared]):
         raise ValueError(
-            f"Two examples have a context of the key {one.example.context.key!r}, and their texts begin differently. "
-            "Give each context a key of its own."
+            f"Two examples have the context key {one.example.context.key!r} but begin with different tokens. Use a "
+            "different key for each context."
         )
     own = np.arange(start, start + len(ids) - shared)
     at = np.concatenate([context, own])
@@ -556,9 +556,9 @@ def _context_of(example: Example, micro_batch: int) -> Hashable:
     key, tokens = example.context
     if len(example.texts) != 1 or example.documents or not 0 < tokens <= len(example.texts[0]):
         raise ValueError(
-            f"The context {key!r} is the first {tokens} tokens of an example with texts of "
-            f"{', '.join(str(len(text)) for text in example.texts)} tokens. An example with a context has one text, of "
-            "one document, which begins with it; leave `context` out elsewhere."
+            f"The context {key!r} covers the first {tokens} tokens of an example whose texts have "
+            f"{', '.join(str(len(text)) for text in example.texts)} tokens. An example with a context must have "
+            "exactly one text, without documents, that starts with the context; otherwise leave `context` out."
         )
     return micro_batch, key
 

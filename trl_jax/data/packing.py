@@ -56,13 +56,13 @@ def _lists(table: pa.Table) -> dict[str, pa.Array]:
     for name, column in lists.items():
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
             raise TypeError(
-                f"Packing requires every column to hold lists, but {name!r} is {column.type}. Leave it out, as in "
+                f"Packing requires every column to hold lists, but {name!r} is {column.type}. Remove it with "
                 f"dataset.remove_columns({name!r})."
             )
     first, *others = lists
     for name in others:
         if not np.array_equal(np.diff(lists[first].offsets), np.diff(lists[name].offsets)):
-            raise ValueError(f"Packing requires lists of the same length in a row: {first!r} and {name!r} differ.")
+            raise ValueError(f"Packing requires lists of equal length within a row: {first!r} and {name!r} differ.")
     return lists
 
 

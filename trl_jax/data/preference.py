@@ -63,8 +63,8 @@ def prepare_dpo(
     tokenised = all(column in first for column in IDS)
     if not tokenised and not all(column in first for column in _NEEDED):
         raise ValueError(
-            f"{where} needs the columns 'chosen' and 'rejected', and maybe 'prompt', or {', '.join(IDS)}; found "
-            f"{brief(list(first), 500)}."
+            f"{where} needs the columns 'chosen' and 'rejected' (with an optional 'prompt'), or {', '.join(IDS)}; "
+            f"found {brief(list(first), 500)}."
         )
     read = [name for name in ("prompt", *_NEEDED) if name in first]
     plain = tokenize.with_columns(plain, IDS if tokenised else read, where)
@@ -151,7 +151,9 @@ def prepare_reference_free(
         return tokenize.with_columns(plain, (*TEXTS, *LABELS), where)  # prepared before
     if not all(side in first for side in _SIDES):
         found = brief(list(first), 500)
-        raise ValueError(f"{where} needs the columns 'chosen' and 'rejected', and maybe 'prompt'; found {found}.")
+        raise ValueError(
+            f"{where} needs the columns 'chosen' and 'rejected' (with an optional 'prompt'); found {found}."
+        )
     plain = tokenize.with_columns(plain, [column for column in ("prompt", *_SIDES) if column in first], where)
     options = map_options(plain, where, num_proc)
     facts = {"tokenizer": tokenizer, "where": where, "most": max_length, "most_of_prompt": max_prompt_length}
@@ -209,8 +211,8 @@ def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[l
     (one, _), (other, _) = sides
     if sum(a != b for a, b in zip(one, other, strict=False)) > 1:
         raise ValueError(
-            f"{place}: the tokens of the prompt are others before 'chosen' than before 'rejected', by more than the "
-            "last one. Let the prompt end where a token ends, as before a space."
+            f"{place}: the prompt is tokenized differently before 'chosen' than before 'rejected', by more than its "
+            "last token. End the prompt at a token boundary, for example before a space."
         )
     return [(_begun(prompt, tokenizer), _ended(answer, tokenizer)) for prompt, answer in sides]
 
@@ -255,7 +257,7 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
     """
     row = {column: row[column] for column in ("prompt", *answers, *_OPTIONS) if column in row}
     given = [column for column in row if column not in _OPTIONS]
-    chat.check_contents(row, given, place, "Write prompts and answers in the same way.")
+    chat.check_contents(row, given, place, "Write the prompt and the answers either all as text or all as messages.")
     for column in given:
         chat.check_unicode(row[column], column, place)
         checks.check_no_media(row[column], f"{place}, column {column!r}")
@@ -304,8 +306,8 @@ def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict
     alike = max(alike, 0)
     if not alike and not isinstance(chosen, str):
         raise ValueError(
-            f"{where}: 'chosen' and 'rejected' begin with different messages, so there is no prompt. Add a column "
-            "'prompt'."
+            f"{where}: 'chosen' and 'rejected' begin with different messages, so no prompt can be extracted. Add a "
+            "'prompt' column."
         )
     return {"prompt": chosen[:alike], "chosen": chosen[alike:], "rejected": rejected[alike:]}
 
@@ -338,11 +340,11 @@ def without_full_prompts(
     missing, total = len(dataset) - len(kept), len(dataset)
     if not len(kept):
         raise ValueError(
-            f"All {total:,} rows of {where} have prompts of {max_length:,} tokens or more: none is left. Raise "
+            f"All {total:,} rows of {where} have prompts of at least {max_length:,} tokens, so none is left. Raise "
             "max_length."
         )
     logger.warning(
-        f"{missing:,} of {total:,} rows of {where} have prompts that fill max_length={max_length}: left out."
+        f"Dropped {missing:,} of {total:,} rows of {where}: their prompts alone fill max_length={max_length}."
     )
     return kept
 
@@ -351,7 +353,7 @@ def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[l
     """The part of a row's prompt with the answer of this column that is kept, and its labels, the answer's ids."""
     prompt, answer = row["prompt_ids"], row[column]
     if not prompt and not answer:
-        raise checks.cell_error(place, column, answer, "a token, as it has no prompt")
+        raise checks.cell_error(place, column, answer, "at least one token, because the row has no prompt")
     return (prompt + answer)[kept], ([IGNORED] * len(prompt) + answer)[kept]
 
 
@@ -389,10 +391,10 @@ def warn_of_rows(
         whole = [block.column(text).to_pylist() for text in texts]
         bare += [row[:1] not in ([], [IGNORED]) for row in block.column(labels).to_pylist()]
         equal += [one == other for one, other in zip(whole[0], whole[-1], strict=True)]
-    told = {"have no prompt: the first token of their answers has no context, and is not scored": bare}
+    warnings = {"have no prompt: the first token of their answers has no context and is not scored": bare}
     if len(texts) == 2:
-        told["have equal chosen and rejected answers: no preference"] = equal
-    for words, rows in told.items():
+        warnings["have equal chosen and rejected answers: no preference"] = equal
+    for words, rows in warnings.items():
         if any(rows):
             logger.warning(f"{sum(rows):,} of {len(rows):,} rows of {where} (first: row {rows.index(True)}) {words}.")
     return dataset

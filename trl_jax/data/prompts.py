@@ -115,7 +115,7 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
 def _check_message(message: Any, where: str) -> None:
     """Raise ValueError unless it has a role, and a content or calls of tools."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise cell_error(where, "prompt", message, "messages alone, each a dict with role and content")
+        raise cell_error(where, "prompt", message, "only messages, each a dict with role and content")
     if message.get("content") is None and not message.get("tool_calls"):
         raise cell_error(where, "prompt", message, "a message with content; an empty one is ''")
 

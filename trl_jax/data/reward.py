@@ -77,7 +77,7 @@ def _check_margins(dataset: Dataset, where: str) -> None:
 def _drop_padding(dataset: Dataset, masks_of: dict[str, str], num_proc: int | None, where: str) -> Dataset:
     shorter = drop_padding(dataset, masks_of, num_proc, where)
     padded = _tokens(dataset, tuple(masks_of)) != _tokens(shorter, tuple(masks_of))
-    _warn_count(padded.any(axis=0), f"rows of {where} have padding by {list(masks_of.values())}: it is left out")
+    _warn_count(padded.any(axis=0), f"rows of {where} have padding according to {list(masks_of.values())}: removed")
     return shorter
 
 
@@ -189,7 +189,7 @@ def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str
         block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
         left[column] = unmasked(block, index, column, mask, where)[0].as_py()
         if len(left[column]) < len(row[column]):
-            warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", state)
+            warn_once(f"Row {index} of {where} has padding according to {mask!r}: removed", "padding", state)
     return left
 
 
@@ -197,7 +197,7 @@ def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], wh
     check_has(row, index, columns, where)
     if "margin" in row and "margin" not in columns:
         raise ValueError(
-            f"Row {index} of {where} has a margin and the first row has none. Give one to every row, or none."
+            f"Row {index} of {where} has a margin, but the first row has none. Give every row a margin, or no row."
         )
 
 
@@ -206,7 +206,7 @@ def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], wh
 
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
-_TWICE = "If 'chosen' and 'rejected' already begin with the prompt, drop it: dataset.remove_columns(\"prompt\")."
+_TWICE = "If 'chosen' and 'rejected' already start with the prompt, drop it: dataset.remove_columns(\"prompt\")."
 
 
 class Pair(NamedTuple):
@@ -284,7 +284,7 @@ def _ids(tokenizer: Any, texts: list[str], pairs: list[Pair]) -> list[list[int]]
         if not is_panic(error):
             raise
         if len(pairs) == 1:
-            raise ValueError(f"{pairs[0].where}: the tokenizer cannot read it: {str(error)[:200]}.") from None
+            raise ValueError(f"{pairs[0].where}: the tokenizer failed on this text: {str(error)[:200]}.") from None
     return [ids for i, pair in enumerate(pairs) for ids in _ids(tokenizer, texts[2 * i : 2 * i + 2], [pair])]
 
 
@@ -362,8 +362,8 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
         row = int(np.argmax(runs != 1))
         found = "zeros between ones" if runs[row] else "nothing but zeros"
         raise ValueError(
-            f"Row {first + row} of {where}, column {mask!r}: found {found}, wanted ones for the text, and zeros for "
-            f"padding before or behind it. Leave what is not text out of {column!r}."
+            f"Row {first + row} of {where}, column {mask!r}: found {found}, wanted ones for the text and zeros for "
+            f"padding before or after it. Remove everything that is not text from {column!r}."
         )
     ends = np.append(0, np.cumsum(np.bincount(rows[keeps], minlength=len(lengths))))
     values = lists.flatten().cast(pa.int64()).filter(pa.array(keeps))
@@ -401,11 +401,11 @@ def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, w
 
 
 _EARLY_IDS = ("input_ids_chosen", "input_ids_rejected")  # of the releases whose collator read masks
-_PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in TRL. Leave padding out of them"
-_WEIGHT = "all pairs weigh the same"
-_LABEL = "the chosen answer is the better one of every pair"
-_TEXTS = "the texts are, as in TRL. To train on these ids, call them 'chosen_ids' and 'rejected_ids'"
-_PROMPT = "the prompt's column is called 'prompt'"
+_PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in TRL. Remove padding from them"
+_WEIGHT = "all pairs have the same weight"
+_LABEL = "the chosen answer counts as the better one in every pair"
+_TEXTS = "the text is used instead, as in TRL. To train on these ids, name them 'chosen_ids' and 'rejected_ids'"
+_PROMPT = "the prompt column must be named 'prompt'"
 # Column that TRL silently ignores -> the reason, for the warning: a script that has it may expect something of it.
 _UNREAD = {
     **dict.fromkeys([*MASKS.values(), "chosen_attention_mask", "rejected_attention_mask"], _PADDING),
@@ -413,7 +413,7 @@ _UNREAD = {
     **dict.fromkeys(["label", "labels"], _LABEL),
     **dict.fromkeys(["question", "instruction", "query"], _PROMPT),
     **dict.fromkeys(_EARLY_IDS, _TEXTS),
-    "margins": "the column is called 'margin'",
+    "margins": "the column must be named 'margin'",
 }
 
 
@@ -456,8 +456,8 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
 def _warn_older(names: tuple[str, str], name: str) -> None:
     warnings.warn(
         f"{checks.argument(name)}: the columns {names[0]!r} and {names[1]!r} are now called 'chosen_ids' and "
-        "'rejected_ids'. They were renamed for this run; rename them in the data: in TRL, they will not be supported "
-        "in v1.",
+        "'rejected_ids'. They were renamed for this run; rename them in the data, because TRL v1 will no longer "
+        "support the old names.",
         FutureWarning,
         stacklevel=4,
     )
@@ -475,7 +475,7 @@ def _warn_unread(column_names: list[str], tokenised: bool, where: str) -> None:
             continue
         why.setdefault(reason, []).append(column)
     for reason, columns in why.items():
-        logger.warning(f"{where}: the columns {columns} are not read: {reason}.")
+        logger.warning(f"{where}: the columns {columns} are ignored: {reason}.")
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = ("input_ids", "labels")
 _NO_LABEL = "have no token to train on: their labels are all -100"
-_WAY_OUT = "Where prompts fill max_length, raise it, or pass truncation_mode='keep_end'."
+_WAY_OUT = "If prompts fill max_length, raise it or pass truncation_mode='keep_end'."
 
 
 def prepare(
@@ -147,7 +147,7 @@ def _unprepared(
     if "input_ids" not in first:
         raise ValueError(
             f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {brief(list(first), 500)}. "
-            "Tokenise the rows, or drop `skip_prepare_dataset`."
+            "Tokenize the rows, or drop `skip_prepare_dataset`."
         )
     check_masks(first, name)
     row_format, masking = RowFormat("ids"), Masking(False, False, None)
@@ -186,8 +186,8 @@ def _labelled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Da
         raise ValueError(f"All {total:,} rows of {where} {_NO_LABEL}. {_WAY_OUT}")
     if not missing:
         return dataset
-    what = f"{missing:,} of {total:,} rows of {where} {_NO_LABEL} (first: row {np.argmin(kept)})"
-    logger.warning(f"{what}: they are dropped. {_WAY_OUT}" if drops else f"{what}. {_WAY_OUT}")
+    what = f"{missing:,} of {total:,} rows of {where} that {_NO_LABEL} (first: row {np.argmin(kept)})"
+    logger.warning(f"Dropped {what}. {_WAY_OUT}" if drops else f"Found {what}. {_WAY_OUT}")
     return dataset.select(np.flatnonzero(kept)) if drops else dataset
 
 
@@ -202,7 +202,7 @@ def _has_label(row: dict[str, Any], index: int, where: str, state: tokenize.Stre
     if any(label != IGNORED for label in row["labels"]):
         state.removed = 0
         return True
-    tokenize.warn_once(f"Row {index} of {where} has no token to train on: it is dropped", "unlabelled", state)
+    tokenize.warn_once(f"Row {index} of {where} has no token to train on and is dropped", "unlabelled", state)
     state.removed += 1
     if state.removed == tokenize.MAX_REMOVED:
         raise ValueError(f"{state.removed:,} rows of {where} in succession, up to row {index}, {_NO_LABEL}. {_WAY_OUT}")
@@ -213,7 +213,7 @@ def _has_label(row: dict[str, Any], index: int, where: str, state: tokenize.Stre
 # Rows of supervised fine-tuning to token ids and labels: texts, conversations, prompts with completions, token ids.
 
 
-_MIXED = "Write the prompt and the completion in the same way."
+_MIXED = "Write the prompt and the completion either both as text or both as messages."
 
 
 class _Talk(NamedTuple):
@@ -282,7 +282,7 @@ def _labels_beside(block: pa.Table, lengths: np.ndarray, first: int, where: str)
         row = int(np.argmax(found != lengths))
         raise ValueError(
             f"Row {first + row} of {where}, column 'labels': found {found[row]:,} values, wanted {lengths[row]:,}, one "
-            "for each token of 'input_ids': its id, or -100 where it is no target."
+            "per token of 'input_ids': its id, or -100 if it is not a target."
         )
     return lists.flatten().to_numpy(zero_copy_only=False)
 
@@ -293,11 +293,11 @@ def _check_documents(
     """Raise ValueError for a packed row whose documents are not all of its tokens, or that is too long."""
     for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
         if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
-            wanted = f"the tokens of each document of the row, {tokens:,} together"
+            wanted = f"the number of tokens of each document in the row, {tokens:,} in total"
             raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, wanted)
         if max_length is not None and tokens > max_length:
             raise ValueError(
-                f"Row {row} of {where} is packed already (it has 'seq_lengths') and has {tokens:,} tokens, "
+                f"Row {row} of {where} is already packed (it has 'seq_lengths') and has {tokens:,} tokens, more than "
                 f"max_length={max_length}. Pack the rows to that length, or pass max_length={tokens}."
             )
 
@@ -347,8 +347,8 @@ def _of_batch(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], A
 @cache
 def _tell_of_batches() -> None:
     logger.warning(
-        "formatting_func makes a list, or fails on a row, as functions for batches of earlier TRL do: it is given a "
-        "batch of one row at a time. Today's takes a row and returns its text."
+        "formatting_func returns a list or fails on a single row, like the batched functions of earlier TRL releases, "
+        "so it is called with batches of one row. Write it to take one row and return its text."
     )
 
 
@@ -386,7 +386,7 @@ def _of_completions(
             checks.check_no_media(row[column], f"{where}, column {column!r}")
         if chat.is_messages(row["prompt"]) != row_format.conversational:
             found, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
-            raise ValueError(f"{where} is {found}, and the first row is {first}. Make all rows the same.")
+            raise ValueError(f"{where} is {found}, but the first row is {first}. All rows must have the same form.")
     return (_conversations if row_format.conversational else _joined)(rows, places, tokenizer, masking)
 
 
@@ -447,8 +447,8 @@ def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
         raise RuntimeError(
             "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens. This usually "
             "means the tokenizer's chat template doesn't generate assistant masks: it may be missing the "
-            f"`{{% generation %}}` keyword. {where} is such an example: correct the template, or leave out rows in "
-            "which the assistant says nothing."
+            f"`{{% generation %}}` keyword. {where} is such an example: fix the template, or leave out rows without "
+            "assistant content."
         )
     return rendered["assistant_masks"]
 
@@ -472,9 +472,9 @@ def warn_of_prefix() -> None:
     """Warn once in a process, by the cache."""
     logger.warning(
         "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
-        "in another way when it is alone, or tokens merge where the two meet. The completion begins where they differ, "
-        "so the model is trained on another end of the prompt than it will read. Let the prompt end where a token "
-        "ends, or choose a template that renders it the same. Other rows like it are not reported."
+        "differently without the completion, or tokens merge at the boundary. The completion is taken to start where "
+        "the two differ, so the end of the prompt in training is not the one that the model sees in generation. End "
+        "the prompt at a token boundary, or use a template that renders it the same way. Further rows are not reported."
     )
 
 
@@ -551,9 +551,9 @@ def label_answers(
         missing = sum(_without_label(labels, lengths) for labels, lengths in _all_labels(labelled))
         if missing:
             logger.warning(
-                f"{missing:,} of {len(labelled):,} rows of {where} have no answer to train on, and count as nothing: "
-                f"the response template (tokens {list(marks.response)}) is not in them, or max_length cuts it off. A "
-                "template at the beginning of a line may have other tokens within a text than alone: pass its ids."
+                f"{missing:,} of {len(labelled):,} rows of {where} have no answer to train on and do not contribute to "
+                f"the loss: they lack the response template (tokens {list(marks.response)}), or max_length cuts it "
+                "off. A template may be tokenized differently inside a text than on its own: pass its ids."
             )
     return labelled
 
@@ -637,9 +637,9 @@ def settle(
     only = {"prompt", "completion"} <= first.keys() if completion_only_loss is None else completion_only_loss
     if only and formatting_func:
         raise ValueError(
-            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: its text has "
-            "no prompt and no completion. Apply the formatting function to the dataset before, so that it has the "
-            "columns 'prompt' and 'completion', or disable `completion_only_loss`."
+            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: its text is "
+            "not split into a prompt and a completion. Apply the formatting function to the dataset beforehand so that "
+            "it has the columns 'prompt' and 'completion', or disable `completion_only_loss`."
         )
     if "input_ids" in first:
         row_format = _of_ids(first, only, formatting_func)
@@ -653,8 +653,8 @@ def settle(
     _check_completions(row_format, first, where, completion_only_loss)
     if "labels" in first and row_format.kind != "ids":
         logger.warning(
-            f"{where}: the column 'labels' is not read: it goes with 'input_ids', which are missing. It is replaced by "
-            "the labels of the tokens."
+            f"{where}: the column 'labels' is ignored because there is no 'input_ids' column. It is replaced by labels "
+            "built from the tokens."
         )
     return row_format, only
 
@@ -663,7 +663,7 @@ def _of_ids(first: dict[str, Any], only: bool, formatting_func: Any) -> RowForma
     if formatting_func:
         logger.warning(
             "You passed a dataset that is already processed (contains an `input_ids` field) together with a formatting "
-            "function. Therefore `formatting_func` will be ignored. Leave out one of them."
+            "function. Therefore `formatting_func` will be ignored. Remove one of the two."
         )
     read = () if "labels" in first else _MASKS[0 if only else 1 :]
     return RowFormat("ids", masks=tuple(column for column in read if column in first))
@@ -682,9 +682,9 @@ def _format(first: dict[str, Any], where: str, column: str, formatting_func: Any
     elif column in first:
         return RowFormat("text", column=column)
     raise ValueError(
-        f"{where} needs one of: {column!r} (dataset_text_field) with a text, 'messages' with a list of messages, each "
-        "with a 'role' and a 'content', 'prompt' and 'completion', 'conversations' with messages of 'from' and "
-        f"'value', or 'input_ids'. Found the columns {brief(list(first), 500)}. Rename columns with "
+        f"{where} needs one of: {column!r} (dataset_text_field) with a text; 'messages' with a list of messages, each "
+        "with a 'role' and a 'content'; 'prompt' and 'completion'; 'conversations' whose messages have 'from' and "
+        f"'value'; or 'input_ids'. Found the columns {brief(list(first), 500)}. Rename columns with "
         "dataset.rename_column, or pass dataset_text_field or a formatting_func."
     )
 
@@ -702,8 +702,8 @@ def _check_completions(
     if completion_only_loss and not told:
         raise ValueError(
             f"completion_only_loss=True needs rows with 'prompt' and 'completion', or with 'input_ids' and "
-            f"'completion_mask' or 'labels': {where} has the columns {brief(list(first), 500)}, so every token would "
-            "be trained on. Split the rows, use assistant_only_loss=True for conversations, or leave the option out."
+            f"'completion_mask' or 'labels', but {where} has the columns {brief(list(first), 500)}, so every token "
+            "would be trained on. Split the rows, use assistant_only_loss=True for conversations, or drop the option."
         )
 
 

@@ -232,8 +232,8 @@ def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: 
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
-            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found "
-            f"{brief(list(row), 500)}."
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has; "
+            f"found {brief(list(row), 500)}."
         )
 
 
@@ -265,14 +265,14 @@ def _fits(
 def _report_removed(index: int, max_length: int, where: str, state: StreamState, unit: str) -> None:
     """Warn of a stream that gives nothing to train on, and end the run after MAX_REMOVED rows: it may be endless."""
     what = (
-        f"max_length={max_length} removed {state.removed:,} rows of {where} in succession, up to row {index}: the "
-        f"shortest {unit} of them has {state.about}{state.shortest:,} tokens."
+        f"max_length={max_length} removed {state.removed:,} consecutive rows of {where}, up to row {index}; the "
+        f"shortest of these has {state.about}{state.shortest:,} tokens."
     )
     if state.removed < MAX_REMOVED:
-        logger.warning(f"{what} After {MAX_REMOVED:,} the run ends.")
+        logger.warning(f"{what} Training stops after {MAX_REMOVED:,} such rows.")
         return
     raise ValueError(
-        f"{what} Raise max_length, pass max_length=None, or leave such rows out of the stream with its filter method."
+        f"{what} Raise max_length, pass max_length=None, or filter such rows out of the stream with its filter method."
     )
 
 
@@ -280,7 +280,7 @@ def warn_once(what: str, kind: str, state: StreamState) -> None:
     """Warn of the first row of each kind only."""
     if kind not in state.warned:
         state.warned.add(kind)
-        logger.warning(f"{what}; later rows like it are not reported.")
+        logger.warning(f"{what}; further rows like it are not reported.")
 
 
 # ----------------------------------------------------------------------------------------------------

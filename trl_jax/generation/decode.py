@@ -1,4 +1,4 @@
-"""Compiled programs of generation: prefill, decoding steps, and both on several devices."""
+"""Compiled programs of generation: prefill, updates of the decoding state, and sharding over devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room
 from trl_jax.nn.linear import Quantized
 from trl_jax.nn.platform import platform
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts through the model once: the logits behind each, and the keys and values that completions will see.
+# Prefill
 
 
 @partial(
@@ -46,15 +45,20 @@ def prefill(
     head_dtype: jnp.dtype | None = None,
     shards: Shards | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Logits `[P, V]`, float32, of the token after each prompt, and the cache for `group` completions of each.
+    """Run the prompts through the model.
 
     Args:
-        tokens: int32 `[P, S]`, prompts from place 0 on; anything behind them.
-        lengths: int32 `[P]`, of the prompts, at least 1 each. longest: int32 scalar, of the longest text of the call.
-        capacity: places of the cache for each completion.
-        max_tokens: no prompt with its completion will have more; windows as long are left out.
-        by_layer: the cache has a part for each layer, not for several (models/arch.py).
-        head_dtype: what the head computes in; None: `dtype`.
+        tokens: int32 `[P, S]`, right-padded prompts.
+        lengths: int32 `[P]`, prompt lengths, at least 1.
+        longest: int32 scalar, tokens of the longest text in the call.
+        group: completions per prompt.
+        capacity: cache capacity per completion, in tokens.
+        max_tokens: upper bound on prompt + completion; attention windows of at least this size are ignored.
+        by_layer: whether the cache has one part per layer instead of one per stack of layers (models/arch.py).
+        head_dtype: dtype of the head's computation; None means `dtype`.
+
+    Returns:
+        float32 logits `[P, V]` of the token after each prompt, and the cache for `group` completions of each.
     """
     head_dtype = dtype if head_dtype is None else head_dtype
 
@@ -76,8 +80,11 @@ def prefill(
 def _through(
     trunk: nnx.Module, tokens: jax.Array, lengths: jax.Array, longest: jax.Array, dtype: jnp.dtype, max_tokens: int
 ) -> tuple[jax.Array, list[Kept]]:
-    """Rows of texts of these lengths through the decoder: the hidden state of the last token of each, and what is kept
-    of all."""
+    """Run right-padded texts through the decoder.
+
+    Returns:
+        The hidden state of the last token of each text, and the keys and values of all tokens.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     return with_keys(trunk, tokens, positions, reads, longest, dtype=dtype, max_tokens=max_tokens)
@@ -96,11 +103,11 @@ def recomputed(
     by_layer: bool,
     shards: Shards | None = None,
 ) -> Decoding:
-    """The state with keys and values as they are where the longest text has `longest` tokens: some ropes turn all
-    tokens otherwise from a length on.
+    """Recompute the cache for a longest text of `longest` tokens: LongRoPE changes the rotation of all tokens once a
+    text exceeds a certain length.
 
     Args:
-        texts: int32 `[B, S + T]`, each prompt and behind it what its completion has; anything behind that.
+        texts: int32 `[B, S + T]`, each prompt followed by its completion so far, right-padded.
     """
 
     def of_shard(arrays, state, texts, longest):
@@ -120,18 +127,19 @@ def recomputed(
 
 
 def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
-    """The room of each part of the cache."""
+    """The capacity of each part of the cache."""
     return [Room(group, capacity, part.window) for part in cache_parts(trunk.arch)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Completions grow by a token a step, several steps in one call: forward, draw, write, until all have ended.
+# Decoding state
 
 
 class Stops(NamedTuple):
-    """Where completions end, and what stands behind their end.
+    """Stopping criteria.
 
-    eos: int32 `[number]`, ids that end one; -1 is none. pad: int32 scalar. max_new: int32 scalar, tokens at most.
+    eos: int32 `[n]`, ids that end a completion; -1 matches none.
+    pad: int32 scalar, id that fills the rest of a row.
+    max_new: int32 scalar, maximum number of tokens.
     """
 
     eos: jax.Array
@@ -140,11 +148,14 @@ class Stops(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """The state between two steps, of B = P x G completions.
+    """The state between two steps, for B = P x G completions.
 
-    cache: holds all tokens but each completion's last. tokens: int32 `[B, T]`, that of step s at s % T. count: int32
-    scalar, steps so far. lengths: int32 `[B]`, tokens of each, that which ended it among them. alive: bool `[B]`.
-    logps: float32 `[B, T]`, the log-probability of each token; None where nobody asks.
+    cache: keys and values of all tokens except the last of each completion.
+    tokens: int32 `[B, T]`, a ring buffer: the token of step s is at s % T.
+    count: int32 scalar, steps so far.
+    lengths: int32 `[B]`, tokens of each completion, including its end token.
+    alive: bool `[B]`, whether the completion continues.
+    logps: float32 `[B, T]`, log-probability of each token; None if not requested.
     """
 
     cache: Cache
@@ -160,29 +171,29 @@ class Decoding(NamedTuple):
 
     @property
     def begun(self) -> jax.Array:
-        """The step at which each completion began, int32 `[B]`."""
+        """The step at which each completion started, int32 `[B]`."""
         begun_P = self.cache.places.begun
         return jnp.repeat(begun_P, len(self.alive) // len(begun_P))
 
     @property
     def drawn(self) -> jax.Array:
-        """Tokens that were drawn for each completion, int32 `[B]`, those behind its end among them."""
+        """Number of steps taken for each completion, int32 `[B]`, including those after its end."""
         return self.count - self.begun
 
     @classmethod
     def places(cls, shards: Shards) -> Decoding:
-        """How it is divided."""
+        """Partition specs."""
         rows, whole = shards.rows, shards.whole
         return cls(shards.cache, rows, whole, rows, rows, rows)
 
     def in_order(self) -> jax.Array:
-        """The tokens, int32 `[B, T]`, with each completion's first one at place 0."""
+        """The tokens, int32 `[B, T]`, with the first token of each completion in column 0."""
         at = (self.begun[:, None] + jnp.arange(self.capacity)) % self.capacity
         return jnp.take_along_axis(self.tokens, at, axis=1)
 
 
 def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
-    """The state before the first token, of completions of which some, bool `[B]`, only fill the shape."""
+    """The state before the first token. `alive`, bool `[B]`, is False for padding rows."""
     tokens = np.zeros((len(alive), capacity), np.int32)
     kept = np.zeros(tokens.shape, np.float32) if logps else None
     return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, kept)
@@ -190,7 +201,7 @@ def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Dec
 
 @partial(jax.jit, static_argnames=("capacity",))
 def grown(state: Decoding, *, capacity: int) -> Decoding:
-    """With room for more tokens."""
+    """Grow the state to a larger capacity."""
     more = capacity - state.capacity
     widths = ((0, 0), (0, more))
     logps = None if state.logps is None else jnp.pad(state.logps, widths)
@@ -201,11 +212,12 @@ def grown(state: Decoding, *, capacity: int) -> Decoding:
 def selected(
     state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array, *, shards: Shards | None = None
 ) -> Decoding:
-    """Some of the completions: those at `members` `[P', G']` of the prompts at `prompts` `[P']`, where `alive` says so.
+    """Select a subset of completions.
 
     Args:
-        prompts: int32, counted within a shard, each of which has as many. members: int32, a completion's number among
-            those of its prompt.
+        prompts: int32 `[P']`, prompt indices within the shard; every shard has equally many.
+        members: int32 `[P', G']`, indices of completions within their prompt.
+        alive: bool `[P', G']`, False for padding.
     """
 
     def of_shard(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array) -> Decoding:
@@ -222,14 +234,17 @@ def selected(
 
 @partial(jax.jit, static_argnames=("count",))
 def with_prompt_places(state: Decoding, *, count: int) -> Decoding:
-    """With so many places for each prompt."""
+    """Change the capacity for prompt tokens to `count`."""
     return state._replace(cache=state.cache.with_prompt_places(count))
 
 
 @partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
 def refilled(state: Decoding, slots: jax.Array, fresh: Decoding, *, shards: Shards | None = None) -> Decoding:
-    """With other prompts, of which `fresh` has the first token, in the place of those at `slots`, int32 `[P']`, counted
-    within a shard; a slot that is not there leaves the fresh prompt out."""
+    """Replace the prompts in `slots` by the prompts of `fresh`, a state with one token each.
+
+    Args:
+        slots: int32 `[P']`, numbered within the shard; prompts with an out-of-range slot are dropped.
+    """
 
     def places(own: Shards) -> tuple:
         return (Decoding.places(own), own.rows, Decoding.places(own)), Decoding.places(own)
@@ -254,13 +269,13 @@ def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
 
 
 def _group(state: Decoding) -> int:
-    """Completions of a prompt."""
+    """Completions per prompt."""
     return len(state.tokens) // len(state.cache.places.prompt_lengths)
 
 
 def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops: Stops) -> Decoding:
-    """With the next token of each completion that lives, one of `drawn` `[B]`; others get pads, or where there is no
-    place without a token of theirs keep that."""
+    """Append the sampled tokens `drawn` `[B]` to the completions that are alive. Ended ones get pads, unless their ring
+    buffer is full, in which case they keep their tokens."""
     place = state.count % state.capacity
     full = state.drawn >= state.capacity
 
@@ -279,16 +294,18 @@ def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# The weights of a generation: the model's own arrays and, where it is quicker, copies for the time of the call.
+# Weights
 
-
-_LARGEST = 512 * 2**20  # bytes of layers that are copied to be decoded one by one on a CPU
+_LARGEST = 512 * 2**20  # largest size in bytes of layers that are unstacked for decoding on a CPU
 
 
 class Weights(NamedTuple):
-    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), what it and its head compute in, and
-    the devices that have rows of their own; None where all have all rows."""
+    """The model's arrays as generation uses them; copies are made for the duration of a call where that is faster.
+
+    layers: each layer's arrays on their own (see `layers_for_decoding`); None decodes along the stack.
+    dtype, head_dtype: computation dtypes of the decoder and of the head.
+    shards: the devices that rows are divided over; None on a single device.
+    """
 
     graph: Any
     arrays: dict[str, jax.Array]
@@ -299,7 +316,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32, head_dtype: Any = None) -> Weights:
-        """head_dtype: None: `dtype`."""
+        """Prepare a model's arrays; `head_dtype` None means `dtype`."""
         dtype = jnp.dtype(dtype)
         head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
         arrays = matrices_in(graph, arrays, dtype, head_dtype)
@@ -310,8 +327,8 @@ class Weights(NamedTuple):
 
 
 def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
-    """The devices that have rows of their own, and the arrays as these hold them; `memory` and shapes as in
-    `gathered_once`."""
+    """The arrays as placed for generation, and the devices that rows are divided over. For `memory` and for shapes
+    instead of arrays, see `gathered_once`."""
     stacked = frozenset(filter(in_a_stack, arrays))
     shards = shards_of(arrays, stacked)
     if shards is None:
@@ -321,20 +338,20 @@ def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any],
 
 
 def device_memory() -> int | None:
-    """Bytes of a device; None where it does not say."""
+    """Memory of a device in bytes; None if the backend does not report it."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def length_of_turn(weights: Weights) -> int | None:
-    """The tokens of a text behind which ropes turn all of them otherwise (LongRoPE); None where none does."""
+    """The text length above which LongRoPE rotates all tokens differently; None without LongRoPE."""
     ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
     turns = [rope.turn for rope in ropes if rope is not None]
     return min((turn for turn in turns if turn is not None), default=None)
 
 
 def with_head_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
-    """The model that is asked for outputs in each of many steps: a tied head's table is in the head's `dtype` once, not
-    anew in each. Its trunk is not the one that looks tokens up."""
+    """The model for computing logits, with the table of a tied head cast to the head's `dtype` once instead of in every
+    step. Do not use its trunk for embedding lookups."""
     model = merge(graph, arrays)
     embed = trunk_of(model).embed
     if model.lm_head.weight is None and not isinstance(embed.weight, Quantized):
@@ -354,12 +371,12 @@ def _unstacked(graph: Any, arrays: dict[str, jax.Array]) -> list[nnx.State]:
 
 
 def unstacked(stack: Any, count: int) -> list[Any]:
-    """Each layer's of arrays with a leading axis L of `count` layers."""
+    """Split arrays with a leading axis of `count` layers into a list, one entry per layer."""
     return [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count)]  # noqa: B023
 
 
 def by_layers(parts: list[Any], arch: Any) -> list[Any]:
-    """Of each layer that keeps something, from the parts of several (models/arch.py)."""
+    """Split cache parts that cover several layers (models/arch.py) into one part per layer that has a cache."""
     of_layer = {}
     for part, (layers, _) in zip(parts, cache_parts(arch), strict=True):
         of_layer |= zip(layers, unstacked(part, len(layers)), strict=True)
@@ -369,16 +386,16 @@ def by_layers(parts: list[Any], arch: Any) -> list[Any]:
 def layers_for_decoding(
     graph: Any, arrays: dict[str, jax.Array], shards: Shards | None, platform: str
 ) -> list[nnx.State] | None:
-    """Each layer's parameters by themselves, on a CPU and where they are small; None: decode along the stack.
+    """Each layer's parameters on their own, for small models on a CPU; None decodes along the stack.
 
-    On a CPU a scan copies a layer's weights and cache out of the stacks in every turn, which takes a small model half
-    of its time. Elsewhere it does not, and a large model has no room for another copy.
+    On a CPU, a scan copies each layer's weights and cache out of the stacks in every iteration, which takes half of a
+    small model's time. Other backends do not copy, and a large model has no memory for another copy.
     """
     return _unstacked(graph, arrays) if decodes_by_layer(arrays, shards, platform) else None
 
 
 def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform: str) -> bool:
-    """Whether layers are decoded one by one; `arrays` may be shapes."""
+    """Whether `layers_for_decoding` unstacks the layers; `arrays` may be shapes."""
     if shards is not None and not shards.undivided:
         return False
     stacked = [array for path, array in arrays.items() if in_a_stack(path)]
@@ -386,21 +403,23 @@ def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform:
 
 
 def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[nnx.State]:
-    """The shapes of each layer's parameters by themselves."""
+    """The shapes that `layers_for_decoding` would return."""
     return jax.eval_shape(partial(_unstacked, graph), arrays)
 
 
 def matrices_in(
     graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype, head_dtype: jnp.dtype | None = None
 ) -> dict[str, jax.Array]:
-    """The arrays, of which the matrices that layers multiply by are in `dtype` already: the products are the same, and
-    each step reads half the bytes. Norms, biases, adapters and the table of tokens stay as they are."""
+    """Cast the weight matrices to `dtype` once. The products are the same, and each step reads half the bytes.
+
+    Norms, biases, adapters and the embedding table are not cast.
+    """
     names = cast_matrices(graph, arrays, dtype, head_dtype)
     return arrays | _cast({path: arrays[path] for path in names}, dtype) if names else arrays
 
 
 def cast_matrices(graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype, head_dtype: jnp.dtype | None) -> list[str]:
-    """The paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
+    """Paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
     if dtype == jnp.float32:
         return []
     names = [path for path, axes in _axes(graph, arrays).items() if _is_matrix(path, axes) and path in arrays]
@@ -415,7 +434,7 @@ def _cast(arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array
 
 
 def _axes(graph: Any, arrays: dict[str, jax.Array]) -> dict[str, tuple[str, ...]]:
-    """The logical axes of the parameters of a model, by path."""
+    """The logical axes of a model's parameters, by path."""
     state = nnx.to_flat_state(nnx.split(nnx.eval_shape(lambda: merge(graph, _shapes(arrays))))[1])
     named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
     return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
@@ -426,26 +445,26 @@ def _shapes(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _is_matrix(path: str, axes: tuple[str, ...]) -> bool:
-    """Whether layers, or an untied head, multiply by it and do nothing else with it."""
+    """Whether the parameter is only used as a matrix, by a layer or an untied head."""
     if "norm" in axes:
         return False
     return axes == ("vocab", "embed") if path.startswith("lm_head.") else axes[0] == "layers" and len(axes) >= 3
 
 
-# ----------------------------------------------------------------------------------------------------
-# A generation on several devices: each writes completions of its own, with the parameters that they divide.
+# Several devices
 
-
-_WHOLE = 1 / 4  # of a device's memory, for parameters that are gathered once and not in each step
+_WHOLE = 1 / 4  # fraction of a device's memory up to which parameters are gathered once instead of in every step
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Devices, or groups of them along `tensor`, of which each has an equal run of the prompts and all completions of
-    these.
+    """How generation is divided over devices: each device (or group along `tensor`) has an equal run of the prompts
+    with all their completions.
 
-    mesh: its axes but `tensor` count them. specs: by path, where parameters lie. stacked: paths of those with an axis
-    of layers in front. by_layer: the cache has a part for each layer, not for several.
+    mesh: the product of its axes other than `tensor` is the number of shards.
+    specs: partition spec of each parameter, by path.
+    stacked: paths of parameters with a leading layer axis.
+    by_layer: whether the cache has one part per layer instead of one per stack of layers.
     """
 
     mesh: Mesh
@@ -463,28 +482,28 @@ class Shards:
 
     @property
     def whole(self) -> PartitionSpec:
-        """Of what each has all of."""
+        """Spec of replicated arrays."""
         return PartitionSpec()
 
     @property
     def rows(self) -> PartitionSpec:
-        """Of arrays of prompts, or of completions."""
+        """Spec of arrays whose first axis is prompts or completions."""
         return PartitionSpec(self.axes)
 
     @property
     def cache(self) -> Cache:
-        """Of a cache."""
+        """Specs of a cache."""
         parts = self.rows if self.by_layer else PartitionSpec(None, self.axes)
         return Cache(parts, CachePlaces(self.rows, self.rows, self.whole))
 
     @property
     def params(self) -> dict[str, PartitionSpec]:
-        """Of parameters, by path."""
+        """Specs of parameters, by path."""
         return self._parts.own
 
     @property
     def undivided(self) -> bool:
-        """Whether each has all parameters, or its part over `tensor` of all."""
+        """Whether each shard has all parameters (divided over `tensor` at most)."""
         return not any(axis for spec in self.params.values() for axis in spec)
 
     @property
@@ -492,17 +511,17 @@ class Shards:
         return Parts(dict(self.specs), self.stacked)
 
     def mapped(self, body: Callable, of_arguments: Any, of_results: Any, *, parameters: bool) -> Callable:
-        """The function as each shard computes it, of its own rows.
+        """Wrap `body` in a shard_map, so that each shard computes its own rows.
 
         Args:
-            of_arguments, of_results: what `rows`, `cache`, `params` and `whole` say of each. parameters: whether the
-                first argument are parameters by path, of which each device has its part.
+            of_arguments, of_results: partition specs: `rows`, `cache`, `params` or `whole`.
+            parameters: whether the first argument is a dict of parameters by path, which must be gathered.
         """
         body = self._parts.with_whole(body) if parameters else body
-        if not self.axes:  # one, which computes as it would alone; products are divided by XLA
+        if not self.axes:  # a single shard; XLA divides the products over `tensor`
             return self._named(body)
         places = {"in_specs": of_arguments, "out_specs": of_results}
-        # Types of varying values are not checked: there are no gradients.
+        # check_vma only matters for gradients.
         return jax.shard_map(body, mesh=self.mesh, **places, axis_names=set(self.axes), check_vma=False)
 
     def _named(self, body: Callable) -> Callable:
@@ -514,9 +533,9 @@ class Shards:
 
 
 def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | None:
-    """The devices that a model's parameters lie on; None where that is one. Arrays may be shapes with shardings.
+    """The devices that a model's parameters are placed on; None for a single device.
 
-    Devices that share texts along the sequence axis, where training has one, have prompts of their own, too.
+    `arrays` may be shapes with shardings. The sequence axis of training, if any, also divides prompts here.
     """
     places = {path: array.sharding for path, array in arrays.items()}
     mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
@@ -530,8 +549,8 @@ def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | No
 
 
 def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
-    """The arrays where they are, but as those of the shards' mesh: JAX lowers a kernel that it may have to divide, as
-    cuDNN's, for one mesh alone."""
+    """The same arrays, relabeled with the shards' mesh: JAX lowers custom-partitioned kernels such as cuDNN's for a
+    single mesh only."""
     return {path: _named(array, shards.mesh) for path, array in arrays.items()}
 
 
@@ -547,11 +566,12 @@ def _named(array: Any, mesh: Mesh) -> Any:
 
 
 def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
-    """The parameters, each device with all of them, or where `tensor` divides them with its part of all; or as they
-    are, if that takes more than a quarter of a device's `memory`: each step then gathers a layer at a time.
+    """Gather the parameters on every device (up to their division over `tensor`), unless that takes more than a quarter
+    of a device's memory; each step then gathers one layer at a time.
 
     Args:
-        memory: bytes of a device; None where that is not known. arrays: may be shapes with shardings.
+        arrays: may be shapes with shardings.
+        memory: bytes per device; None if unknown.
     """
     places = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
     numbers = {path: prod(place.shard_shape(arrays[path].shape)) for path, place in places.items()}
@@ -574,22 +594,22 @@ def _at(arrays: dict[str, jax.Array], places: tuple[tuple[str, NamedSharding], .
 def on_each(
     shards: Shards | None, body: Callable, places: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
 ) -> Callable:
-    """`Shards.mapped`, with the `places` of arguments and of results; the function itself where there are no shards."""
+    """`Shards.mapped` with the specs that `places` returns; `body` itself without shards."""
     return body if shards is None else shards.mapped(body, *places(shards), parameters=parameters)
 
 
 def anywhere(shards: Shards | None, flag: jax.Array) -> jax.Array:
-    """Whether it is so on any of them."""
+    """Whether `flag` is True on any shard."""
     return flag if shards is None or not shards.axes else jax.lax.pmax(flag.astype(jnp.int32), shards.axes) > 0
 
 
 def of_all(shards: Shards | None, rows: jax.Array) -> jax.Array:
-    """The rows of all of them, on each."""
+    """All-gather rows over the shards."""
     return rows if shards is None or not shards.axes else jax.lax.all_gather(rows, shards.axes, tiled=True)
 
 
 def part_of_group(prompts: int, group: int, shards: int) -> int:
-    """Into how many parts the completions of each prompt are divided, so that shards have the fewest; of equals the
-    fewest parts, as each of them computes the prompt."""
+    """Number of copies of each prompt to divide its completions over, minimizing the rows per shard. Of equal choices
+    the smallest, because each copy prefills the prompt."""
     parts = [number for number in range(1, group + 1) if group % number == 0]
     return min(parts, key=lambda number: -(-prompts * number // shards) * (group // number))

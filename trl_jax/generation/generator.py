@@ -1,4 +1,4 @@
-"""Generate completions for prompts: requests, slots, and calls of the compiled programs."""
+"""Generate completions for prompts. Host side: scheduling of slots and calls of the compiled programs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,9 @@ from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
 from trl_jax.nn.cache import Kept
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts to completions, from the host's side: shapes, calls of compiled programs, and what has ended.
-
-
-STEPS = 16  # of a call, after which the host looks whether completions have ended
-FIRST_PLACES = 32  # places for tokens; twice as many whenever these are full
-_PARTS = 8  # prompts that wait come in together, an eighth of those that there is room for
+STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
+FIRST_PLACES = 32  # initial capacity in tokens; doubled whenever it is full
+_PARTS = 8  # waiting prompts are admitted together, at least 1/8 of the slots at a time
 
 
 def generate(
@@ -61,12 +57,13 @@ def generate(
     watch: Watch | None = None,
     progress: Progress | None = None,
 ) -> Completions:
-    """Complete prompts, all at once.
+    """Complete all prompts in one batch.
 
     Args:
-        noise: random numbers of chunks of `steps` steps; None takes the likeliest token each time.
-        steps: tokens between two looks of the host; 1 where there is a watch.
-        progress: is told after each look how far it is.
+        noise: random numbers in chunks of `steps` steps; None decodes greedily.
+        steps: tokens between two checks by the host; must be 1 with a `watch`.
+        watch: sees every token, and may stop completions.
+        progress: called after each check.
     """
     done: list[Completed] = []
     _Generation(weights, request, noise, steps, len(request.prompts), done.extend, watch).run(progress)
@@ -83,24 +80,26 @@ def generate_queue(
     steps: int = STEPS,
     progress: Progress | None = None,
 ) -> None:
-    """Complete any number of prompts, `slots` at a time: where all completions of a prompt have ended, the next prompt
-    takes its place, so that a step computes as many as there is room for.
+    """Complete any number of prompts, `slots` at a time (continuous batching).
+
+    When all completions of a prompt have ended, a waiting prompt takes its slot, so that the batch stays full.
 
     Args:
-        noise: by row and position, so that no token depends on who else is there; None takes the likeliest.
-        done: gets the completions that have ended, in the order in which they do.
-        steps, progress: as in `generate`.
+        noise: keyed by row and position, so that a token does not depend on the rest of the batch; None decodes
+            greedily.
+        done: receives completions as they end.
+        steps, progress: see `generate`.
     """
     _Generation(weights, request, noise, steps, slots, done).run(progress)
 
 
 def places(tokens: int) -> int:
-    """Places for so many tokens: one of few numbers, each of which compiles once."""
+    """Cache capacity for this many tokens, rounded up to a power of two to limit the number of compilations."""
     return max(FIRST_PLACES, power_of_two(tokens))
 
 
 class _Generation:
-    """One call of `generate`. `used` are the steps of a chunk of random numbers that were taken."""
+    """One call of `generate` or `generate_queue`. `_used` counts the steps used of the current noise chunk."""
 
     def __init__(
         self,
@@ -122,9 +121,9 @@ class _Generation:
         self._stops = Stops(
             np.asarray(request.eos or (-1,), np.int32), np.int32(request.pad), np.int32(request.max_new_tokens)
         )
-        self._inputs = request.drawing()  # of all rows of the request
+        self._inputs = request.drawing()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
-        self._max_tokens = longest + places(request.max_new_tokens)  # no prompt with its completion has more
+        self._max_tokens = longest + places(request.max_new_tokens)  # bound on prompt + completion
         self._turn = length_of_turn(weights)
         self._turned = self._turn is not None and self._slots.longest(0) > self._turn
 
@@ -146,7 +145,11 @@ class _Generation:
     def _first(
         self, members: np.ndarray, longest: int, prompt_places: int, capacity: int, noise: Noise | None
     ) -> tuple[Decoding, Status]:
-        """The first token of each completion of these prompts, `[P', G]`; the longest text has `longest` tokens."""
+        """Prefill the prompts of `members` `[P', G]` and sample the first token of each completion.
+
+        Args:
+            longest: tokens of the longest text in the batch.
+        """
         request, weights, prompts = self._request, self._weights, self._slots.prompts(members)
         tokens = np.full((len(prompts), prompt_places), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
@@ -165,12 +168,12 @@ class _Generation:
         return max(map(len, self._slots.prompts(members)))
 
     def _drawing(self, members: np.ndarray) -> Drawing:
-        """How tokens of these rows are drawn."""
+        """Sampling inputs for these rows."""
         rows = members.reshape(-1)
         return self._inputs._replace(prompt_ids=self._inputs.prompt_ids[rows], pads=self._inputs.pads[rows])
 
     def _noise(self, count: int) -> Noise | None:
-        """The chunk of random numbers that has those of the next step, of which there were `count`."""
+        """The noise chunk for the next step; `count` steps were taken so far."""
         if self._source is not None and self._used == self._steps:
             self._chunk = self._source.noise(self._slots.rows, self._slots.drawn(count))
         self._used %= self._steps
@@ -182,7 +185,7 @@ class _Generation:
         state, most = self._at_turn(state, longest)
         steps = min(self._steps - first, most)
         if count + steps > state.capacity and state.capacity < self._request.max_new_tokens:
-            alive = state.alive  # of the host's memory, as in every call: another kind would be dispatched anew
+            alive = state.alive  # keep the host array: a device array would miss jit's dispatch cache
             state = grown(state, capacity=places(state.capacity + 1))._replace(alive=alive)
         drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
@@ -194,8 +197,10 @@ class _Generation:
         return state, status
 
     def _at_turn(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
-        """The state for a step that has a text of `longest` tokens, and how many steps it serves: ropes may turn all
-        tokens otherwise once a text has more than a certain number."""
+        """The state for a step whose longest text has `longest` tokens, and for how many steps it is valid.
+
+        LongRoPE changes the rotation of all tokens once a text exceeds a certain length; the cache is then recomputed.
+        """
         if self._turn is None:
             return state, self._steps
         if self._turned != (longest > self._turn):
@@ -213,7 +218,7 @@ class _Generation:
         return state, self._steps if self._turned else self._turn + 1 - longest
 
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
-        """Which completions go on, bool `[P' x G']`: what the program says, and the watch."""
+        """Which completions continue, bool `[P' x G']`, according to the program and the watch."""
         alive = np.asarray(status.alive)
         if self._watch is None:
             return alive
@@ -222,10 +227,12 @@ class _Generation:
         return alive if kept is None else alive & np.pad(kept, (0, len(alive) - rows))
 
     def _refilled(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
-        """The state with prompts that wait in the places of those that have ended, once enough are free; and what goes
-        on in it. Not within a chunk of random numbers, which are those of the rows that it began with."""
+        """Move waiting prompts into free slots once enough are free; returns the state and which completions continue.
+
+        Only between noise chunks, because a chunk holds the numbers of the rows that it started with.
+        """
         slots = self._slots
-        together = max(1, slots.each // _PARTS)  # of each shard
+        together = max(1, slots.each // _PARTS)  # per shard
         while slots.waiting and (self._used == self._steps or not alive.any()):
             free = slots.free(alive)
             if sum(map(len, free)) < together * self._shards:
@@ -236,7 +243,7 @@ class _Generation:
         return state, alive
 
     def _with_prompts(self, state: Decoding, fresh: np.ndarray, at: np.ndarray) -> Decoding:
-        """The state with the prompts of these members `[P', G]`, and the first token of each, in these slots."""
+        """Prefill the prompts of `fresh` `[P', G]`, sample their first tokens, and put them into the slots `at`."""
         noise = None if self._source is None else self._source.noise(fresh.reshape(-1), np.zeros(fresh.size))
         longest = self._slots.longest(int(state.count) - 1)
         first, _ = self._first(fresh, longest, power_of_two(max(32, self._longest(fresh))), 1, noise)
@@ -247,28 +254,29 @@ class _Generation:
         return refilled(state, at, first, shards=self._weights.shards)
 
     def _compacted(self, state: Decoding, alive: np.ndarray) -> Decoding:
-        """The state without completions that have ended; between chunks only, not while prompts wait, and not for a
-        watch, which knows rows by their place."""
+        """Drop ended completions from the state. Only between noise chunks, when no prompt waits, and without a watch,
+        which identifies rows by their index."""
         if self._slots.waiting or self._watch is not None or self._used < self._steps:
             return state
         kept = self._slots.compact(state, alive)
         return state if kept is None else selected(state, *kept, shards=self._weights.shards)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The rows of a request that are computed at a time: which they are, which wait, and what has ended.
+# Slots
 
 
 class Slots:
-    """The slots of a state, each with a prompt and its completions.
+    """Assigns prompts to the slots of the decoding state; each slot holds a prompt and its completions.
 
     Args:
-        count: slots, which come out even. done: gets completions that have ended. shards: devices among which the slots
-            are divided in equal runs.
+        count: number of slots; rounded up to a multiple of `shards`.
+        done: receives completions that have ended.
+        shards: number of devices that the slots are divided over, in equal runs.
 
     Attributes:
-        members: rows of the request, `[P, G]`, -1 where one only fills the shape. begun: the step at which each prompt
-            began. waiting: numbers of prompts that have no slot yet.
+        members: rows of the request, `[P, G]`; -1 for padding.
+        begun: the step at which each prompt started, `[P]`.
+        waiting: indices of prompts without a slot yet.
     """
 
     def __init__(self, request: Request, count: int, done: Callable[[Sequence[Completed]], None], shards: int = 1):
@@ -283,37 +291,37 @@ class Slots:
 
     @property
     def rows(self) -> np.ndarray:
-        """The members, `[P x G]`; some row where one only fills the shape."""
+        """The members, `[P x G]`; row 0 for padding."""
         return np.maximum(self.members, 0).reshape(-1)
 
     def drawn(self, count: int) -> np.ndarray:
-        """Tokens that each row has after so many steps."""
+        """Number of tokens of each row after `count` steps."""
         return count - np.repeat(self.begun, self.members.shape[1])
 
     def prompts(self, members: np.ndarray) -> list[np.ndarray]:
-        """Their token ids, behind virtual tokens."""
+        """The prompts of these members as token ids, after any virtual tokens."""
         return [self._request.texts[row // self._request.group] for row in members[:, 0]]
 
     def longest(self, count: int) -> int:
-        """Tokens of the longest text after so many steps, those behind a text's end among them: as where rows that have
-        ended stay."""
+        """Tokens of the longest text after `count` steps, including padding after ended completions."""
         return self._ahead + count
 
     @property
     def each(self) -> int:
-        """The slots of a shard."""
+        """Slots per shard."""
         return len(self.members) // self._shards
 
     def free(self, alive: np.ndarray) -> list[np.ndarray]:
-        """Slots in which all completions have ended, those of each shard as counted within it."""
+        """For each shard, the slots in which all completions have ended, numbered within the shard."""
         ended = ~alive.reshape(self._shards, self.each, -1).any(axis=2)
         return [np.flatnonzero(own) for own in ended]
 
     def refill(self, state: Decoding, free: Sequence[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hand over the completions of free slots, at most so many of a shard, and give these to prompts that wait.
+        """Hand over the completions in free slots, at most `most` per shard, and assign these slots to waiting prompts.
 
-        Returns the members of the new prompts, `[P', G]`, `most` of each shard, and their slots as counted within it:
-        one that is not there for those that only fill the shape.
+        Returns:
+            Members of the new prompts, `[P', G]` with `most` prompts per shard, and their slots, numbered within the
+            shard. Padding gets an out-of-range slot.
         """
         wanted = [(shard, slot) for shard, own in enumerate(free) for slot in own[:most]][: len(self.waiting)]
         numbers = [self.waiting.popleft() for _ in wanted]
@@ -332,10 +340,11 @@ class Slots:
         return self._rows_of(prompts.reshape(-1)), slots.reshape(-1)
 
     def compact(self, state: Decoding, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Leave out, and hand over, completions that have ended, where fewer than half of the shape would be left.
+        """Hand over and drop ended completions, if that at least halves the batch.
 
-        Returns what `decode.selected` is told: prompts `[P']` of each shard, their members `[P', G']`, and which of
-        them live.
+        Returns:
+            Arguments of `decode.selected`: prompts `[P']` of each shard, their members `[P', G']`, and which of these
+            are alive. None if the batch stays as it is.
         """
         alive = alive.reshape(self.members.shape)
         prompts = [np.flatnonzero(own.any(axis=1)) for own in np.split(alive, self._shards)]
@@ -358,14 +367,14 @@ class Slots:
         return at, members, living
 
     def progress(self, state: Decoding, alive: np.ndarray) -> tuple[int, int]:
-        """Completions that have ended, and tokens of all of them so far."""
+        """Number of ended completions, and number of tokens generated so far."""
         members, lengths = self.members.reshape(-1), self._lengths.copy()
         lengths[members[members >= 0]] = fetched(state.lengths)[members >= 0]
         left = len(self.waiting) * self._request.group + int(alive.sum())
         return self._request.rows - left, int(lengths.sum())
 
     def give(self, state: Decoding, which: np.ndarray) -> None:
-        """Hand over the completions of these members, bool `[P, G]`, which have ended."""
+        """Pass the ended completions selected by `which`, bool `[P, G]`, to `done`."""
         taken = np.flatnonzero((which & (self.members >= 0)).reshape(-1))
         rows, begun = self.members.reshape(-1)[taken], np.repeat(self.begun, self.members.shape[1])[taken]
         at = (begun[:, None] + np.arange(state.capacity)) % state.capacity
@@ -385,34 +394,35 @@ class Slots:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is no less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (int(number) - 1).bit_length()
 
 
-# ----------------------------------------------------------------------------------------------------
-# The request of a generation, and its completions.
+# Requests and completions
 
-
-# (completions that have ended, tokens of all of them so far) -> None
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (completions that have ended, tokens generated so far)
 
 
 class Watch(Protocol):
-    """Sees every token as it is drawn."""
+    """Sees every token as it is sampled."""
 
     def tokens(self, drawn: np.ndarray, alive: np.ndarray) -> np.ndarray | None:
-        """Take the ids `[B]` of a step. Returns which completions go on, bool `[B]`; None: all that live."""
+        """Receive the ids `[B]` of a step. Returns which completions continue, bool `[B]`; None for all of `alive`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts to complete, and how.
+    """Prompts to complete, with the generation options.
 
-    prompts: token ids of each, at least one. group: completions of each.
-    eos: ids that end a completion. pad: stands behind its end. max_new_tokens: of each completion, at most.
-    processors: changes of the scores, in their order. width: of the prompts as processors see them, padded on the left.
-    logps: whether log-probabilities are kept, of logits divided by `temperature`.
-    virtual: stand before each prompt, where processors do not see them.
+    prompts: token ids, at least one per prompt.
+    group: completions per prompt.
+    eos: ids that end a completion.
+    pad: id that fills the rest of the row.
+    max_new_tokens: maximum length of a completion.
+    processors: logits processors, in order.
+    width: left-padded length of the prompts as processors see them; None means the longest prompt.
+    temperature, logps: whether to record log-probabilities, of the logits divided by `temperature`.
+    virtual: virtual tokens before each prompt, which processors do not see.
     """
 
     prompts: list[np.ndarray]
@@ -428,7 +438,7 @@ class Request:
 
     @cached_property
     def texts(self) -> list[np.ndarray]:
-        """The prompts as the model reads them."""
+        """The prompts with their virtual tokens."""
         return [np.concatenate([self.virtual.ids, ids]) for ids in self.prompts] if self.virtual.count else self.prompts
 
     @property
@@ -436,11 +446,11 @@ class Request:
         return len(self.prompts) * self.group
 
     def in_parts(self, number: int) -> Request:
-        """The same rows, the completions of each prompt divided among so many prompts that are equal."""
+        """The same rows, with each prompt repeated `number` times and its completions divided among the copies."""
         return replace(self, prompts=[ids for ids in self.prompts for _ in range(number)], group=self.group // number)
 
     def drawing(self) -> Drawing:
-        """How tokens are drawn. Prompts are as wide as the longest, or as they came."""
+        """The sampling inputs of all rows."""
         width = self.width or max(map(len, self.prompts))
         ids = np.full((len(self.prompts), padded_length(width, "auto")), self.pad, np.int32)
         pads = np.asarray([width - len(prompt) for prompt in self.prompts], np.int32)
@@ -453,8 +463,12 @@ class Request:
 
 
 class Completed(NamedTuple):
-    """One completion: its row, counted over all completions of all prompts, int32 tokens `[n]`, that which ends it
-    among them, and their log-probabilities, float32 `[n]`, None where nobody asked."""
+    """One completion.
+
+    row: index among all completions of all prompts.
+    tokens: int32 `[n]`, including the end token.
+    logps: float32 `[n]`; None if not requested.
+    """
 
     row: int
     tokens: np.ndarray
@@ -462,10 +476,11 @@ class Completed(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Of all rows, those of the first prompt first.
+    """All completions, ordered by prompt.
 
-    tokens: int32 `[B, N]`, pads behind each completion's end; N is the length of the longest. lengths: int32 `[B]`,
-    tokens of each, that which ends it among them. logps: float32 `[B, N]`, of each token; None where nobody asked.
+    tokens: int32 `[B, N]`, padded to the length N of the longest completion.
+    lengths: int32 `[B]`, number of tokens including the end token.
+    logps: float32 `[B, N]`, log-probability of each token; None if not requested.
     """
 
     tokens: np.ndarray
@@ -474,7 +489,7 @@ class Completions(NamedTuple):
 
     @classmethod
     def of(cls, done: Sequence[Completed], pad: int) -> Completions:
-        """From each row's."""
+        """Collect completions that ended in any order."""
         done = sorted(done, key=lambda one: one.row)
         lengths = np.asarray([len(one.tokens) for one in done], np.int32)
         tokens = np.full((len(done), lengths.max()), pad, np.int32)
@@ -486,7 +501,7 @@ class Completions(NamedTuple):
         return cls(tokens, lengths, logps)
 
     def rows(self) -> list[Completed]:
-        """Each row's."""
+        """Split into single completions."""
         logps = [None] * len(self.tokens) if self.logps is None else self.logps
         return [
             Completed(number, ids[:length], None if own is None else own[:length])
@@ -494,16 +509,17 @@ class Completions(NamedTuple):
         ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Several steps of decoding in one call of a compiled program.
+# Compiled sampling steps
 
 
 class Drawing(NamedTuple):
-    """How a token is drawn, and the prompts of all rows as processors see them.
+    """Sampling inputs: the logits processors, and the prompts as these see them.
 
-    processors: changes of the scores, in their order. prompt_ids: int32 `[B, W]`, padded on the left; from
-    `prompt_length` on, an int32 scalar, columns only fill the shape. pads: int32 `[B]`, columns on the left that are
-    padding. temperature: what logits are divided by for their log-probabilities.
+    processors: in order.
+    prompt_ids: int32 `[B, W]`, left-padded; columns from `prompt_length` on are unused.
+    prompt_length: int32 scalar.
+    pads: int32 `[B]`, number of padding columns on the left.
+    temperature: divides the logits for the recorded log-probabilities.
     """
 
     processors: tuple[Processor, ...]
@@ -514,7 +530,7 @@ class Drawing(NamedTuple):
 
     @classmethod
     def places(cls, shards: Shards) -> Drawing:
-        """How it is divided."""
+        """Partition specs."""
         return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
 
     def history(self, state: Decoding) -> History:
@@ -524,8 +540,7 @@ class Drawing(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Copies of `Decoding` for the host to look at, of all rows on each device, while the state itself is given to the
-    next call."""
+    """Copies of fields of `Decoding` for the host to inspect while the state itself is donated to the next call."""
 
     count: jax.Array
     alive: jax.Array
@@ -536,7 +551,7 @@ class Status(NamedTuple):
 
 
 def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
-    """Ids `[B]` drawn by `logits` `[B, V]`, and their log-probabilities where they are kept."""
+    """Sample ids `[B]` from `logits` `[B, V]`; also returns their log-probabilities if these are recorded."""
     scores = process(drawing.processors, drawing.history(state), logits) if drawing.processors else logits
     ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
     ids = ids.astype(jnp.int32)
@@ -557,7 +572,7 @@ def first_tokens(
     *,
     shards: Shards | None = None,
 ) -> tuple[Decoding, Status]:
-    """The first token of each completion, by its prompt's logits `[P, V]`."""
+    """Sample the first token of each completion from the prompt logits `[P, V]`."""
 
     def of_shard(logits, state, stops, noise, drawing):
         logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
@@ -572,7 +587,7 @@ def first_tokens(
 
 
 def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
-    """How noise and `Drawing` are divided."""
+    """Partition specs of noise and `Drawing`."""
     return None if noise is None else noise.places(shards), Drawing.places(shards)
 
 
@@ -594,13 +609,13 @@ def next_tokens(
     max_tokens: int,
     shards: Shards | None = None,
 ) -> tuple[Decoding, Status]:
-    """At most `steps` more tokens of each completion, fewer where all end before.
+    """Decode up to `steps` tokens of each completion; stops early if all have ended.
 
     Args:
-        layers: as in `models.cached_decoder.with_keys`.
-        longest: int32 scalar, tokens of the longest text of the call with the first of these.
-        noise: random numbers, from its step `first` on for these steps; None takes the likeliest ids.
-        max_tokens: no prompt with its completion will have more.
+        layers: see `models.cached_decoder.with_keys`.
+        first: the step of the `noise` chunk to start from; without noise, decoding is greedy.
+        longest: int32 scalar, tokens of the longest text including its next token.
+        max_tokens: upper bound on prompt + completion.
     """
     steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards)
 
@@ -614,7 +629,7 @@ def next_tokens(
 
 @dataclass(frozen=True)
 class _Steps:
-    """`next_tokens` of a shard."""
+    """The body of `next_tokens` on one shard."""
 
     graph: Any
     dtype: jnp.dtype
@@ -641,8 +656,8 @@ class _Steps:
             logits, new = forward(state, number, turned)
             ids, logps = _drawn(logits, state, noise, first + number, drawing)
             state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
-            # The angles come from the step before: in one step XLA would compute them again in each layer, for each
-            # head.
+            # Compute the angles for the next step here: used in the same step, XLA would recompute them in every layer
+            # and head.
             return number + 1, state, angles(state, number + 1), self._lives(state)
 
         def goes_on(carry):
@@ -654,11 +669,11 @@ class _Steps:
         return state, Status.of(state, self.shards)
 
     def _lives(self, state: Decoding) -> jax.Array:
-        """Whether any completion goes on; all shards take as many steps, as they send to each other in each."""
+        """Whether any completion continues. All shards run the same number of steps because each step communicates."""
         return anywhere(self.shards, jnp.any(state.alive))
 
 
 def _positions(state: Decoding) -> jax.Array:
-    """Those of the tokens that come next, int32 `[B, 1]`."""
+    """Positions of the next tokens, int32 `[B, 1]`."""
     positions_P = state.cache.places.prompt_lengths + state.cache.places.own
     return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

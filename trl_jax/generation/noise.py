@@ -1,12 +1,12 @@
-"""The random numbers that tokens are sampled with.
+"""Random numbers for sampling tokens.
 
-A token is drawn as torch draws it: each id has an exponential number q, and the largest p / q wins. q comes from one of
-two sources, which the decode loop cannot tell apart:
+A token is sampled as in torch.multinomial: each id gets an exponential random number q, and the id with the largest
+p / q wins. q comes from one of two sources, which the decode loop treats alike:
 
-- TorchNoise, the stream of torch's CPU generator: the tokens that transformers draws from the same seed. A step takes
-  2 * rows * V words of the stream, those of rows that have ended included.
-- KeyedNoise, JAX's generator with a key for each row and position: a row's tokens do not depend on the rows beside it,
-  on the devices or on the order in which rows are completed.
+- TorchNoise, the stream of torch's CPU generator: gives the tokens that transformers samples from the same seed. Each
+  step takes 2 * rows * V words of the stream, including those of rows that have ended.
+- KeyedNoise, JAX's generator with a key per row and position: a row's tokens do not depend on the rest of the batch, on
+  the devices or on the order of completion.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _CHUNK_BYTES = 2**27  # of words for the steps of a chunk
 
 
 class Noise(Protocol):
-    """The numbers for some steps of some rows: a pytree, handed to a jitted chunk of steps."""
+    """Random numbers for a chunk of steps: a pytree that is passed to jitted code."""
 
     def places(self, shards: Shards) -> Noise:
-        """How they are divided."""
+        """Partition specs."""
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
         """q of one step, float32 `[R, V]`, at least 0. `step` counts from the chunk's first and may be traced."""
 
 
 class TorchNoise(NamedTuple):
-    """The words of torch's stream for a chunk: uint32 `[steps, R, V, 2]`, as `PrefetchedWords.noise` gives them."""
+    """Words of torch's stream for a chunk: uint32 `[steps, R, V, 2]`, from `PrefetchedWords.noise`."""
 
     words: jax.Array | np.ndarray
 
@@ -50,11 +50,11 @@ class TorchNoise(NamedTuple):
 
 
 class KeyedNoise(NamedTuple):
-    """JAX's threefry, folded with a row's number and its position.
+    """JAX's threefry generator with a key folded with the row number and the position.
 
-    key: of a generation, as `random_key` makes it.
+    key: of the generation, from `random_key`.
     rows: int32 `[R]`, the number of each row among all rows of the generation.
-    positions: int32 `[R]`, how many new tokens each row has at step 0.
+    positions: int32 `[R]`, number of new tokens of each row at step 0.
     """
 
     key: jax.Array
@@ -69,18 +69,19 @@ class KeyedNoise(NamedTuple):
             return jax.random.bits(jax.random.fold_in(jax.random.fold_in(self.key, row), position), (vocabulary,))
 
         bits_RV = jax.vmap(bits)(self.rows, self.positions + step)
-        return exponential(bits_RV >> 11, (bits_RV << 21) | jnp.uint32(2**20))  # half a unit more, so never 0
+        return exponential(bits_RV >> 11, (bits_RV << 21) | jnp.uint32(2**20))  # plus half a unit, so never 0
 
 
 def random_key(generator: TorchGenerator) -> jax.Array:
-    """The key of a generation: the next two words of the stream, so that calls in a row differ and repeat by seed."""
+    """The key of a generation: the next two words of the stream, so that successive calls differ and are
+    reproducible."""
     return jax.random.wrap_key_data(jnp.asarray(generator.words(2)), impl="threefry2x32")
 
 
 def exponential(high: jax.Array, low: jax.Array) -> jax.Array:
-    """-log(1 - u) in float32, within 6e-7 of itself, of u = (the 53 lowest bits of two words) * 2^-53.
+    """-log(1 - u) in float32, with relative error below 6e-7, for u = (the 53 lowest bits of two words) * 2^-53.
 
-    No doubles are needed: below 1/16 the logarithm is a series in u, and above 1 - u has the inverted bits.
+    Avoids doubles: below 1/16 the logarithm is a series in u; above, 1 - u is computed from the inverted bits.
     """
     high = high & _LOW_21
     u = high.astype(jnp.float32) * 2.0**-21 + low.astype(jnp.float32) * 2.0**-53
@@ -92,38 +93,38 @@ def exponential(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def sample(scores: jax.Array, q: jax.Array) -> jax.Array:
-    """The ids that win, int32 `[R]`, of scores and q, float32 `[R, V]`; of equals the first.
+    """Sample ids, int32 `[R]`, from scores and q, float32 `[R, V]`; ties go to the first id.
 
-    -1 where `torch.multinomial` would raise: a NaN, an infinite score, or no id that is left.
+    -1 where `torch.multinomial` would raise: a NaN, an infinite score, or no id left.
     """
     weights_RV = jnp.exp(scores - scores.max(axis=-1, keepdims=True)) / q
-    weights_RV = jax.lax.optimization_barrier(weights_RV)  # else XLA's CPU compiler takes each logarithm in the argmax
+    weights_RV = jax.lax.optimization_barrier(weights_RV)  # or XLA's CPU compiler fuses the logarithms into the argmax
     ids_R = jnp.argmax(weights_RV, axis=-1).astype(jnp.int32)
     best_R1 = jnp.take_along_axis(weights_RV, ids_R[:, None], axis=-1)
     return jnp.where(jnp.isnan(best_R1[:, 0]), -1, ids_R)
 
 
 def chunk_steps(rows: int, vocabulary: int, most: int) -> int:
-    """How many steps a chunk should have so that its words stay within 128 MiB; 1 to `most`."""
+    """Number of steps per chunk, 1 to `most`, that keeps its words within 128 MiB."""
     return max(1, min(most, _CHUNK_BYTES // (8 * rows * vocabulary)))
 
 
 class NoiseSource(Protocol):
-    """The random numbers of one generation, a chunk of steps at a time."""
+    """The random numbers of one generation, one chunk of steps at a time."""
 
     def noise(self, rows: np.ndarray, drawn: np.ndarray) -> Noise:
-        """The next chunk, for `rows`, int `[R]`, of which each has `drawn` tokens, int `[R]`."""
+        """The next chunk for `rows`, int `[R]`, which have `drawn` tokens each, int `[R]`."""
 
     def close(self, steps: int) -> None:
-        """End it, after `steps` steps of which the numbers were used."""
+        """Finish after `steps` steps whose numbers were used."""
 
 
 class KeyedSource:
-    """Numbers by row and position.
+    """Noise keyed by row and position.
 
     Args:
-        key: of the generation, as `random_key` makes it. numbers: of its rows, int `[R]`: two rows with one number, of
-            one call or of two, draw alike.
+        key: of the generation, from `random_key`.
+        numbers: int `[R]`, one per row; rows with the same number get the same noise, also across calls.
     """
 
     def __init__(self, key: jax.Array, *, numbers: np.ndarray):
@@ -133,17 +134,17 @@ class KeyedSource:
         return KeyedNoise(self._key, self._numbers[rows].astype(np.int32), drawn.astype(np.int32))
 
     def close(self, steps: int) -> None:
-        """There is nothing to end: what comes next has another key."""
+        """Nothing to do: the next generation has another key."""
 
 
 class PrefetchedWords:
-    """The words of torch's stream for one generation, a thread making those of the next chunk ahead of time.
+    """The words of torch's stream for one generation; a thread prefetches the next chunk.
 
     Args:
-        generator: nobody else may draw from it before `close`.
-        rows: all of the generation, with those that have ended.
-        steps: of a chunk.
-        max_steps: of the generation; no chunk is made ahead that begins behind them.
+        generator: must not be used elsewhere until `close`.
+        rows: number of rows, including those that have ended.
+        steps: per chunk.
+        max_steps: of the generation; no chunk beyond these is prefetched.
     """
 
     def __init__(self, generator: TorchGenerator, *, rows: int, vocabulary: int, steps: int, max_steps: int):
@@ -153,7 +154,7 @@ class PrefetchedWords:
         self._next: Future | None = self._thread.submit(self._make)
 
     def noise(self, rows: np.ndarray, drawn: np.ndarray) -> TorchNoise:
-        """The next chunk, for `rows`, int `[R]`; all have drawn as many tokens."""
+        """The next chunk for `rows`, int `[R]`; all must have the same number of tokens."""
         del drawn
         future = self._next or self._thread.submit(self._make)
         words = future.result()
@@ -162,10 +163,10 @@ class PrefetchedWords:
         return TorchNoise(words if len(rows) == self._shape[1] else words[:, rows])
 
     def close(self, steps: int) -> None:
-        """End the thread and leave the generator where torch's is after `steps` steps."""
+        """Stop the thread and rewind the generator to where torch's would be after `steps` steps."""
         self._thread.shutdown(wait=True)
         chunk, within = divmod(steps, self._shape[0])
-        if chunk == len(self._starts):  # all that was made was used
+        if chunk == len(self._starts):  # every chunk was used up
             chunk, within = chunk - 1, self._shape[0]
         self._generator.restore(self._starts[chunk])
         self._generator.skip(within * int(np.prod(self._shape[1:])))

@@ -1,4 +1,7 @@
-"""Logits processors and warpers of transformers, and drawing the next token."""
+"""transformers' logits processors and warpers, vectorized in JAX.
+
+Suffixes of array names: R rows, T tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------------
-# Builds processors of the fields of transformers' GenerationConfig, in its order and with its checks.
+# Build processors from the fields of transformers' GenerationConfig, in its order and with its checks
 
 
 @dataclass(frozen=True)
 class Options:
-    """transformers' fields, where None is off. The second half counts where tokens are sampled.
+    """Fields of transformers' GenerationConfig; None is off. The second group only applies when sampling.
 
-    Raises:
-        ValueError: in `logits_processors` and `sampling_processors`, where a value is out of its range.
+    Values are checked in `logits_processors` and `sampling_processors`, which raise ValueError.
     """
 
     sequence_bias: Any = None
@@ -50,10 +51,12 @@ class Options:
 
 
 class Text(NamedTuple):
-    """The facts of a generation that processors depend on.
+    """The properties of a generation that processors depend on.
 
-    eos: ids that end a text, none or more. prompt_length: tokens of the prompts with their padding. max_length: of
-    prompts and new tokens. vocabulary: ids that have a score.
+    eos: ids that end a text, possibly none.
+    prompt_length: padded length of the prompts.
+    max_length: maximum number of tokens, prompt included.
+    vocabulary: number of ids that have a score.
     """
 
     eos: tuple[int, ...]
@@ -63,13 +66,13 @@ class Text(NamedTuple):
 
 
 def logits_processors(options: Options, text: Text) -> dict[str, Processor]:
-    """The processors that take part whether or not tokens are sampled, by their field, in transformers' order."""
+    """Processors that apply to both greedy decoding and sampling, by field, in transformers' order."""
     built = {name: build(options, text) for name, build in _LOGITS.items() if vars(options)[name] is not None}
     return {name: processor for name, processor in built.items() if processor is not None}
 
 
 def sampling_processors(options: Options) -> dict[str, Processor]:
-    """The processors of sampling alone, by their field, in transformers' order."""
+    """Processors that only apply to sampling, by field, in transformers' order."""
     built = {name: build(vars(options)[name]) for name, build in _SAMPLING.items() if vars(options)[name] is not None}
     return {name: processor for name, processor in built.items() if processor is not None}
 
@@ -130,7 +133,7 @@ def _check_count(name: str, count: Any) -> None:
 def _forced(name: str, length: int, ids: Any, text: Text) -> Processor:
     listed = _ids(ids)
     if not 0 <= listed.min() <= listed.max() < text.vocabulary:
-        raise ValueError(f"`{name}` is {ids}: wanted ids of the vocabulary, from 0 to {text.vocabulary - 1}.")
+        raise ValueError(f"`{name}` is {ids}: wanted ids of the vocabulary, 0 to {text.vocabulary - 1}.")
     return ForcedTokens(jnp.int32(length), listed)
 
 
@@ -138,8 +141,8 @@ def _exponential_decay(options: Options, text: Text) -> Processor:
     start, factor = options.exponential_decay_length_penalty
     if not text.eos or factor <= 0:
         raise ValueError(
-            f"`exponential_decay_length_penalty` is ({start}, {factor}) and `eos_token_id` {list(text.eos)}: wanted a "
-            "factor above 0, and an id that ends a text. Set eos_token_id, or leave the penalty out."
+            f"`exponential_decay_length_penalty` is ({start}, {factor}) and `eos_token_id` is {list(text.eos)}: wanted "
+            "a factor above 0 and at least one EOS id. Set eos_token_id, or leave the penalty out."
         )
     return ExponentialDecay(jnp.int32(start), jnp.float32(np.log(factor)), _ids(text.eos))
 
@@ -228,32 +231,30 @@ _SAMPLING: dict[str, Callable[[Any], Processor | None]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
-# Changes of the scores that sampling alone takes, as transformers' warpers compute them.
+# Processors that only apply to sampling (transformers' warpers)
 
-
-_TOP_H_IDS = 100  # the most that TopH looks at, as in transformers
+_TOP_H_IDS = 100  # number of ids that TopH considers, as in transformers
 
 
 def keep(kept_RV: jax.Array, scores_RV: jax.Array) -> jax.Array:
-    """The scores with -inf for whatever is not kept."""
+    """Set the scores of ids that are not kept to -inf."""
     return jnp.where(kept_RV, scores_RV, -jnp.inf)
 
 
 def is_first_largest(scores_RV: jax.Array) -> jax.Array:
-    """Where the first of the largest scores of each row stands: bool `[R, V]`."""
+    """Marks the first maximum of each row: bool `[R, V]`."""
     return jnp.arange(scores_RV.shape[-1]) == jnp.argmax(scores_RV, axis=-1, keepdims=True)
 
 
 def entropy(scores_RV: jax.Array) -> jax.Array:
-    """In nats, `[R, 1]`."""
+    """Entropy in nats, `[R, 1]`."""
     logp_RV = jax.nn.log_softmax(scores_RV, axis=-1)
     p_RV = jnp.exp(logp_RV)
     return -jnp.where(p_RV > 0, p_RV * logp_RV, 0).sum(axis=-1, keepdims=True)
 
 
 class Temperature(NamedTuple):
-    """Divides by a temperature."""
+    """Divides the scores by a temperature."""
 
     temperature: Number
 
@@ -262,8 +263,10 @@ class Temperature(NamedTuple):
 
 
 class TopH(NamedTuple):
-    """Keeps the likeliest ids, of the first 100, while their terms of the entropy add up to at most `top_h` of it
-    (Potraghloo et al. 2025, arXiv:2509.02510)."""
+    """Keeps the likeliest of the top 100 ids as long as their share of the entropy is at most `top_h`.
+
+    Potraghloo et al. 2025, arXiv:2509.02510.
+    """
 
     top_h: Number
 
@@ -277,7 +280,7 @@ class TopH(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """Keeps the `top_k` largest scores and what equals the last of them (Fan et al. 2018, arXiv:1805.04833)."""
+    """Keeps the `top_k` largest scores, and ties with the smallest of these (Fan et al. 2018, arXiv:1805.04833)."""
 
     top_k: Number
 
@@ -286,9 +289,9 @@ class TopK(NamedTuple):
 
 
 class TopP(NamedTuple):
-    """Removes the least likely ids that add up to at most `tail` = 1 - top_p (Holtzman et al. 2019, arXiv:1904.09751).
+    """Removes the least likely ids with total probability at most `tail` = 1 - top_p.
 
-    Of equals, those further on stay.
+    Among ties, later ids are kept. Holtzman et al. 2019, arXiv:1904.09751.
     """
 
     tail: Number
@@ -305,7 +308,7 @@ class TopP(NamedTuple):
 
 
 class MinP(NamedTuple):
-    """Keeps ids that are at least `min_p` times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082)."""
+    """Keeps ids with at least `min_p` times the largest probability (Nguyen et al. 2024, arXiv:2407.01082)."""
 
     min_p: Number
 
@@ -315,8 +318,10 @@ class MinP(NamedTuple):
 
 
 class TypicalP(NamedTuple):
-    """Keeps ids whose surprise is nearest to the entropy, until they add up to `typical_p` (Meister et al. 2022,
-    arXiv:2202.00666)."""
+    """Keeps the ids whose surprisal is closest to the entropy, up to total probability `typical_p`.
+
+    Meister et al. 2022, arXiv:2202.00666.
+    """
 
     typical_p: Number
 
@@ -327,7 +332,7 @@ class TypicalP(NamedTuple):
 
 
 class EpsilonCutoff(NamedTuple):
-    """Removes ids less likely than `epsilon`, but not the likeliest (Hewitt et al. 2022, arXiv:2210.15191)."""
+    """Removes ids with probability below `epsilon`, except the likeliest (Hewitt et al. 2022, arXiv:2210.15191)."""
 
     epsilon: Number
 
@@ -336,8 +341,10 @@ class EpsilonCutoff(NamedTuple):
 
 
 class EtaCutoff(NamedTuple):
-    """Removes ids less likely than min(epsilon, sqrt(epsilon) exp(-entropy)), but not the likeliest (Hewitt et al.
-    2022, arXiv:2210.15191)."""
+    """Removes ids with probability below min(epsilon, sqrt(epsilon) exp(-entropy)), except the likeliest.
+
+    Hewitt et al. 2022, arXiv:2210.15191.
+    """
 
     epsilon: Number
 
@@ -351,21 +358,20 @@ def _cut(scores_RV: jax.Array, least: jax.Array) -> jax.Array:
 
 
 class Renormalize(NamedTuple):
-    """Makes log-probabilities of the scores, after all else."""
+    """Normalizes the scores to log-probabilities, after all other processors."""
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         return jax.nn.log_softmax(scores_RV, axis=-1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reads `sequence_bias` and `bad_words_ids`, with transformers' checks and words.
+# `sequence_bias` and `bad_words_ids`, with transformers' checks and messages
 
 
 def sequence_biases(biases: Any, vocabulary: int) -> SequenceBias:
-    """Of `{(10, 45): -2.0, (64,): -7.5}`, or `[[[10, 45], -2.0], [[64], -7.5]]`.
+    """Parse `{(10, 45): -2.0, (64,): -7.5}` or `[[[10, 45], -2.0], [[64], -7.5]]`.
 
     Raises:
-        ValueError: another form, or an id outside the vocabulary.
+        ValueError: the format is invalid, or an id is outside the vocabulary.
     """
     if not isinstance(biases, dict | list) or not biases:
         raise ValueError(
@@ -389,10 +395,10 @@ def sequence_biases(biases: Any, vocabulary: int) -> SequenceBias:
 
 
 def bad_words(words: Any, eos: tuple[int, ...], vocabulary: int) -> SequenceBias | None:
-    """Biases of -inf; ids that end a text are not banned. None where no others are.
+    """Parse `bad_words_ids` as biases of -inf. EOS ids are not banned; None if no others remain.
 
     Raises:
-        ValueError: no list of lists of ids.
+        ValueError: not a list of lists of ids.
     """
     if not isinstance(words, list) or not words:
         raise ValueError(f"`bad_words_ids` has to be a non-empty list, but is {words}.")
@@ -426,41 +432,41 @@ def _are_ids(ids: Iterable[Any]) -> bool:
     return all(isinstance(id_, int | np.integer) and id_ >= 0 for id_ in ids)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Changes of the scores that depend on the tokens before, or name ids: transformers' logits processors.
+# Processors that apply to both greedy decoding and sampling
 
 
 class Processor(Protocol):
-    """A change of the scores `[R, V]` of the next token."""
+    """Modifies the scores `[R, V]` of the next token."""
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array: ...
 
 
 def process(processors: Sequence[Processor], history: History, scores_RV: jax.Array) -> jax.Array:
-    """The scores after each of the processors, in their order."""
+    """Apply the processors in order."""
     for processor in processors:
         scores_RV = processor(history, scores_RV)
     return scores_RV
 
 
 def named(ids: jax.Array, vocabulary: int) -> jax.Array:
-    """Where the ids stand in a vocabulary: bool `[V]`; ids outside of it are left out."""
+    """Mask of the given ids: bool `[V]`; ids outside the vocabulary are ignored."""
     ids = jnp.where(ids < 0, vocabulary, ids)
     return jnp.zeros(vocabulary, jnp.bool_).at[ids].set(True, mode="drop")
 
 
 def seen(ids_RT: jax.Array, counts_RT: jax.Array, vocabulary: int) -> jax.Array:
-    """The ids of each row at places that count: bool `[R, V]`; ids outside of the vocabulary are left out."""
+    """Mask of the ids that occur in each row where `counts_RT`: bool `[R, V]`; ids outside the vocabulary are
+    ignored."""
     ids_RT = jnp.where(counts_RT & (ids_RT >= 0), ids_RT, vocabulary)
     rows_R1 = jnp.arange(ids_RT.shape[0])[:, None]
     return jnp.zeros((ids_RT.shape[0], vocabulary), jnp.bool_).at[rows_R1, ids_RT].set(True, mode="drop")
 
 
 class SequenceBias(NamedTuple):
-    """Adds a bias to the last id of each sequence that the tokens before have begun; -inf for words that are banned.
+    """Adds a bias to the last id of each sequence whose other ids are the latest tokens; -inf bans a word.
 
-    prefixes: int32 `[n, longest - 1]`, on the left filled with -2, the ids before the last.
-    last: int32 `[n]`.
+    prefixes: int32 `[n, longest - 1]`, each sequence without its last id, left-padded with -2.
+    last: int32 `[n]`, last id of each sequence.
     bias: float32 `[n]`.
     """
 
@@ -470,7 +476,7 @@ class SequenceBias(NamedTuple):
 
     @classmethod
     def of(cls, biases: dict[tuple[int, ...], float]) -> SequenceBias:
-        """Of sequences of ids and what each gets."""
+        """Build from a dict of id sequences and biases."""
         longest = max(map(len, biases))
         prefixes = [[-2] * (longest - len(ids)) + list(ids[:-1]) for ids in biases]
         return cls(
@@ -487,8 +493,10 @@ class SequenceBias(NamedTuple):
 
 
 class RepetitionPenalty(NamedTuple):
-    """Divides positive scores of tokens that were there by `penalty` and multiplies negative ones (Keskar et al. 2019,
-    arXiv:1909.05858). The prompt counts, its padding does not."""
+    """Divides positive scores of ids that already occur by `penalty`, and multiplies negative ones by it.
+
+    The prompt counts, its padding does not. Keskar et al. 2019, arXiv:1909.05858.
+    """
 
     penalty: Number
 
@@ -499,8 +507,8 @@ class RepetitionPenalty(NamedTuple):
 
 
 class PromptRepetitionPenalty(NamedTuple):
-    """The same for tokens of the prompt alone, its padding among them: transformers' `encoder_repetition_penalty` has
-    one divided by it as its `penalty`."""
+    """`RepetitionPenalty` for ids of the prompt only, padding included. transformers' `encoder_repetition_penalty` is
+    1 / `penalty`."""
 
     penalty: Number
 
@@ -518,8 +526,8 @@ def _penalised(history: History, counts_RT: jax.Array, penalty: Number, scores_R
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size", "of_prompt"))
 @dataclasses.dataclass(frozen=True)
 class NoRepeatNGram:
-    """Removes ids that would end a run of `size` tokens which the row, padding and all, has already, or its prompt has
-    where `of_prompt`. Both are static."""
+    """Removes ids that would complete an n-gram of `size` tokens that already occurs in the row, or in its prompt if
+    `of_prompt`; padding counts. Both fields are static."""
 
     size: int
     of_prompt: bool = False
@@ -538,7 +546,7 @@ class NoRepeatNGram:
 
 
 class MinLength(NamedTuple):
-    """Removes the ids that end a text while prompt, padding and new tokens are fewer than `length`."""
+    """Removes the EOS ids while the row (prompt, padding and new tokens) has fewer than `length` tokens."""
 
     length: Number
     eos: jax.Array
@@ -549,7 +557,7 @@ class MinLength(NamedTuple):
 
 
 class MinNewTokens(NamedTuple):
-    """Removes the ids that end a text while the new tokens are fewer than `count`."""
+    """Removes the EOS ids while there are fewer than `count` new tokens."""
 
     count: Number
     eos: jax.Array
@@ -560,7 +568,7 @@ class MinNewTokens(NamedTuple):
 
 
 class ForcedTokens(NamedTuple):
-    """Leaves nothing but `ids` where a row has `length` tokens: the first token, or the last before max_length."""
+    """Keeps only `ids` when a row has `length` tokens: forces the first token, or the last before max_length."""
 
     length: Number
     ids: jax.Array
@@ -571,7 +579,7 @@ class ForcedTokens(NamedTuple):
 
 
 class RemoveInvalidValues(NamedTuple):
-    """Makes 0 of NaN, and the largest and least numbers of float32 of the infinities."""
+    """Replaces NaN by 0, and infinities by the largest and smallest float32."""
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         limits = jnp.finfo(jnp.float32)
@@ -579,7 +587,8 @@ class RemoveInvalidValues(NamedTuple):
 
 
 class ExponentialDecay(NamedTuple):
-    """Adds |score| * (factor^n - 1) to the ids that end a text, n new tokens behind the first `start`."""
+    """Adds |score| * (factor^n - 1) to the scores of the EOS ids, where n is the number of new tokens after the first
+    `start`."""
 
     start: Number
     log_factor: Number
@@ -602,7 +611,7 @@ class SuppressTokens(NamedTuple):
 
 
 class SuppressTokensAtBegin(NamedTuple):
-    """Removes ids as the first new token: as the second behind a prompt of one token, where `after_bos`."""
+    """Removes ids as the first new token; with `after_bos`, as the second new token after a prompt of one token."""
 
     ids: jax.Array
     after_bos: jax.Array | bool
@@ -613,20 +622,18 @@ class SuppressTokensAtBegin(NamedTuple):
         return jnp.where(removed_RV, -jnp.inf, scores_RV)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The tokens that were there before a step, as processors see them.
-
+# Previous tokens
 
 Number = jax.Array | float
 
 
 class History(NamedTuple):
-    """Rows of tokens, the prompt with its padding on the left and behind it the new tokens: a pytree.
+    """The tokens before a step as processors see them: left-padded prompts followed by new tokens. A pytree.
 
-    ids: int32 `[R, T]`; whatever stands at and behind `length` is not looked at, so T need not change with each step.
-    length: tokens of the rows before this step, int32 `[]` or `[R]`; traced.
-    prompt_length: of these, the padded prompt, int32 `[]` or `[R]`.
-    pads: columns on the left of each row that are padding, int32 `[R]`.
+    ids: int32 `[R, T]`; columns from `length` on are ignored, so T can stay constant over steps.
+    length: number of columns before this step, int32 `[]` or `[R]`; traced.
+    prompt_length: columns of the padded prompt, int32 `[]` or `[R]`.
+    pads: padding columns on the left of each row, int32 `[R]`.
     """
 
     ids: jax.Array
@@ -641,31 +648,30 @@ class History(NamedTuple):
 
     @property
     def new(self) -> jax.Array:
-        """How many tokens are new, as `[R, 1]` or `[1, 1]`."""
+        """Number of new tokens, as `[R, 1]` or `[1, 1]`."""
         return self.lengths - jnp.reshape(self.prompt_length, (-1, 1))
 
     def last(self, count: int) -> jax.Array:
-        """The last tokens of each row, int32 `[R, count]`; -1 before its first."""
+        """The last `count` tokens of each row, int32 `[R, count]`; -1 before the start of the row."""
         places = self.lengths - count + jnp.arange(count)
         places = jnp.broadcast_to(places, (self.ids.shape[0], count))
         return jnp.where(places >= 0, jnp.take_along_axis(self.ids, jnp.maximum(places, 0), axis=1), -1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Finds thresholds without sorting: one bit after the other, each by counting or adding up the ids beyond it.
-
+# Thresholds without sorting: a binary search over the bits of the threshold, where each step counts or sums the ids
+# beyond it.
 
 _SIGN = np.uint32(2**31)
 _LEAST = np.iinfo(np.int32).min
-_BLOCK = 16  # ids of a block
-_FEW = 16  # where one in so many blocks counts, it is looked at alone
-_WORTHWHILE = 32  # blocks; in smaller vocabularies all are read
+_BLOCK = 16  # ids per block
+_FEW = 16  # if at most 1 in _FEW blocks matters, only those are searched
+_WORTHWHILE = 32  # minimum number of such blocks; smaller vocabularies are searched entirely
 
 
 def among_largest(x_RV: jax.Array, k: jax.Array | int) -> jax.Array:
-    """Whether a number is at least as large as the k-th largest of its row: bool `[R, V]`, k or more with ties.
+    """Mask of the k largest values of each row, and of ties with the k-th: bool `[R, V]`.
 
-    The k largest lie in the k blocks whose largest numbers are largest.
+    The k largest values are in the k blocks with the largest maxima.
     """
     keys_RV = _keys(x_RV)
     k = jnp.minimum(k, x_RV.shape[-1])
@@ -679,10 +685,12 @@ def among_largest(x_RV: jax.Array, k: jax.Array | int) -> jax.Array:
 
 
 def leading(order_RV: jax.Array, weights_RV: jax.Array, limit: jax.Array | float) -> jax.Array:
-    """Whether an id lies within `limit`: bool `[R, V]`; of ids without weight, whatever comes.
+    """Mask of the leading ids whose cumulative weight is at most `limit`: bool `[R, V]`.
 
-    Ids are put in the order of `order_RV`, from the least, equals by their place; one is within where its weight and
-    those before it add up to at most `limit`, a number or `[R, 1]`. Equals have equal weights, at least 0.
+    Args:
+        order_RV: ids are sorted by this, ascending; ties by index.
+        weights_RV: at least 0, and equal for ties in `order_RV`. The result for ids of weight 0 is unspecified.
+        limit: a number, or `[R, 1]`.
     """
     keys_RV = _keys(order_RV)
     t_R1, equals_R1 = _where_weights_reach(keys_RV, weights_RV, lambda before_R1: before_R1 <= limit)
@@ -696,9 +704,10 @@ def leading(order_RV: jax.Array, weights_RV: jax.Array, limit: jax.Array | float
 
 
 def until(order_RV: jax.Array, weights_RV: jax.Array, mass: jax.Array | float) -> jax.Array:
-    """Whether an id is among those that first reach `mass`, in the order of `order_RV` from the least: bool `[R, V]`.
+    """Mask of the shortest run of leading ids, ascending by `order_RV`, with total weight at least `mass`: bool
+    `[R, V]`.
 
-    Whatever equals the id that reaches it is among them; all are where none reaches it.
+    Includes ties with the last id of the run. If the total weight is below `mass`, all ids are included.
     """
     keys_RV = _keys(order_RV)
     t_R1, _ = _where_weights_reach(keys_RV, weights_RV, lambda before_R1: before_R1 < mass)
@@ -708,8 +717,8 @@ def until(order_RV: jax.Array, weights_RV: jax.Array, mass: jax.Array | float) -
 def _where_weights_reach(
     keys_RV: jax.Array, weights_RV: jax.Array, short_of: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest key before which the sum of the weights is `short_of` something, and how many ids with a weight
-    have it, each `[R, 1]`."""
+    """The largest key for which the weights of all smaller keys satisfy `short_of`, and the number of ids of positive
+    weight with this key, each `[R, 1]`."""
 
     def search(keys, weights):
         t_R1 = _largest(lambda t_R1: short_of(_total(jnp.where(keys < t_R1, weights, 0))), keys.shape[0])
@@ -720,7 +729,8 @@ def _where_weights_reach(
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest key of each row for which `holds`, int32 `[R, 1]`: it holds for the least, and up to some key."""
+    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it holds for the least
+    key."""
 
     def key_of(place_R1):
         return jax.lax.bitcast_convert_type(place_R1 ^ _SIGN, jnp.int32)
@@ -733,7 +743,7 @@ def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
 
 
 def _keys(x: jax.Array) -> jax.Array:
-    """int32 in the order of float32, with -0 equal to 0."""
+    """Map float32 to int32 with the same order; -0 equals 0."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -743,14 +753,14 @@ def _total(x: jax.Array) -> jax.Array:
 
 
 def _blocks(x_RV: jax.Array, fill: int) -> jax.Array:
-    """`[R, 16, B]`: a block is a column, of ids that lie B apart."""
+    """Reshape to `[R, 16, B]`: a block is a column, with ids B apart."""
     rows, vocabulary = x_RV.shape
     filled = jnp.pad(x_RV, ((0, 0), (0, -vocabulary % _BLOCK)), constant_values=fill)
     return filled.reshape(rows, _BLOCK, -1)
 
 
 def _of_blocks(search: Callable[..., Any], wanted_RB: jax.Array, *arrays: tuple[jax.Array, int]) -> Any:
-    """`search` of arrays `[R, V]` whose wanted blocks alone matter, each given with what stands for the others."""
+    """Run `search` on arrays `[R, V]` of which only the wanted blocks matter; each comes with its fill value."""
     rows, count = wanted_RB.shape
     most = count // _FEW
 

@@ -1,4 +1,4 @@
-"""Reward functions over completions, those of TRL's `trl.rewards`: pure Python, no model."""
+"""The reward functions of TRL's `trl.rewards`: pure Python, no model."""
 
 from trl_jax.rewards.accuracy_rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from trl_jax.rewards.format_rewards import think_format_reward

@@ -1,4 +1,4 @@
-"""Rewards for the right answer, which the package math_verify reads and compares as a formula."""
+"""Rewards for correct math answers, parsed and compared with math_verify."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS_TO_PARSE, _SECONDS_TO_VERIFY = 10, 5
 
 
 class _Verdict(NamedTuple):
-    """A reward, None where there is nothing to compare with; and what was understood of the solution and the answer."""
+    """A reward (None if the solution cannot be parsed), and the solution and the answer as parsed."""
 
     reward: float | None
     gold: str
@@ -29,14 +29,14 @@ def accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    r"""1.0 for each completion (a list of one message) whose answer equals its solution, else 0.0; None where the
-    solution is no formula.
+    r"""1.0 if a completion's answer equals its solution, 0.0 if not, None if the solution cannot be parsed.
 
-    The answer has to be LaTeX with an anchor, as `\boxed{\frac{1}{3}}` or `$x = 2$`; the box comes first.
+    The answer must be delimited LaTeX, such as `\boxed{\frac{1}{3}}` or `$x = 2$`; a box takes precedence.
 
     Args:
-        solution: the text of the solution of each.
-        log_extra: given by a trainer; called with the columns solution, gold_parsed and answer_parsed.
+        completions: each a list of one message.
+        solution: the text of each solution.
+        log_extra: passed by the trainer; called with the columns solution, gold_parsed and answer_parsed.
 
     Raises:
         ImportError: math_verify is not installed.
@@ -44,7 +44,7 @@ def accuracy_reward(
     grade = _grader("accuracy_reward")
     answers = contents(completions, "accuracy_reward")
     verdicts = [grade(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
-    return _told(verdicts, solution, log_extra)
+    return _logged(verdicts, solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -54,11 +54,11 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` of what stands behind the reasoning; 0.0 for a completion whose reasoning does not end.
+    """`accuracy_reward` of the text after the reasoning; 0.0 if the reasoning does not end.
 
     Args:
-        reasoning_delimiters: texts that end reasoning. The first of them that a completion has counts, at its last
-            place. None: "</think>".
+        reasoning_delimiters: strings that end the reasoning; the first of the list found in a completion is used, at
+            its last occurrence. None means ["</think>"].
     """
     grade = _grader("reasoning_accuracy_reward")
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
@@ -70,13 +70,13 @@ def reasoning_accuracy_reward(
 
     answers = contents(completions, "reasoning_accuracy_reward")
     verdicts = [graded(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
-    return _told(verdicts, solution, log_extra)
+    return _logged(verdicts, solution, log_extra)
 
 
 @dataclass(frozen=True)
 class CosineScaledReward:
-    r"""`accuracy_reward`, scaled by the completion's length so that short right answers are worth most, and long wrong
-    ones cost least.
+    r"""`accuracy_reward` scaled by completion length: shorter correct answers score higher, longer wrong answers score
+    less negatively.
 
     $$ v_{long} + (v_{short} - v_{long}) \frac{1 + \cos(\pi\, length / max\_len)}{2} $$
 
@@ -101,7 +101,7 @@ class CosineScaledReward:
         long, short = (
             (self.min_value_correct, self.max_value_correct) if right else (self.max_value_wrong, self.min_value_wrong)
         )
-        cosine = math.cos(min(length / self.max_len, 1.0) * math.pi)  # which would rise again beyond
+        cosine = math.cos(min(length / self.max_len, 1.0) * math.pi)  # the cosine would rise again beyond pi
         return float(long + 0.5 * (short - long) * (1.0 + cosine))
 
 
@@ -112,17 +112,17 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> CosineScaledReward:
-    """A function of completions, their solutions and their token ids.
+    """Make a reward function that takes completions, solutions and token ids.
 
     Args:
-        max_len: tokens from which on a completion is as long as can be.
-        min_value_wrong, max_value_wrong: rewards of wrong answers, the shortest and the longest.
-        min_value_correct, max_value_correct: of right ones, the longest and the shortest.
+        max_len: number of tokens at which the scaling saturates.
+        min_value_wrong, max_value_wrong: rewards of the shortest and the longest wrong answer.
+        min_value_correct, max_value_correct: rewards of the longest and the shortest correct answer.
     """
     return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
 
 
-def _told(
+def _logged(
     verdicts: Sequence[_Verdict], solution: Sequence[str], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
     if log_extra is not None:
@@ -133,7 +133,7 @@ def _told(
 
 
 def _grader(function: str) -> Callable[[str, str], _Verdict]:
-    """(text of a completion, text of the solution) -> its verdict; on behalf of the reward called `function`."""
+    """Make a function (completion text, solution text) -> verdict. `function` names the reward in errors."""
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
@@ -141,10 +141,10 @@ def _grader(function: str) -> Callable[[str, str], _Verdict]:
         raise ImportError(
             f"Please install the `math_verify` package to use {function}: pip install math-verify"
         ) from error
-    timed = threading.current_thread() is threading.main_thread()  # math_verify's clock is a signal
+    timed = threading.current_thread() is threading.main_thread()  # math_verify implements timeouts with signals
     if not timed:
         for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # or each call would warn of that
+            logging.getLogger(name).setLevel(logging.ERROR)  # otherwise each call warns that timeouts are disabled
     to_parse, to_verify = (_SECONDS_TO_PARSE, _SECONDS_TO_VERIFY) if timed else (None, None)
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False

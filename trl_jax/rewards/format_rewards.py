@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion."""
+"""Rewards for the format of a completion."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _THINKS = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MU
 
 
 def think_format_reward(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
-    """1.0 for each completion (a list of one message) that thinks once, in <think>...</think> first; else 0.0."""
+    """1.0 if a completion (a list of one message) starts with exactly one <think>...</think> block, else 0.0."""
     return [float(_THINKS.match(text) is not None) for text in contents(completions, "think_format_reward")]

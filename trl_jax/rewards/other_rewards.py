@@ -1,4 +1,4 @@
-"""Rewards for the tokens of a completion: their number, and whether they repeat themselves."""
+"""Rewards for the length and the repetitiveness of a completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """`max_penalty` times the share of n-grams of token ids that are repetitions.
+    """`max_penalty` times the fraction of repeated n-grams of token ids.
 
     Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning", appendix C.2 (arXiv:2502.03373).
     """
@@ -27,7 +27,7 @@ class RepetitionPenalty:
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
-    """A function of completions' token ids; `max_penalty` is at most 0."""
+    """Make a reward function of token ids; `max_penalty` must be at most 0."""
     if max_penalty > 0:
         raise ValueError(f"max_penalty={max_penalty} is above 0, which would reward repetition. Pass 0 or less.")
     return RepetitionPenalty(ngram_size, max_penalty)
@@ -35,8 +35,10 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 @dataclass(frozen=True)
 class SoftOverlongPunishment:
-    """0 up to `soft_punish_cache` tokens short of `max_completion_len`, from there down to -1 (DAPO, arXiv:2503.14476,
-    equation 13)."""
+    """0 up to `max_completion_len - soft_punish_cache` tokens, then linear down to -1 at `max_completion_len`.
+
+    DAPO, arXiv:2503.14476, equation 13.
+    """
 
     max_completion_len: int
     soft_punish_cache: int
@@ -53,5 +55,5 @@ class SoftOverlongPunishment:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
-    """A function of completions' token ids."""
+    """Make a reward function of token ids."""
     return SoftOverlongPunishment(max_completion_len, soft_punish_cache)

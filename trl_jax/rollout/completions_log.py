@@ -1,4 +1,4 @@
-"""Completions in the terminal, in trackers, on disk and on the Hub."""
+"""Log completions: to the terminal, trackers, disk and the Hub."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ from trl_jax.core.files import replacing, write_whole
 from trl_jax.core.text import printable
 from trl_jax.hub.push import Publisher, Upload
 
-# ----------------------------------------------------------------------------------------------------
-# The last completions of a run: shown as a table, written to a file, and given to trackers.
-
-
 logger = logging.getLogger(__name__)
 Mode = Literal["train", "eval"]
-_DEPTH, _ITEMS, _BITS = 32, 100_000, 4096  # limits of one value: nesting, items in all, bits of an int
-_MESSAGES = ("prompt", "completion")  # columns whose lists and dicts are written as such
+_DEPTH, _ITEMS, _BITS = 32, 100_000, 4096  # limits of one value: nesting, number of items, bits of an int
+_MESSAGES = ("prompt", "completion")  # columns that keep lists and dicts
+
+
+# The completions table
 
 
 @dataclass
 class CompletionsLog:
-    """The last completions, those of training and those of evaluations apart.
+    """The most recent completions, kept separately for training and evaluation.
 
-    Models and reward functions decide what is in the table, so nothing in it ends a run: what cannot be shown or
-    written is a warning.
+    The contents come from models and user functions, so nothing in the table may end a run: whatever cannot be shown or
+    written becomes a warning.
 
     Attributes:
-        names: of the reward functions; None where completions are not judged.
+        names: of the reward functions; None if completions are not scored.
         size: how many completions are kept.
-        num_to_print: how many of them are shown, drawn at random; None: all.
-        unique_prompts: trackers get each prompt once.
-        folder: where files are written; None: nowhere. Those of evaluations begin with eval_.
-        trackers: functions that are given a table as a pandas DataFrame.
-        repo: gets each file; None where they stay here.
+        num_to_print: how many are printed, chosen at random; None prints all.
+        unique_prompts: whether trackers get each prompt only once.
+        folder: where files are written (evaluation files start with eval_); None writes none.
+        trackers: functions that take the table as a pandas DataFrame.
+        repo: pushes each file to the Hub; None pushes nothing.
     """
 
     names: Sequence[str] | None
@@ -75,11 +74,12 @@ class CompletionsLog:
         advantages: np.ndarray | None = None,
         extra: Mapping[str, list] | None = None,
     ) -> None:
-        """Keep the completions of a generation.
+        """Add the completions of a generation.
 
         Args:
-            rewards: `[B, F]`. advantages: `[B]`. None of both where completions are not judged.
-            extra: further columns, of `log_extra`; generations may have different ones.
+            rewards: `[B, F]`; None if completions are not scored.
+            advantages: `[B]`; None likewise.
+            extra: columns from `log_extra`; generations may have different ones.
         """
         further = {_text(name): values for name, values in (extra or {}).items()}
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -91,10 +91,10 @@ class CompletionsLog:
             self._rows[mode].append(row)
 
     def table(self, mode: Mode, step: int) -> dict[str, list]:
-        """The columns in TRL's order: step, prompt, completion, each reward, each further column, advantage.
+        """The columns in TRL's order: step, prompt, completion, rewards, extra columns, advantage.
 
-        A further column is None for generations that did not have it. A reward is NaN for completions of a resumed run
-        that were judged before the reward function had this name.
+        An extra column is None for generations that lack it. A reward is NaN for completions from before a resume in
+        which the reward function had another name.
         """
         rows, judged = self._rows[mode], self.names is not None
         found = dict.fromkeys(name for row in rows for name in row["extra"])
@@ -108,70 +108,70 @@ class CompletionsLog:
         }
 
     def log(self, mode: Mode, step: int) -> None:
-        """Show the table, write it to a file, and give it to the trackers; nothing without completions."""
+        """Print the table, write it to a file, and send it to the trackers. Does nothing if the table is empty."""
         if not self._rows[mode]:
             return
         table = self.table(mode, step)
         with self._warning("shown"):
             print_completions(table, self.names or (), step, self.num_to_print)
-        with self._warning("made"):
-            self._give_away(as_frame(table), mode, step)
+        with self._warning("built"):
+            self._save(as_frame(table), mode, step)
 
-    def _give_away(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
+    def _save(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
         if self.folder is not None:
             with self._warning("written"):
                 self._write(frame, mode, step)
         if self.unique_prompts:
             frame = frame[~frame["prompt"].astype(str).duplicated()]
         for track in self.trackers:
-            with self._warning("given to a tracker"):
+            with self._warning("sent to a tracker"):
                 track(frame)
 
     def finish(self) -> None:
-        """At the end of a run, wait until its files are where they belong."""
+        """Push the remaining files at the end of a run and wait for the uploads."""
         if self.repo is not None:
             with self._warning("pushed to the Hub"):
                 self.repo.finish()
 
     @contextlib.contextmanager
     def _warning(self, what: str) -> Iterator[None]:
-        """Make a warning of any error, the same one once."""
+        """Turn any exception into a warning; repeated ones are logged once."""
         try:
             yield
-        except Exception as error:  # of rich, pandas, a tracker, a disk: training goes on without this table
+        except Exception as error:  # from rich, pandas, a tracker or the disk: training continues without this table
             found = f"{type(error).__name__}: {printable(str(error)[:500])}"
-            message = f"log_completions: the table of completions could not be {what}, and the run goes on. {found}"
+            message = f"log_completions: the completions table could not be {what}; training continues. {found}"
             if message not in self._warned:
                 self._warned.add(message)
                 logger.warning(message)
 
     def state(self) -> np.ndarray:
-        """For `restore`: what is kept, as JSON in UTF-8, uint8."""
+        """The completions for `restore`, as UTF-8 JSON in a uint8 array."""
         kept = {mode: list(rows) for mode, rows in self._rows.items()}
         return np.frombuffer(json.dumps(kept).encode(), np.uint8)
 
     def restore(self, state: np.ndarray) -> None:
-        """Keep what a `state` has."""
+        """Restore a `state`."""
         for mode, rows in json.loads(state.tobytes()).items():
             self._rows[mode] = deque(rows, maxlen=self.size)
 
     def _write(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
         if self.folder.is_symlink():
-            logger.warning("%s is a link, which is not followed: completions are not written to files.", self.folder)
+            logger.warning("%s is a symlink and is not followed: completions are not written to files.", self.folder)
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{'eval_' if mode == 'eval' else ''}completions_{step:05d}.parquet"
-        with replacing(path) as beside:
-            frame.to_parquet(beside)
+        with replacing(path) as temporary:
+            frame.to_parquet(temporary)
         if self.repo is not None:
             self.repo(path)
 
 
 def plain(value: Any) -> Any:
-    """A copy of a value for JSON, Arrow and a terminal: None, bool, int, float, str, lists and dicts of these.
+    """Copy a value as plain data for JSON, Arrow and the terminal: None, bool, int, float, str, lists and dicts.
 
-    NumPy and JAX arrays become lists; values of other types become their text; half of a UTF-16 pair becomes its
-    escape. "..." replaces a container inside itself, anything nested deeper than _DEPTH, and all beyond _ITEMS items.
+    NumPy and JAX arrays become lists, other types their `str`, and lone surrogates are escaped. "..." replaces a
+    container inside itself, anything nested deeper than _DEPTH, and all beyond _ITEMS items.
     """
     left, open_containers = _ITEMS, set()
 
@@ -204,24 +204,24 @@ def plain(value: Any) -> Any:
 
     try:
         return made(value, 0)
-    except Exception:  # whatever a script's own class raises
+    except Exception:  # a user's class may raise anything
         return f"<{type(value).__name__}>"
 
 
 def _text(value: Any) -> str:
-    """The text of any value, encodable as UTF-8."""
+    """`str` of any value, encodable as UTF-8."""
     try:
         text = value if isinstance(value, str) else str(value)
-    except Exception:  # whatever a script's own class raises
+    except Exception:  # a user's class may raise anything
         text = f"<{type(value).__name__}>"
     return str.encode(text, errors="backslashreplace").decode()
 
 
 def as_frame(table: Mapping[str, list]) -> pd.DataFrame:
-    """The table with columns that Parquet can hold.
+    """Convert the table to a DataFrame that can be written to Parquet.
 
-    Prompts and completions keep the structure of their messages, but the arguments of tool calls become JSON text: each
-    tool has its own. Other columns with lists, dicts or values of several types become JSON text as a whole.
+    Prompts and completions keep their messages, except that the arguments of tool calls become JSON text because their
+    fields differ per tool. Other columns with lists, dicts or mixed types become JSON text entirely.
     """
     return pd.DataFrame({name: _column(values, messages=name in _MESSAGES) for name, values in table.items()})
 
@@ -240,14 +240,14 @@ def _column(values: list, *, messages: bool) -> list:
 
 
 def _has_empty_struct(kind: pa.DataType) -> bool:
-    """Whether an Arrow type has a struct without fields in it, which Parquet cannot hold."""
+    """Whether an Arrow type contains a struct without fields, which Parquet cannot store."""
     if pa.types.is_struct(kind) and not kind.num_fields:
         return True
     return any(_has_empty_struct(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _with_text_arguments(value: Any) -> Any:
-    """Any value with `arguments` as JSON text wherever it has them in dicts and lists."""
+    """Convert every `arguments` entry in nested dicts and lists to JSON text."""
     if isinstance(value, list):
         return [_with_text_arguments(item) for item in value]
     if not isinstance(value, dict):
@@ -261,7 +261,7 @@ def _with_text_arguments(value: Any) -> Any:
 
 
 def trackers(report_to: Sequence[str]) -> list[Callable[[pd.DataFrame], None]]:
-    """The trackers among `report_to` that take tables: wandb, where a run is open, and trackio."""
+    """The trackers in `report_to` that take tables: wandb (if a run is open) and trackio."""
     return [_TRACKERS[name] for name in ("wandb", "trackio") if name in report_to]
 
 
@@ -281,11 +281,9 @@ def _trackio(frame: pd.DataFrame) -> None:
 _TRACKERS = {"wandb": _wandb, "trackio": _trackio}
 
 
-# ----------------------------------------------------------------------------------------------------
-# The dataset on the Hub that a run's tables of completions are pushed to.
+# Push to the Hub
 
-
-_SECONDS = 120  # between two commits, as in TRL: the Hub takes a limited number of them an hour
+_SECONDS = 120  # between two commits, as in TRL: the Hub limits commits per hour
 _CARD = """---
 pretty_name: Completions of a training run
 tags: [trl, trl_jax, trl-logs, completions]
@@ -293,13 +291,14 @@ tags: [trl, trl_jax, trl-logs, completions]
 
 # Completions of a training run
 
-Written by trl_jax: a file for each log, and in it the last completions with their prompts, rewards and advantages.
+Written by trl_jax: one file per log, with the most recent completions and their prompts, rewards and advantages.
 """
 
 
 class CompletionsRepo:
-    """Pushes files in the background, once in a while those that have come since. What is not pushed stays in the
-    folder, and the log says so.
+    """Pushes files to a dataset repository in the background, at most once per _SECONDS.
+
+    Files that cannot be pushed stay in the folder, and a warning is logged.
 
     Raises:
         PermissionError, ConnectionError: the repository cannot be opened.
@@ -311,13 +310,13 @@ class CompletionsRepo:
         self._pushed_at, self._waiting = float("-inf"), []
 
     def __call__(self, path: Path) -> None:
-        """A file was written."""
+        """Queue a file and push if it is time."""
         self._waiting.append(path)
         if not self._publisher.running and time.monotonic() - self._pushed_at >= _SECONDS:
             self._push()
 
     def finish(self) -> None:
-        """Push what is left, and wait for it."""
+        """Push the remaining files and wait."""
         if self._waiting:
             self._push()
         self._publisher.wait()
@@ -331,9 +330,7 @@ class CompletionsRepo:
         self._publisher.push_in_background([upload], done=lambda succeeded: None, daemon=False)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Shows completions in the terminal, as TRL's table: a row each, with its rewards.
-
+# Terminal table, like TRL's `print_prompt_completions_sample`
 
 _STYLES = {"role": "bold red", "thought": "italic dim white", "image": "bold cyan", "": ""}
 
@@ -341,12 +338,12 @@ _STYLES = {"role": "bold red", "thought": "italic dim white", "image": "bold cya
 def print_completions(
     table: Mapping[str, list], rewards: Sequence[str], step: int, num_samples: int | None = None
 ) -> None:
-    """Print a table where rich is installed.
+    """Print a table of completions, if rich is installed.
 
     Args:
-        table: columns of equal length: step, prompt, completion, one for each of `rewards`, further ones, advantage
-            where there is one.
-        num_samples: how many rows, drawn at random; None or more than there are: all, in order.
+        table: columns of equal length: step, prompt, completion, one per name in `rewards`, extra columns, and an
+            optional advantage.
+        num_samples: number of rows, chosen at random. None, or at least the number of rows, prints all in order.
     """
     if importlib.util.find_spec("rich") is None or num_samples == 0:
         return
@@ -379,14 +376,14 @@ def print_completions(
 
 
 def _drawn(rows: int, num_samples: int | None) -> Sequence[int]:
-    """From Python's global generator, as in TRL."""
+    """Choose rows with Python's global random generator, as in TRL."""
     if num_samples is None or num_samples >= rows:
         return range(rows)
     return random.sample(range(rows), num_samples)
 
 
 def _pieces(value: Any) -> Iterator[tuple[str, str]]:
-    """The text of a cell in pieces, each with its kind: messages with their roles, anything else as it is."""
+    """The text of a cell as (text, style) pieces: messages with their roles, anything else as it is."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         yield str(value), ""
         return
@@ -400,7 +397,7 @@ def _pieces(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _content(content: Any) -> Iterator[tuple[str, str]]:
-    """Text and blocks as TRL shows them, and any other items of a list that a tool has returned."""
+    """Text and content blocks as TRL shows them, and any other items in a list that a tool returned."""
     if not isinstance(content, list):
         yield "" if content is None else str(content), ""
         return
@@ -415,7 +412,7 @@ def _content(content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _call(call: Any) -> str:
-    """A call as Python would write it; one that the model wrote in another form as it is."""
+    """A tool call in Python syntax; a malformed call as it is."""
     function = call.get("function", {}) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return str(call)
@@ -427,30 +424,28 @@ def _call(call: Any) -> str:
     return f"{function.get('name', '?')}({', '.join(texts)})"
 
 
-# ----------------------------------------------------------------------------------------------------
-# One picture of a run that writes its own completions: reward, length, entropy and divergence over its steps.
-
+# Plot of the run: reward, length, entropy and KL over steps
 
 FILE = "training.svg"
 _PANELS = {
     "reward": "mean reward",
-    "completions/mean_length": "tokens of a completion, mean",
-    "entropy": "entropy, nats a token",
-    "kl": "divergence from the reference, nats a token",
+    "completions/mean_length": "mean completion length, tokens",
+    "entropy": "entropy, nats per token",
+    "kl": "KL from the reference, nats per token",
 }
-_COLORS = {"": "#1f6feb", "eval_": "#1a7f37"}  # of training, and of evaluations
+_COLORS = {"": "#1f6feb", "eval_": "#1a7f37"}  # training and evaluation
 
 
 def write_picture(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
-    """Draw what was logged so far into `training.svg`; nothing before there is a reward.
+    """Plot the logs so far into `training.svg`. Writes nothing if no metric was logged yet.
 
     Args:
-        history: the logs, as `state.log_history`.
+        history: `state.log_history`.
     """
     panels = {}
     for name, title in _PANELS.items():
         curves = [Curve(color, points_of(history, kind + name)) for kind, color in _COLORS.items()]
         if any(curve.points for curve in curves):
-            panels[title + (" (green: evaluations)" if all(curve.points for curve in curves) else "")] = curves
+            panels[title + (" (green: evaluation)" if all(curve.points for curve in curves) else "")] = curves
     if panels:
         write_whole(folder / FILE, svg(panels))

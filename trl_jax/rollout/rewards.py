@@ -26,8 +26,7 @@ from trl_jax.hub.config import told_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import as_checkpoint, is_torch_model
 
-# ----------------------------------------------------------------------------------------------------
-# Reward functions as a script passes them: functions, names and models, one or several.
+logger = logging.getLogger(__name__)
 
 
 def reward_functions(
@@ -40,20 +39,20 @@ def reward_functions(
     metrics_of_run: tuple[str, ...] = (),
     **models: Any,
 ) -> RewardFunctions:
-    """One call of all reward functions.
+    """Combine the user's `reward_funcs` into one callable.
 
     Args:
-        reward_funcs: a function, asynchronous or not, an object that can be called, a reward model by name, folder or
-            object; or a list of these, which stays as it is.
-        processing_classes: the tokenizers of the models among them, as a list with None for functions; None loads each
-            model's own.
-        weights: their number is compared.
-        trainer_state, timeout, metrics_of_run: as in `RewardFunctions`.
+        reward_funcs: a sync or async function, a callable object, a reward model (name, folder or object), or a list
+            of these. The list is not modified.
+        processing_classes: the tokenizers of the reward models, as a list with None for functions. None loads each
+            model's own tokenizer.
+        weights: only their number is checked.
+        trainer_state, timeout, metrics_of_run: see `RewardFunctions`.
         models: options of `reward_model`.
 
     Raises:
-        ValueError: there is no function, or as many weights or tokenizers as functions were wanted.
-        TypeError: one is neither function nor model.
+        ValueError: there is no reward function, or the number of weights or tokenizers does not match.
+        TypeError: an entry is neither a function nor a model.
     """
     given = _listed(reward_funcs)
     if not given:
@@ -88,50 +87,48 @@ def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable
         return reward_model(function, tokenizer, **options)
     if not callable(function):
         raise TypeError(
-            f"reward_funcs holds a {type(function).__name__}: wanted functions, or reward models by name or object."
+            f"reward_funcs contains a {type(function).__name__}: pass functions, or reward models by name or object."
         )
     return function
 
 
-# ----------------------------------------------------------------------------------------------------
-# Calls functions of a script: asynchronous ones together and within a time, with a note on what they raise.
+# Calling user functions
 
 
 def unwrapped(function: Callable) -> Callable:
-    """The function that a functools.partial calls in the end."""
+    """The innermost function of a functools.partial; any other function unchanged."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def is_async(function: Callable) -> bool:
-    """Whether calling it gives a coroutine: an `async def`, a partial of one, or an object with such a `__call__`."""
+    """Whether calling it returns a coroutine: an `async def`, a partial of one, or an object with async `__call__`."""
     function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 @contextlib.contextmanager
 def raised_by(who: str, prompts: list) -> Iterator[None]:
-    """Add to an exception which of the script's functions raised it, and for which completions."""
+    """Add a note to any exception that says which user function raised it and for which completions."""
     try:
         yield
     except Exception as error:
         error.add_note(
-            f"This was raised by {who}, for {len(prompts)} completions, the first of them of "
-            f"{scrubbed(show('prompt', prompts[0]))}. The run can go on from its last checkpoint: "
-            "train(resume_from_checkpoint=True)."
+            f"Raised by {who} for {len(prompts)} completions, the first with {scrubbed(show('prompt', prompts[0]))}. "
+            "To resume from the last checkpoint, call train(resume_from_checkpoint=True)."
         )
         raise
 
 
-_GRACE = 1.0  # seconds for a coroutine to end after it was cancelled; one that does not is left to itself
+_GRACE = 1.0  # seconds that a cancelled coroutine has to finish before it is abandoned
 
 
 class TookTooLong(Exception):
-    """A coroutine did not end in time.
+    """A coroutine did not finish in time.
 
-    number: its place among the coroutines.
-    blocks: whether it kept the whole event loop from running, so that it could not even be cancelled.
+    number: its index among the coroutines.
+    blocks: whether it blocked the event loop, so that it could not even be cancelled.
     """
 
     def __init__(self, number: int, *, blocks: bool):
@@ -140,20 +137,24 @@ class TookTooLong(Exception):
 
 
 class EventLoop:
-    """An event loop in a thread of its own, which starts with the first call. All calls share it, so connections that
-    functions keep open between calls stay open."""
+    """An event loop in a background thread, started by the first call.
+
+    All calls share it, so connections that a function keeps open between calls stay usable.
+    """
 
     def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]], timeout: float | None = None) -> list[Any]:
-        """The results, in order. Where one raises, the others are cancelled and its exception is raised.
+        """Run coroutines concurrently and return their results in order.
+
+        If one raises, the others are cancelled and its exception is re-raised.
 
         Args:
-            timeout: seconds that they may take; None is no limit.
+            timeout: seconds for all of them; None means no limit.
 
         Raises:
-            TookTooLong: one was not done by then, whether or not it lets itself be cancelled.
+            TookTooLong: one did not finish in time, whether or not it could be cancelled.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -164,21 +165,21 @@ class EventLoop:
             return future.result(None if timeout is None else timeout + 2 * _GRACE)
         except TimeoutError as error:
             if future.done():
-                raise  # a function's own
+                raise  # raised by a user function
             blocking = asyncio.current_task(loop)
             late = [number for number, task in enumerate(tasks) if task is blocking or not task.done()]
             number = tasks.index(blocking) if blocking in tasks else min(late, default=0)
-            self._loop = None  # its thread is lost; the next call starts another
+            self._loop = None  # its thread is stuck; the next call starts a new one
             raise TookTooLong(number, blocks=blocking is not None) from error
         except BaseException:
-            future.cancel()  # an interrupt of this thread
+            future.cancel()  # this thread was interrupted
             raise
 
 
 async def _together(
     coroutines: Sequence[Coroutine[Any, Any, Any]], timeout: float | None, tasks: list[asyncio.Task]
 ) -> list[Any]:
-    """Run them as `tasks`, a list that gets a task for each."""
+    """Run the coroutines; append a task for each to `tasks`."""
     tasks += [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, late = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -195,16 +196,12 @@ async def _together(
     return [task.result() for task in tasks]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reward functions: how they are named, called, and what is made of what they return.
+# Reward functions
 
-
-logger = logging.getLogger(__name__)
-
-_OWN = ("prompt", "completion", "completion_ids")  # columns that functions are given under other names
+_OWN = ("prompt", "completion", "completion_ids")  # dataset columns that functions do not get under these names
 _OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
-_GIVEN = ("prompts", "completions", *_OF_TRAINER)  # what the trainer passes, beside the columns
-_TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions' table
+_GIVEN = ("prompts", "completions", *_OF_TRAINER)  # arguments that the trainer passes in addition to the columns
+_TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions table
 _METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "reward", "reward_std",
     "frac_reward_zero_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "runtime", "samples_per_second",
@@ -217,20 +214,20 @@ _METRICS = (
 
 @dataclass
 class RewardFunctions:
-    """Reward functions and reward models, as one call.
+    """Reward functions and reward models, as one callable.
 
-    A function is called as `f(prompts=, completions=, completion_ids=, **columns, trainer_state=, log_extra=,
-    log_metric=)` with lists, and returns a number or None for each completion. None, which is NaN here, says that it
-    does not apply.
+    A function is called with lists, as `f(prompts=, completions=, completion_ids=, **columns, trainer_state=,
+    log_extra=, log_metric=)`, and returns a number or None per completion. None (NaN here) means that the function does
+    not apply to this completion.
 
     Attributes:
-        names: of metrics and of columns of the completions' table.
-        functions: in the order of the names.
-        trainer_state: gives the state that functions are handed.
-        timeout: seconds that asynchronous functions may take; None: any.
-        given: the script's own list of them, into which it may put other functions at any time, as in TRL; None: it
-            keeps none.
-        metrics_of_run: names that the trainer logs in this run, in addition to those that it may log in any.
+        names: of the metrics and of the columns in the completions table.
+        functions: in the order of `names`.
+        trainer_state: returns the trainer state that functions receive.
+        timeout: seconds that async functions may take; None means no limit.
+        given: the user's own list of functions, whose entries may be replaced at any time, as in TRL; None if the user
+            passed no list.
+        metrics_of_run: names that the trainer logs in this run only, in addition to `_METRICS`.
     """
 
     names: list[str]
@@ -244,27 +241,27 @@ class RewardFunctions:
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _completions: int = 0
-    _left_out: set[str] = field(default_factory=set)  # columns of log_extra that were warned of
+    _left_out: set[str] = field(default_factory=set)  # columns of log_extra that a warning was given for
     _renamed: set[str] = field(default_factory=set)
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
-        """The reward of each completion by each function, float32 `[B, F]`, NaN where one does not apply.
+        """Compute rewards, float32 `[B, F]`; NaN where a function does not apply.
 
-        Synchronous functions are called one after another, then the asynchronous ones together. Each gets lists of its
-        own, which it may change.
+        Sync functions run one after another, then the async ones concurrently. Each gets its own copies of the lists,
+        which it may modify.
 
         Args:
-            rows: of the dataset, one a completion; their columns but prompt, completion and completion_ids are passed
+            rows: dataset rows, one per completion; all columns except prompt, completion and completion_ids are passed
                 on.
-            prompts: texts or messages, one a completion.
-            completions: texts, or lists of messages.
+            prompts: texts or lists of messages, one per completion.
+            completions: texts or lists of messages.
 
         Raises:
-            ValueError, TypeError: a function returned something else than a finite reward or None for each completion.
-            TimeoutError: an asynchronous function took longer than `timeout`.
-            Exception: whatever a function raises, with a note that names it and the first prompt.
+            ValueError, TypeError: a function did not return one finite reward or None per completion.
+            TimeoutError: an async function took longer than `timeout`.
+            Exception: whatever a function raises, with a note that names the function and the first prompt.
         """
         self._follow()
         self._columns.clear()
@@ -295,48 +292,48 @@ class RewardFunctions:
         self._taken = list(self.given or ())
 
     def _follow(self) -> None:
-        """Take over functions that were put into the script's list since the last call."""
+        """Pick up functions that the user has replaced in their list since the last call."""
         given = self._taken if self.given is None else self.given
         if len(given) != len(self._taken):
             raise ValueError(
-                f"reward_funcs has {len(given)} functions now, and had {len(self._taken)} when the trainer was made: "
-                "others may take their places, but their number stays. Make a trainer with these."
+                f"reward_funcs now has {len(given)} functions, but had {len(self._taken)} when the trainer was built: "
+                "functions may be replaced, but not added or removed. Create a new trainer with these functions."
             )
         for number, (now, then) in enumerate(zip(given, self._taken, strict=True)):
             if now is then:
                 continue
             if is_model(now) or not callable(now):
                 raise TypeError(
-                    f"reward_funcs[{number}] is a {type(now).__name__} now: wanted a function. Reward models are "
-                    "loaded when a trainer is made."
+                    f"reward_funcs[{number}] is now a {type(now).__name__}: wanted a function. Reward models can only "
+                    "be passed when the trainer is built."
                 )
             self.functions[number] = self._taken[number] = now
 
     @property
     def tokenizers(self) -> list[Any]:
-        """Those of reward models; None for functions."""
+        """The tokenizers of reward models; None for functions."""
         return [one.tokenizer if isinstance(one, RewardModel) else None for one in self.functions]
 
     def sums(self) -> dict[str, tuple[float, int]]:
-        """The sums of the numbers that functions gave to `log_metric` in the last call, and how many, by name."""
+        """(sum, count) of the values passed to `log_metric` in the last call, by name."""
         return {name: (float(np.sum(values, dtype=np.float32)), len(values)) for name, values in self._numbers.items()}
 
     def metrics(self) -> dict[str, float]:
-        """The means of these numbers, sorted by name."""
+        """The mean of the values passed to `log_metric` in the last call, sorted by name."""
         return {name: total / count for name, (total, count) in sorted(self.sums().items())}
 
     def extra(self) -> dict[str, list]:
-        """The columns that functions gave to `log_extra` in the last call, sorted by name.
+        """The columns passed to `log_extra` in the last call, sorted by name.
 
-        A column that does not have one value for each completion is left out with a warning.
+        A column without exactly one value per completion is left out with a warning.
         """
         for name in [name for name, values in self._columns.items() if len(values) != self._completions]:
             found = len(self._columns.pop(name))
             if name not in self._left_out:
                 self._left_out.add(name)
                 logger.warning(
-                    f"log_extra({name!r}, values) got {found} values for {self._completions} completions, and the "
-                    "column is left out: wanted one for each. Call it once, with a list as long as completions."
+                    f"log_extra({name!r}, values) got {found} values for {self._completions} completions, so the "
+                    "column is left out. Call it once, with one value per completion."
                 )
         return {name: list(values) for name, values in sorted(self._columns.items(), key=lambda item: str(item[0]))}
 
@@ -354,7 +351,7 @@ class RewardFunctions:
         self._numbers[self._free(name, taken, f"log_metric({name!r}, ...)")].append(number)
 
     def _free(self, name: str, taken: Sequence[str], call: str) -> str:
-        """The name, or name_2 where the trainer logs something else under it, with a warning the first time."""
+        """The name, or name_2 if the trainer already logs under it; warns the first time."""
         if name not in taken:
             return name
         free = numbered([*taken, name])[-1]
@@ -368,11 +365,11 @@ class RewardFunctions:
             return self._loop.run([self._awaited(number, given, helpers) for number in numbers], self.timeout)
         except TookTooLong as error:
             name = self.names[numbers[error.number]]
-            way = "have the function return None in time"
+            way = "make the function return None in time"
             if error.blocks:
                 way = (
-                    "let the function wait with await: it blocks the event loop, so that no other function runs. "
-                    "asyncio.to_thread(function, ...) awaits one that cannot"
+                    "use await for waiting inside the function: it blocks the event loop, so no other function can "
+                    "run. Wrap blocking calls as await asyncio.to_thread(function, ...)"
                 )
             with raised_by(f"the reward function {name!r}", given["prompts"]):
                 raise TimeoutError(
@@ -388,27 +385,27 @@ class RewardFunctions:
 
 
 def check_columns(names: Iterable[str], found: str, *more: str) -> None:
-    """Raise ValueError for a column with the name of something that the trainer passes to reward functions.
+    """Raise ValueError for a column named like an argument that the trainer passes to reward functions.
 
     Args:
-        found: where the column is, as in "train_dataset has the column".
-        more: further names that are passed.
+        found: start of the error, such as "train_dataset has the column".
+        more: names of further arguments.
     """
     given = (*_GIVEN, *more)
     if (name := next((name for name in names if name in given), None)) is not None:
         raise ValueError(
-            f"{found} {name!r}, and the trainer passes {', '.join(given)} to reward functions, which would get "
+            f"{found} {name!r}, but the trainer itself passes {', '.join(given)} to reward functions, which would get "
             f"multiple values for keyword argument {name!r}. Rename it."
         )
 
 
 def reward_columns(names: Sequence[str]) -> list[str]:
-    """The columns of reward functions of these names in the completions' table, apart from its own."""
+    """The names of the reward columns in the completions table, made distinct from its own columns."""
     return numbered([*_TABLE, *names])[len(_TABLE) :]
 
 
 def callable_name(function: Callable) -> str:
-    """TRL's name of a reward function: its own, that of the function in a partial, or that of its class."""
+    """TRL's name of a reward function: `__name__` (of the innermost function of a partial), else its class name."""
     function = unwrapped(function)
     try:
         return function.__name__
@@ -417,7 +414,7 @@ def callable_name(function: Callable) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names, each different: a second "f" is "f_2"."""
+    """Make names unique: a second "f" becomes "f_2"."""
     found: list[str] = []
     for name in names:
         number, own = 1, name
@@ -429,18 +426,18 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def _checked(name: str, found: Any, completions: int) -> np.ndarray:
-    """Rewards as a function returned them, float32 `[B]`, NaN for None."""
+    """Check the value that a function returned; float32 `[B]`, NaN for None."""
     wrong = TypeError(
-        f"The reward function {name!r} returned {show('rewards', found)}: wanted a list of {completions} rewards, "
-        "numbers or None."
+        f"The reward function {name!r} returned {show('rewards', found)}: wanted a list of {completions} rewards "
+        "(numbers or None)."
     )
-    if isinstance(found, Mapping | Set | str | bytes):  # which have no order, or are no numbers
+    if isinstance(found, Mapping | Set | str | bytes):  # iterable, but unordered or not numbers
         raise wrong
     try:
         rewards = iter(found)
     except TypeError as error:
         raise wrong from error
-    values = list(islice(rewards, completions + 1))  # a generator may have no end
+    values = list(islice(rewards, completions + 1))  # a generator may be infinite
     if len(values) != completions:
         count = len(found) if isinstance(found, Sized) else len(values)
         more = "more than " if count > completions and not isinstance(found, Sized) else ""
@@ -466,25 +463,25 @@ def _checked(name: str, found: Any, completions: int) -> np.ndarray:
 
 
 def _finite_scores(name: str, scores: np.ndarray) -> np.ndarray:
-    """A reward model's, `[B]`. Of a function NaN says that it does not apply; a model has no such case."""
+    """Refuse NaN and infinity from a reward model; only for functions does NaN mean "does not apply"."""
     bad = np.flatnonzero(~np.isfinite(scores))
     if bad.size:
         raise ValueError(
             f"The reward model {name!r} gave completion {bad[0]} the score {scores[bad[0]]}: wanted a finite number. "
-            "Its weights are at fault, or too large for their dtype."
+            "Its weights contain NaN or overflow their dtype."
         )
     return scores
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):  # also one that spells a number
+    if isinstance(value, (str, bytes)):  # float() would accept "1.0"
         raise TypeError("a text")
     return np.nan if value is None else float(value)
 
 
 def _copied(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function in lists and dicts of its own; what these hold else, as environments, is shared."""
-    copies: dict[int, Any] = {}  # by id: a tool's answer may contain itself
+    """Copy lists and dicts in the arguments of a function; other objects, such as environments, are shared."""
+    copies: dict[int, Any] = {}  # by id, because a tool's answer may contain itself
 
     def copy(value: Any) -> Any:
         if type(value) not in (list, dict):
@@ -513,19 +510,16 @@ def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reward models: models with a score head that judge completions.
+# Reward models
 
-
-_ROWS = 32  # that are scored at once
+_ROWS = 32  # rows per forward pass
 
 
 @dataclass
 class RewardModel:
-    """Scores prompts with their completions.
+    """A model with a score head that scores prompts with their completions.
 
-    model: with a score head.
-    tokenizer: the model's own, whose chat template renders conversations.
+    tokenizer: the model's own; its chat template renders conversations.
     template_options: further arguments of that template.
     """
 
@@ -539,7 +533,7 @@ class RewardModel:
         return str(self.model.name_or_path).rstrip("/").rpartition("/")[2]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
-        """The score of each prompt with its completion, float32 `[B]`."""
+        """Score each prompt with its completion: float32 `[B]`."""
         whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if is_messages(prompts[0]):
             options = {**self.template_options, "tokenize": False}
@@ -549,7 +543,7 @@ class RewardModel:
         return self.scores(ids)
 
     def scores(self, ids: list[list[int]]) -> np.ndarray:
-        """The score of each text, float32 `[B]`, by its tokens."""
+        """Score tokenized texts: float32 `[B]`."""
         return np.concatenate([self._scores(ids[start : start + _ROWS]) for start in range(0, len(ids), _ROWS)])
 
     def _scores(self, ids: list[list[int]]) -> np.ndarray:
@@ -561,7 +555,7 @@ class RewardModel:
 
 
 def is_model(value: Any) -> bool:
-    """Whether it is a reward model and not a function: a name or folder, a model of ours, or one of torch's."""
+    """Whether it is a reward model rather than a function: a name, a folder, or a trl_jax or torch model."""
     return isinstance(value, str | os.PathLike | PreTrainedModel) or is_torch_model(value)
 
 
@@ -574,17 +568,17 @@ def reward_model(
     trust_remote_code: bool = False,
     seed: int = 42,
 ) -> RewardModel:
-    """The reward model that a script passes in the place of a function.
+    """Load a reward model that the user passed among `reward_funcs`.
 
     Args:
-        model: a folder or name on the Hub; a model of ours, as `RewardTrainer.model`; or one of transformers'.
-        tokenizer: None loads the model's own. Where it has no pad token, that becomes its eos token, as in TRL.
-        model_init_kwargs: how a model given by name is loaded; the type of its weights is the checkpoint's, unless it
-            says another.
-        seed: draws a score head where the checkpoint has none.
+        model: a folder or Hub name, a trl_jax model such as `RewardTrainer.model`, or a transformers model.
+        tokenizer: None loads the model's own. A missing pad token is set to the EOS token, as in TRL.
+        model_init_kwargs: loading options for a model given by name; by default its weights keep the checkpoint's
+            dtype.
+        seed: initializes the score head if the checkpoint has none.
 
     Raises:
-        TypeError, ValueError: the model has another head, or cannot be loaded.
+        TypeError, ValueError: the model has no score head, or cannot be loaded.
     """
     options = {"trust_remote_code": True, **(model_init_kwargs or {})} if trust_remote_code else model_init_kwargs or {}
     revision = options.get("revision") if isinstance(model, str | os.PathLike) else None
@@ -601,7 +595,7 @@ def reward_model(
         place, config = str(model), ours.config
     if ours.backend.head != "score":
         raise TypeError(
-            f"reward_funcs has the model {ours.name_or_path}, which has no score head: load it with "
+            f"reward_funcs contains the model {ours.name_or_path}, which has no score head: load it with "
             "trl_jax.AutoModelForSequenceClassification.from_pretrained, or pass its name."
         )
     if tokenizer is None:
@@ -616,7 +610,8 @@ def _check_labels(config: Any) -> None:
     if config.num_labels != 1:
         labels = ", ".join(f"{number} {name!r}" for number, name in sorted(config.id2label.items()))
         raise ValueError(
-            f"reward_funcs has the model {config._name_or_path} with {config.num_labels} labels ({labels}), and a "
-            "reward is one number; TRL takes the first label's score, whatever it means. Pass a function that gives "
-            "the score you mean, as in lambda completions, **columns: scores_of(completions)[:, 1].tolist()."
+            f"reward_funcs contains the model {config._name_or_path} with {config.num_labels} labels ({labels}), but a "
+            "reward is a single number; TRL would use the score of the first label, whatever it means. Pass a function "
+            "that returns the score you want, such as "
+            "lambda completions, **columns: scores_of(completions)[:, 1].tolist()."
         )

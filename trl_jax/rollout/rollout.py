@@ -22,36 +22,36 @@ from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.samplers import Sampler
 from trl_jax.tasks.policy import Cycle, PolicyTask, RolloutTask
 
-# ----------------------------------------------------------------------------------------------------
-# The steps of a run that makes its rows itself: which prompts are completed when, and what a step gets of them.
-
-
 logger = logging.getLogger(__name__)
 
-BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for workers' seeds
-# The argument by which completions come with log-probabilities.
+BASE_SEED_WORDS = 2  # random words that torch's DataLoader draws per epoch to seed its workers
+# Why a resumed run may no longer use the log-probabilities that it saved: the argument that has changed.
 _REASONS = {
     "old_logps": "gradient_accumulation_steps, whose steps use up a generation or do not",
     "ref_logps": "beta, from or to 0",
 }
 
 
+# Steps
+
+
 @dataclass
 class RolloutSteps:
-    """Iterates over the steps of an epoch, which `set_epoch` begins. Completions are written by the newest parameters:
-    nothing may be made ahead of an update.
+    """Iterates over the steps of an epoch, which `set_epoch` starts.
 
-    rows: by what the sampler gives for it, its index or itself, a row of the dataset.
-    sampler: the prompts of each epoch; `make_sampler` makes it anew for another run, of the rows as they are then.
-    lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
-        batch.
-    bonus: the coefficient of the entropy bonus of each step; None without one.
-    logps: the log-probabilities that completions come with: "old_logps", "ref_logps".
-    streams: torch's random numbers, one of each rank that micro-batches are divided over; the first is what completions
-        are drawn with.
-    num_micro_batches: since the beginning of the run, which decides when to generate.
-    generated: when, of the first step since the last log: "before" its micro-batches, "within" or "after" it; None:
-        there was no step.
+    Completions are generated with the current parameters, so nothing may be generated ahead of an update.
+
+    rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
+    sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a new run, because the dataset may have
+        changed.
+    lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
+    bonus: the entropy coefficient of each step; None without an entropy bonus.
+    logps: which log-probabilities completions carry: "old_logps", "ref_logps".
+    streams: torch's random streams, one per rank that micro-batches are divided over. Completions are sampled with the
+        first.
+    num_micro_batches: since the start of the run; decides when to generate.
+    generated: when the first step since the last log generated: "before" its micro-batches, "within" or "after" it;
+        None if there was no step. Determines the order of the logged metrics.
     """
 
     rollout: Rollout
@@ -72,7 +72,7 @@ class RolloutSteps:
     _begun_at: float = 0.0
 
     def begin(self) -> None:
-        """Forget what an earlier run has left: its completions were another policy's."""
+        """Reset the state of an earlier run, whose completions came from another policy."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
         self.generated = None
         if self.make_sampler is not None:
@@ -80,12 +80,12 @@ class RolloutSteps:
         self.sampler.begin()
 
     def begin_epoch_again(self, epoch: int) -> None:
-        """Let `set_epoch(epoch)` begin that epoch with the prompts that there are now, and its first step write."""
+        """Make the next `set_epoch(epoch)` restart that epoch with the current prompts and a new generation."""
         self.buffer, self.num_micro_batches, self.epoch = None, 0, epoch - 1
         self.sampler.begin(epoch)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        """Begin an epoch; the one that was restored goes on where it was, so `skip` is known."""
+        """Start an epoch. A restored epoch continues at its own position, so `skip` is not needed."""
         del skip, skipped_digest
         if epoch == self.epoch:
             return
@@ -95,7 +95,7 @@ class RolloutSteps:
             stream.skip(BASE_SEED_WORDS)
 
     def __len__(self) -> int:
-        """Steps of an epoch; TypeError where the sampler reads a stream."""
+        """Steps per epoch; TypeError for a stream."""
         if self.sampler.num_chunks is None:
             raise TypeError("a stream of prompts has no length")
         return -(-self.sampler.num_chunks * self.cycle.repeats // self.cycle.accumulation)
@@ -105,7 +105,7 @@ class RolloutSteps:
             yield self._step()
 
     def _step(self) -> Any:
-        """A step's batch: micro-batches until there are enough or the epoch is over."""
+        """Collect micro-batches for one step, or fewer at the end of an epoch, and lay them out as a batch."""
         self._begun_at = time.monotonic()
         parts, experiences, number, when = [], [], self.num_steps, None
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
@@ -122,8 +122,10 @@ class RolloutSteps:
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
     def pass_over(self, steps: int) -> int:
-        """Go to behind so many steps from the beginning of a run, without their completions: the next step writes its
-        own. Returns how many of these steps are of the epoch that is then under way, or over."""
+        """Skip the first `steps` steps of a run without generating; the next step starts a new generation.
+
+        Returns how many of the skipped steps belong to the last epoch reached.
+        """
         of_epoch = 0
         for _ in range(steps):
             if not self.sampler.has_next:
@@ -138,25 +140,25 @@ class RolloutSteps:
         return of_epoch
 
     def finish(self) -> None:
-        """At the end of a run, wait for what still leaves this machine."""
+        """Wait for pending uploads at the end of a run."""
         if self.rollout.table is not None:
             self.rollout.table.finish()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
-        """Wait for a step to end, which the next one's completions would do, and take over what it measured."""
+        """Wait for a step to finish, as its successor's generation would anyway, and record its time and metrics."""
         jax.block_until_ready(metrics)
         self.seconds.append(time.monotonic() - self._begun_at)
         if self.bonus is not None:
             self.bonus.stepped(metrics)
 
     def logged(self, of_micro_batches: dict[str, Any], step: int) -> dict[str, Any]:
-        """The metrics of the steps since the last log: those of generations, of micro-batches and of steps
-        (coefficients of the entropy bonus, seconds), in the order in which they first came up, as in TRL."""
+        """The metrics since the last log: of generations, micro-batches and steps (entropy coefficient, seconds), in
+        the order in which they were first recorded, as in TRL."""
         of_generations = self.rollout.logged("train", step)
         found = {} if self.bonus is None else {"entropy_coef": self.bonus.taken()}
         found, self.seconds = found | {"step_time": self.seconds}, []
         of_steps = {name: sum(values) / len(values) for name, values in found.items() if values}
-        if self.cycle.accumulation == 1 and "entropy_coef" in of_steps:  # came up amid a step's only micro-batch
+        if self.cycle.accumulation == 1 and "entropy_coef" in of_steps:  # TRL records it during the only micro-batch
             first, coef = {"policy_loss": of_micro_batches.pop("policy_loss")}, of_steps.pop("entropy_coef")
             of_micro_batches = first | {"entropy_coef": coef} | of_micro_batches
         when, self.generated = self.generated, None
@@ -167,17 +169,15 @@ class RolloutSteps:
         return of_generations | of_micro_batches | of_steps
 
     def _generated(self, prompts: Sequence[Any]) -> Experience:
-        """Completions of these rows, shuffled within each rank."""
+        """Generate completions for these prompts and shuffle them within each rank."""
         rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
         experience = self.rollout.make(rows, self.cycle.group, "train")
         size = len(rows) // len(self.streams)
         order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
         return experience.ordered(np.concatenate(order).tolist())
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------
-
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """All that a resumed run needs to go on to the bit: arrays by name, and numbers for JSON."""
+        """Everything that a resumed run needs to continue bit for bit: arrays by name, and JSON values."""
         arrays = {} if self.buffer is None else {f"buffer/{name}": a for name, a in self.buffer.arrays().items()}
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
@@ -197,14 +197,14 @@ class RolloutSteps:
         return arrays, facts
 
     def restore(self, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> bool:
-        """Go on from where `state` was asked.
+        """Continue from a saved `state`.
 
         Returns:
-            Whether the place in the epoch is counted anew: arguments were changed, and prompts are divided into
-            generations from the first one on that no finished generation has had.
+            Whether the position in the epoch is counted from zero again: arguments have changed, so generations are
+            formed afresh, starting with the first prompt that no finished generation has used.
         """
         states = zip(arrays["streams"], facts["streams"], strict=True)
-        for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # other devices, other ranks
+        for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # ranks may differ
             stream.restore(GeneratorState(key, used, position))
         if self.rollout.table is not None and "table" in arrays:
             self.rollout.table.restore(arrays["table"])
@@ -216,10 +216,10 @@ class RolloutSteps:
 
     def _restore_place(self, buffer: dict, sampler: dict, facts: dict[str, Any]) -> bool:
         now = self._sizes()
-        then = facts.get("sizes", now)  # which earlier checkpoints lack
+        then = facts.get("sizes", now)  # missing in earlier checkpoints
         self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
         self.buffer = Experience.of_arrays(buffer) if buffer else None
-        if ("order" in sampler) != ("order" in self.sampler.state()):  # a table in the place of a stream, or reversed
+        if ("order" in sampler) != ("order" in self.sampler.state()):  # one run reads a table, the other a stream
             self.begin_epoch_again(self.epoch)
             return True
         self.sampler.restore(sampler)
@@ -229,11 +229,11 @@ class RolloutSteps:
         if unfinished and self.buffer is not None:
             other = self.logps.symmetric_difference(self.buffer.logps)
             reasons = changed + [_REASONS[name] for name in sorted(other)]
-            moved = moved or (bool(other) and self.cycle.keeps_policy)  # whose steps begin where generations do
+            moved = moved or (bool(other) and self.cycle.keeps_policy)  # then steps must start with a generation
         if unfinished and reasons:
             self.buffer = None
             logger.warning(
-                "Resuming in the middle of a generation with other arguments (%s): its completions are dropped, and "
+                "Resuming in the middle of a generation with changed arguments (%s): its completions are dropped and "
                 "its prompts are completed again.",
                 ", ".join(reasons),
             )
@@ -243,7 +243,7 @@ class RolloutSteps:
         return moved
 
     def _sizes(self) -> dict[str, int]:
-        """The sizes by which completions are divided into generations and micro-batches, by the names of arguments."""
+        """The sizes that divide completions into generations and micro-batches, named after the arguments."""
         cycle = self.cycle
         return {
             "num_generations": cycle.group,
@@ -255,7 +255,7 @@ class RolloutSteps:
 
     @property
     def micro_batches_done(self) -> int:
-        """The place in the epoch, counted in micro-batches of these sizes."""
+        """The position in the epoch, in micro-batches of the current size."""
         done = self.sampler.num_done * self.cycle.repeats // self.cycle.prompts
         return done + self.num_micro_batches % self.cycle.repeats
 
@@ -265,21 +265,19 @@ def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts -> completions, and what is learned from them.
-
+# Generations
 
 Row = dict[str, Any]
 
 
 class Writer(Protocol):
-    """Text in and out of the policy."""
+    """The policy with its tokenizer: generates completions, and converts ids to text."""
 
     def write(self, prompts: list, group: int) -> Written:
-        """A completion of each prompt, of which `group` that are alike stand side by side."""
+        """Generate one completion per prompt; each prompt occurs `group` times in a row."""
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
-        """Completions as reward functions see them: texts, or messages where the prompts are."""
+        """Completions as reward functions see them: messages if the prompts are messages, else texts."""
 
     def decoded(self, ids: Ids) -> list[str]:
         """Texts without special tokens."""
@@ -287,16 +285,15 @@ class Writer(Protocol):
 
 @dataclass
 class Rollout:
-    """Writes completions with the policy as it is, and has them judged.
+    """Generates completions with the current policy and scores them.
 
-    writer: the policy, with its tokenizer.
-    judge: says how good completions are; None where each is learned from alike.
-    ends: ids that a completion which was not broken off ends with.
-    drops_truncated: nothing is learned from completions that were broken off.
-    saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
-    table: shows and writes completions with their rewards; None does not.
-    tell: says to whoever looks on what is being done.
-    begin: rows -> rows with what completions need that act in environments.
+    judge: computes rewards and advantages; None if every completion is trained on alike, without rewards.
+    ends: the token ids that end a complete completion; one that ends with another id was truncated.
+    drops_truncated: whether truncated completions are excluded from the loss.
+    saw_tokens: receives the number of tokens read and generated in training and returns the total of the run.
+    table: logs completions with their rewards; None logs none.
+    tell: reports progress to the user.
+    begin: resets the environments of a batch of rows and returns the rows with their observations.
     """
 
     writer: Writer
@@ -310,10 +307,11 @@ class Rollout:
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
 
     def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
-        """Complete the prompts of these rows, of which `group` that are alike stand side by side.
+        """Generate completions for the prompts of these rows and score them.
 
         Args:
-            mode: "train" or "eval": where metrics are collected.
+            rows: each occurs `group` times in a row.
+            mode: "train" or "eval", under which metrics are collected.
         """
         rows = self.begin(rows)
         metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
@@ -340,7 +338,7 @@ class Rollout:
         return Experience(list(map(Completed, *of_each)))
 
     def _measured(self, made: Written, mode: str, metrics: Collected) -> np.ndarray:
-        """Which completions were broken off, bool `[B]`; their lengths and tokens become metrics."""
+        """Which completions were truncated, bool `[B]`. Adds length and token metrics."""
         lengths = [int(own.sum()) for own in made.by_model]
         truncated = np.asarray([int(own[-1]) not in self.ends for own in made.completion_ids])
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
@@ -350,40 +348,39 @@ class Rollout:
         return truncated
 
     def logged(self, mode: str, step: int) -> dict[str, float | None]:
-        """The metrics since the last log, by TRL's names; and the table of completions is shown."""
+        """Show the completions table and return the metrics since the last log, under TRL's names."""
         if self.table is not None:
             self.table.log(mode, step)
         return self.collected[mode].taken()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Completions -> rewards -> advantages.
-
+# Rewards and advantages
 
 Logps = Sequence[np.ndarray]
 
 
 class Rewards(Protocol):
-    """Reward functions. `names` are those of the metrics."""
+    """Reward functions; `names` are used in metrics."""
 
     names: Sequence[str]
 
     def __call__(self, rows: Sequence[dict], prompts: list, completions: list, completion_ids: list) -> np.ndarray:
-        """The reward of each completion by each function, float32 `[B, F]`, NaN where one does not apply."""
+        """Compute rewards, float32 `[B, F]`; NaN where a function does not apply."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics that functions have logged in the last call, sorted by name."""
+        """Metrics that functions logged in the last call, sorted by name."""
 
     def extra(self) -> dict[str, list]:
-        """The columns that functions have logged in the last call, sorted by name."""
+        """Columns that functions logged in the last call, sorted by name."""
 
 
 class Judged(NamedTuple):
-    """Of B completions.
+    """Rewards and log-probabilities of B completions.
 
-    rewards: float32 `[B, F]`. advantages: as of `PolicyTask.advantages`.
-    old_logps, ref_logps: log-probabilities of each completion's tokens under the policy that wrote it and under the
-        reference; None of each where nobody needs them.
+    rewards: float32 `[B, F]`.
+    advantages: the result of `PolicyTask.advantages`.
+    old_logps, ref_logps: log-probabilities of each completion's tokens under the policy that generated it and under
+        the reference; each None if not needed.
     """
 
     rewards: np.ndarray
@@ -392,21 +389,20 @@ class Judged(NamedTuple):
     ref_logps: Sequence[np.ndarray | None]
 
     def __str__(self) -> str:
-        """For whoever looks on: the mean of the rewards that there are."""
+        """The mean reward, for the progress line."""
         found = self.advantages.rewards[~np.isnan(self.advantages.rewards)]
         return f"reward {found.mean():.3g}" if len(found) else "reward unknown"
 
 
 @dataclass
 class Judge:
-    """Asks the reward functions, and compares a prompt's completions by what they say.
+    """Calls the reward functions and turns rewards into advantages.
 
-    task: how rewards become advantages.
     logps: ("policy" or "reference", prompts, completions, completion_mask) -> log-probabilities of the completions'
-        tokens under that model; float32 `[tokens]` of each.
-    start: begins a call and returns a function that waits for what it gives: log-probabilities are computed while
-        completions are judged. Reward functions stay in this thread, which some need for signals of their own.
-    tell: says to whoever looks on what is being done.
+        tokens under that model, float32 `[tokens]` for each.
+    start: starts a call in the background and returns a function that waits for its result, so that log-probabilities
+        are computed while reward functions run. Reward functions stay in this thread because some use signals.
+    tell: reports progress to the user.
     """
 
     task: PolicyTask
@@ -425,10 +421,11 @@ class Judge:
         group: int,
         metrics: Collected,
     ) -> Judged:
-        """Judge completions, of which `group` that are alike in their prompt stand side by side.
+        """Score completions; each prompt occurs `group` times in a row.
 
         Args:
-            texts: the completions as reward functions see them; the other arguments are those of all of a rollout.
+            texts: the completions as reward functions see them.
+            metrics: receives the reward metrics.
         """
         ids, written = made.prompt_ids, made.completion_ids
         passes = self.start(lambda: self._logps(ids, written, completion_mask))
@@ -444,21 +441,20 @@ class Judge:
         return Judged(rewards, advantages, old, ref)
 
     def _logps(self, ids: Ids, written: Ids, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
-        """Log-probabilities under the policy and under the reference; None for each completion, where nobody asks."""
+        """Log-probabilities under the policy and under the reference; None per completion if not needed."""
         nothing = [None] * len(written)
         old = self.logps("policy", ids, written, completion_mask) if self.task.keeps_old_logps else nothing
         return old, self.logps("reference", ids, written, completion_mask) if self.task.beta else nothing
 
 
 def _divergence(old: Logps, ref: Logps, completion_mask: Sequence[np.ndarray]) -> np.ndarray | None:
-    """The sum of old - reference log-probabilities over each completion's tokens, float32 `[B]`."""
+    """Sum over each completion's tokens of log pi_old - log pi_ref, float32 `[B]`."""
     if old[0] is None or ref[0] is None:
         return None
     return np.asarray([np.sum((a - b) * c) for a, b, c in zip(old, ref, completion_mask, strict=True)], np.float32)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Completions as the examples of a step, with the numbers that the loss needs of them.
+# Training examples
 
 
 def example_of(
@@ -468,12 +464,13 @@ def example_of(
     numbers: Mapping[str, float] | None = None,
     of_tokens: Mapping[str, np.ndarray] | None = None,
 ) -> Example:
-    """A prompt with its completion as one text, of which the tokens of the completion that count are predicted. Other
-    completions of the prompt may share it.
+    """A prompt and its completion as one text. The loss covers the unmasked completion tokens; the prompt is a context
+    that other completions of it can share.
 
     Args:
-        completion_mask: bool, of each token of the completion.
-        numbers: of the completion. of_tokens: of its tokens that count.
+        completion_mask: bool, for each token of the completion.
+        numbers: extras per completion.
+        of_tokens: extras per unmasked token.
     """
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
@@ -491,14 +488,14 @@ def step_examples(
     numbers: Mapping[str, float],
     virtual: VirtualTokens = NONE,
 ) -> list[list[Example]]:
-    """The examples of a step's micro-batches.
+    """The examples of each micro-batch of a step.
 
     Args:
-        generations: the one that each micro-batch is cut from.
+        generations: for each micro-batch, the generation that it is cut from.
         part: micro-batches of the step / micro-batches of a generation.
-        ranks: that a micro-batch is divided over.
-        numbers: which all completions have alike.
-        virtual: the tokens that stand before each text.
+        ranks: number of ranks that a micro-batch is divided over.
+        numbers: extras that are the same for all completions.
+        virtual: virtual tokens before each text.
     """
     groups = []
     for rows, generation in zip(parts, generations, strict=True):
@@ -520,14 +517,18 @@ def _with_numbers(task: RolloutTask, row: Completed, weight: float, numbers: Map
     return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The coefficient of the entropy bonus, fixed or adapted after each step.
+# Entropy bonus
 
 
 @dataclass
 class EntropyBonus:
-    """coef: of the next step. target: an entropy in nats; the coefficient acts where that of the last step is at most
-    this, and is then raised by `delta`, else lowered, within `least` and `most`. None: it is fixed."""
+    """The coefficient of the entropy bonus, fixed or adapted after each step.
+
+    coef: the current coefficient.
+    target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
+        raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
+        `coef` fixed.
+    """
 
     coef: float
     target: float | None = None
@@ -535,17 +536,17 @@ class EntropyBonus:
     least: float = 0.0
     most: float = 1.0
     entropy: float = math.inf  # of the last step
-    logged: list[float] = field(default_factory=list)  # after each step since the last log
+    logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
     _metrics: dict[str, Any] | None = None
 
     def next(self) -> float:
-        """The coefficient of the step that comes: 0 where an adaptive one rests."""
+        """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
         self._adapt()
         return self.coef if self.target is None or self.entropy <= self.target else 0.0
 
     @property
     def now(self) -> float:
-        """The coefficient, after all steps so far."""
+        """The coefficient after all steps so far."""
         self._adapt()
         return self.coef
 
@@ -553,7 +554,7 @@ class EntropyBonus:
         self._metrics = metrics
 
     def _adapt(self) -> None:
-        """Fetch what the last step measured, only now that it is needed."""
+        """Update the coefficient from the metrics of the last step, which are fetched from the device only here."""
         if self._metrics is None:
             return
         total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
@@ -570,7 +571,7 @@ class EntropyBonus:
         return logged
 
     def state(self) -> dict[str, Any]:
-        """For `restore`, as JSON has it."""
+        """JSON values for `restore`."""
         self._adapt()
         return {"coef": self.coef, "entropy": None if math.isinf(self.entropy) else self.entropy, "logged": self.logged}
 
@@ -579,18 +580,17 @@ class EntropyBonus:
         self.coef, self.entropy, self.logged = state["coef"], math.inf if entropy is None else entropy, state["logged"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Completions with their advantages, as a run trains on them and checkpoints keep them.
+# Completions with advantages, as trained on and checkpointed
 
 
 class Completed(NamedTuple):
     """A prompt with one completion.
 
     prompt, completion: token ids, int32.
-    completion_mask: bool, for each token of the completion whether it is learned from.
-    advantage: how much better its reward is than that of the prompt's other completions.
-    old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that wrote it and under
-        the reference; None where nobody needs them.
+    completion_mask: bool, for each token of the completion whether it contributes to the loss.
+    advantage: computed from its reward relative to the prompt's other completions.
+    old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that generated it and
+        under the reference; None if not needed.
     """
 
     prompt: np.ndarray
@@ -602,27 +602,27 @@ class Completed(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are learned from."""
+        """Number of tokens that contribute to the loss."""
         return int(self.completion_mask.sum())
 
 
-_SAVED_AS = {"completion_mask": "counted"}  # as earlier checkpoints call it
+_SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The completions of one generation, in the order in which they are trained on; micro-batches are cut from it."""
+    """The completions of one generation, in training order. Micro-batches are slices of it."""
 
     rows: Sequence[Completed]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all completions that are learned from."""
+        """Number of tokens of all completions that contribute to the loss."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
     def logps(self) -> frozenset[str]:
-        """Which log-probabilities the completions come with, by the names of their fields."""
+        """Which of "old_logps" and "ref_logps" the completions have."""
         first = self.rows[0]._asdict()
         return frozenset(name for name in ("old_logps", "ref_logps") if first[name] is not None)
 
@@ -631,14 +631,15 @@ class Experience:
         return Experience([self.rows[place] for place in order])
 
     def part(self, number: int, parts: int, ranks: int) -> list[Completed]:
-        """The completions of one of `parts` micro-batches: of each of `ranks` equal runs of rows, its part."""
+        """Micro-batch `number` of `parts`: the rows are divided into `ranks` equal runs, and each contributes its
+        `number`-th part."""
         of_rank = len(self.rows) // ranks
         size = of_rank // parts
         starts = (rank * of_rank + number * size for rank in range(ranks))
         return [row for start in starts for row in self.rows[start : start + size]]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The whole of it as a few flat arrays, by name."""
+        """All completions as a few flat arrays, by name."""
         rows = self.rows
         arrays = {"advantage": np.asarray([row.advantage for row in rows], np.float32)}
         for name in ("prompt", "completion"):
@@ -651,7 +652,7 @@ class Experience:
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Experience:
-        """Back from `arrays`."""
+        """Inverse of `arrays`."""
 
         def split(name: str, of: str) -> list:
             saved = _SAVED_AS.get(name, name)
@@ -664,12 +665,11 @@ class Experience:
         return cls([Completed(*row) for row in zip(*columns, arrays["advantage"].tolist(), *logps, strict=True)])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Metrics of generations, in TRL's names and order: collected one by one, logged as means.
+# Metrics, with TRL's names and order
 
 
 class Collected:
-    """Numbers by name since the last log, in the order in which names came."""
+    """Metric values by name since the last log, in the order in which names first appeared."""
 
     def __init__(self, values: dict[str, list[float]] | None = None):
         self.values: dict[str, list[float]] = {} if values is None else values
@@ -679,18 +679,23 @@ class Collected:
             self.values.setdefault(name, []).append(value)
 
     def set(self, name: str, value: float) -> None:
-        """A number of which the last one is logged."""
+        """Set a metric of which only the last value is logged."""
         self.values[name] = [value]
 
     def taken(self) -> dict[str, float | None]:
-        """The means of the numbers that are not NaN, None without any; and begin anew."""
+        """Return the mean of each metric's non-NaN values (None if there is none), and reset."""
         values, self.values = self.values, {}
         real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
 
 
 def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tuple[str, float]]:
-    """Of completions with so many tokens each, and whether they were broken off, bool `[B]`."""
+    """Length metrics of completions.
+
+    Args:
+        lengths: number of tokens of each.
+        truncated: bool `[B]`.
+    """
     lengths = np.asarray(lengths, np.float32)
     yield from _spread("completions", "length", lengths)
     yield "completions/clipped_ratio", float(np.mean(truncated, dtype=np.float32))
@@ -704,7 +709,13 @@ def _spread(group: str, name: str, values: np.ndarray) -> Iterator[tuple[str, fl
 
 
 def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Any) -> Iterator[tuple[str, float]]:
-    """Of rewards float32 `[B, F]` of functions with these names, and the `Advantages` that came of them."""
+    """Reward metrics.
+
+    Args:
+        names: of the F reward functions.
+        rewards: float32 `[B, F]`.
+        advantages: the `Advantages` computed from them.
+    """
     for name, values in zip(names, rewards.T, strict=True):
         yield f"rewards/{name}/mean", _mean(values)
         yield f"rewards/{name}/std", _std(values)
@@ -719,7 +730,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _std(values: np.ndarray) -> float:
-    """With n - 1; NaN of fewer than two numbers. As in TRL, an infinite number is infinitely far from the others."""
+    """Sample standard deviation (n - 1) of the non-NaN values; NaN for fewer than two; infinite if one is, as TRL."""
     real = values[~np.isnan(values)]
     if len(real) < 2:
         return math.nan
@@ -729,22 +740,21 @@ def _std(values: np.ndarray) -> float:
     return float(np.sqrt(squares.mean() * (len(real) / (len(real) - 1)))) if len(squares) else math.nan
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts with their completions, before these are judged.
-
+# Completions before scoring
 
 Ids = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Written:
-    """Prompts with their completions, B of them.
+    """B prompts with their completions, before scoring.
 
-    prompt_ids, completion_ids: token ids; a completion has the token that ended it.
-    by_model: bool, of each token of a completion whether the model wrote it; only those are learned from and counted.
-    columns: for the reward functions, beside those of the rows: a list has the values of the rows, all else is of each.
-    messages: of each completion, as reward functions see it; None: what its tokens say.
-    metrics: of how they were written, by TRL's names.
+    prompt_ids, completion_ids: token ids; a completion includes its end token.
+    by_model: bool, for each token of a completion whether the model generated it. Only these are trained on and
+        counted; the others are answers of tools.
+    columns: extra columns for the reward functions. A list has one value per row; any other value applies to all rows.
+    messages: each completion as reward functions see it; None decodes its tokens.
+    metrics: of the generation, under TRL's names.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -755,7 +765,7 @@ class Written:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def with_columns(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """These rows with the columns. A list that is too short says nothing of the last rows, as in TRL."""
+        """The rows with the extra columns. If a list is too short, the last rows lack that column, as in TRL."""
         return [{**row, **self._of(place)} for place, row in enumerate(rows)]
 
     def _of(self, place: int) -> dict[str, Any]:
@@ -765,5 +775,5 @@ class Written:
 
 
 def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """`by_model` of completions that the model wrote to the last token."""
+    """`by_model` for completions that the model generated entirely."""
     return [np.ones(len(own), bool) for own in completions]

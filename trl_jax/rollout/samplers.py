@@ -1,4 +1,4 @@
-"""The order in which prompts are completed, TRL's to the index."""
+"""Prompt samplers of online training: the same order of prompts as TRL, to the index."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 class Sampler(Protocol):
     """The prompts of each micro-batch, epoch after epoch."""
 
-    num_chunks: int | None  # of an epoch; None: nobody knows
+    num_chunks: int | None  # per epoch; None if unknown
 
     def begin(self, epoch: int = 0) -> None:
-        """Before this epoch."""
+        """Rewind to just before this epoch."""
 
     def next_epoch(self) -> None: ...
 
@@ -27,30 +27,32 @@ class Sampler(Protocol):
         """Whether the epoch has another micro-batch."""
 
     def next(self) -> Any:
-        """The chunk of prompts that the next micro-batch's generation has, or would have."""
+        """The chunk of prompts of the next micro-batch, whether or not it generates."""
 
     @property
     def num_done(self) -> int:
-        """Prompts of the epoch whose chunks have been given out as often as they are."""
+        """Prompts of this epoch whose chunks have been yielded all `repeats` times."""
 
     def repeat_chunk(self) -> None:
-        """Give out the chunk that is under way from its first micro-batch again."""
+        """Restart the current chunk from its first micro-batch."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """For `restore`."""
+        """Arrays for `restore`."""
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from a `state`. Where its chunks were of another size or given out another number of times, go on
-        behind the prompts that are done."""
+        """Continue from `state`. If it has another chunk size or number of repeats, continue after the prompts that
+        were done."""
 
 
 class RepeatSampler:
-    """Chunks of prompts, each given out `repeats` times in a row; a last chunk that is not full is left out.
+    """Chunks of prompts, each yielded `repeats` times in a row; an incomplete last chunk is dropped.
 
-    All epochs' orders come from one stream, the e-th one from its e-th permutation, as in TRL's RepeatSampler.
+    All epochs draw from one random stream, epoch e using its e-th permutation, as in TRL's RepeatSampler.
 
     Args:
-        rows: of the dataset. chunk: prompts of a generation. repeats: micro-batches between two generations.
+        rows: number of rows in the dataset.
+        chunk: prompts per generation.
+        repeats: micro-batches per generation.
     """
 
     def __init__(self, rows: int, *, chunk: int, repeats: int, shuffle: bool, seed: int):
@@ -76,7 +78,7 @@ class RepeatSampler:
         return len(self._order) > 0 and self._given < chunks * self._repeats
 
     def next(self) -> np.ndarray:
-        """The prompts, int64 `[chunk]`, that the next micro-batch's generation has, or would have."""
+        """Row indices of the next micro-batch's prompts, int64 `[chunk]`."""
         first = self.num_done
         self._given += 1
         return self._order[first : first + self._chunk]
@@ -89,14 +91,12 @@ class RepeatSampler:
         self._start, self._given = self.num_done, 0
 
     def state(self) -> dict[str, np.ndarray]:
-        """For `restore`."""
         state = self._stream.state()
         numbers = np.asarray([self._given, state.used, state.position], np.int64)
         sizes = np.asarray([self._chunk, self._repeats, self._start], np.int64)
         return {"order": self._order, "stream": state.key, "numbers": numbers, "sizes": sizes}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from a `state`."""
         self._order, (given, used, position) = state["order"], state["numbers"].tolist()
         self._stream.restore(GeneratorState(state["stream"], used, position))
         sizes = self._chunk, self._repeats
@@ -108,11 +108,11 @@ class RepeatSampler:
 
 
 class StreamSampler:
-    """The same of a stream, whose rows themselves are given out, in the order in which it has them.
+    """`RepeatSampler` for a streaming dataset: yields rows instead of indices, in the order of the stream.
 
     Args:
-        stream: shuffled, where its order is to change: it is told each epoch, as TRL does.
-        chunk, repeats: as in `RepeatSampler`.
+        stream: shuffle it beforehand to vary the order; `set_epoch` is called before each epoch, as in TRL.
+        chunk, repeats: see `RepeatSampler`.
     """
 
     num_chunks = None
@@ -127,16 +127,16 @@ class StreamSampler:
         self._chunk: list[dict[str, Any]] = []
 
     def next_epoch(self) -> None:
-        """Raise ValueError where the epoch has no whole chunk."""
+        """Raises ValueError if the epoch has fewer prompts than one chunk."""
         self._open(self._epoch + 1, 0)
         if not self.has_next:
             raise ValueError(
-                f"train_dataset, a stream, has {len(self._chunk)} prompts, and a generation takes {self._size} "
-                "(generation_batch_size / num_generations). Give it more, or lower per_device_train_batch_size."
+                f"train_dataset, a stream, has {len(self._chunk)} prompts, but a generation needs {self._size} "
+                "(generation_batch_size / num_generations). Add prompts, or lower per_device_train_batch_size."
             )
 
     def _open(self, epoch: int, start: int, chunks: int = 0) -> None:
-        """Read an epoch from behind its first `start` prompts and `chunks`."""
+        """Start reading an epoch after its first `start` prompts and `chunks` chunks."""
         self._epoch, self._start, self._chunks, self._given, self._chunk = epoch, start, chunks, 0, []
         self._stream.set_epoch(epoch)
         self._rows = islice(iter(self._stream), start + chunks * self._size, None)
@@ -151,7 +151,7 @@ class StreamSampler:
         return len(self._chunk) == self._size
 
     def next(self) -> list[dict[str, Any]]:
-        """Rows, `[chunk]` of them; only where `has_next`."""
+        """The next chunk of rows. Call only if `has_next`."""
         self._given += 1
         return self._chunk
 
@@ -163,7 +163,7 @@ class StreamSampler:
         self._open(self._epoch, self.num_done)
 
     def state(self) -> dict[str, np.ndarray]:
-        """The epoch, chunks of it that were read, and how often the last one was given out; and the sizes."""
+        # numbers: the epoch, its chunks read so far, and how often the last one was yielded
         numbers, sizes = [self._epoch, self._chunks, self._given], [self._size, self._repeats, self._start]
         return {"numbers": np.asarray(numbers, np.int64), "sizes": np.asarray(sizes, np.int64)}
 
@@ -184,5 +184,5 @@ class StreamSampler:
 
 
 def _done(chunks: int, given: int, repeats: int) -> int:
-    """How many of these chunks have been given out `repeats` times, of which the last one was `given` times."""
+    """Chunks yielded all `repeats` times, if the last of them was yielded `given` times."""
     return chunks - (chunks > 0 and given < repeats)

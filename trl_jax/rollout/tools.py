@@ -1,4 +1,4 @@
-"""Tools and environments that a model uses in its completions, and `rollout_func`."""
+"""Tools and environments that a model uses in its completions, and the user's `rollout_func`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trl_jax.data.prompts import parsed_message
 from trl_jax.rollout.rewards import EventLoop, check_columns, is_async, raised_by
 from trl_jax.rollout.rollout import Written, all_written
 
-# ----------------------------------------------------------------------------------------------------
-# Completions in turns: the model calls functions, reads what they answer, and goes on. TRL's `tools` and
-# `environment_factory` of GRPO.
-
-
 Message = dict[str, Any]
 Functions = Mapping[str, Callable[..., Any]]
+
+# Multi-turn completions with tool calls: `tools` and `environment_factory` of TRL's GRPOTrainer
 
 
 @dataclass
 class Turns:
-    """A completion that is being written.
+    """A completion in progress.
 
-    functions: which the model may call, by name. prompt: its token ids. tokens: those behind it, answers among them.
-    by_model: of each of these, whether the model wrote it. messages: the model's and the tools', in turn.
+    functions: the tools that the model may call, by name.
+    prompt: token ids of the prompt.
+    tokens: token ids after the prompt, tool answers included.
+    by_model: for each of `tokens`, whether the model generated it.
+    messages: of the model and of its tools, in order.
     """
 
     functions: Functions
@@ -43,7 +43,7 @@ class Turns:
 
     @property
     def calls(self) -> list[Any]:
-        """Of tools, in the last message."""
+        """The tool calls in the last message."""
         return self.messages[-1].get("tool_calls") or []
 
     def answered(self, answers: list[Message], tokens: list[int]) -> None:
@@ -57,15 +57,17 @@ class Turns:
 
 @dataclass
 class Calls:
-    """Calls functions for a model, and counts how often it did and failed."""
+    """Runs the model's tool calls and counts calls and failures."""
 
     calls: int = 0
     failures: int = 0
     _loop: EventLoop = field(default_factory=EventLoop)
 
     def answers(self, calls: Sequence[Any], functions: Functions) -> list[Message]:
-        """A message for each call of a model's message, those of async functions last, which run beside each other.
-        What goes wrong is an answer, too."""
+        """Run the tool calls of one message and return an answer message for each, async functions last.
+
+        Async functions run concurrently. An exception becomes the answer.
+        """
         done: list[tuple[str, Any]] = []
         waiting: list[tuple[str, Coroutine]] = []
         for call in calls:
@@ -75,7 +77,7 @@ class Calls:
                 function = _called(call, name, functions)
                 result = function(**call["function"]["arguments"])
                 (waiting if is_async(function) else done).append((name, result))
-            except Exception as error:  # whatever a script's own function raises
+            except Exception as error:  # a tool may raise anything
                 done.append((name, self._failed(error)))
         results = self._loop.run([_outcome(coroutine) for _, coroutine in waiting]) if waiting else []
         for (name, _), result in zip(waiting, results, strict=True):
@@ -83,7 +85,7 @@ class Calls:
         return [{"role": "tool", "name": _whole(name), "content": _content(result)} for name, result in done]
 
     def metrics(self, completions: int) -> dict[str, float]:
-        """Calls of a completion and the part of them that failed, since this was asked last."""
+        """Calls per completion and the fraction that failed, since the last call of this method."""
         calls, failures, self.calls, self.failures = self.calls, self.failures, 0, 0
         frequency = np.float32(calls) / np.float32(completions)
         failed = np.float32(failures) / np.float32(calls) if calls else 0.0
@@ -96,12 +98,15 @@ class Calls:
 
 @dataclass(frozen=True)
 class Tools:
-    """How completions go on behind calls of tools.
+    """Continues completions after tool calls.
 
-    functions: by name. environments: whose methods are tools of the completions in them; None: there are none.
-    template_options: further arguments of the chat template. most_turns: in which tools are called; None: any number.
-    longest: tokens of a completion, answers included. positions: what a text has fewer tokens than before a turn; None:
-    any number. vocab_size: rows of the model's embedding.
+    functions: tools by name.
+    environments: their methods are additional tools for their own completion; None without environments.
+    template_options: further arguments of the chat template.
+    most_turns: maximum number of turns with tool calls; None means no limit.
+    longest: maximum number of tokens of a completion, answers included.
+    positions: prompt and completion must have fewer tokens than this for another turn to start; None means no limit.
+    vocab_size: rows of the model's embedding.
     """
 
     functions: Functions
@@ -116,7 +121,7 @@ class Tools:
 
     @property
     def of_each(self) -> list[Functions] | None:
-        """The functions of each completion of the rows that were begun last; None where they are the same of all."""
+        """The tools of each completion of the current rows; None if all have the same."""
         if self.environments is None:
             return None
         return [self.functions | by_name(methods_of(environment)) for environment in self.environments.current]
@@ -124,11 +129,11 @@ class Tools:
     def completed(
         self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[np.ndarray], complete: Callable
     ) -> Written:
-        """The completions with all their turns.
+        """Run all further turns of these completions.
 
         Args:
             completion_ids: the first turn of each.
-            complete: token ids -> the model's next tokens, int32 arrays.
+            complete: generates the next tokens, int32 arrays, for a list of token id lists.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
         first = zip(functions, prompt_ids, completion_ids, strict=True)
@@ -154,8 +159,10 @@ class Tools:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))
 
     def _answer(self, turns: Turns) -> bool:
-        """Call the tools of the last message; whether there is room for what they answer. Without, the completion ends
-        where it called them."""
+        """Run the tool calls of the last message and append the answers.
+
+        Returns False if the answers do not fit; the completion then ends with the tool calls.
+        """
         answers = self.calls.answers(turns.calls, turns.functions)
         for answer in answers:
             check_no_media([answer], f"The answer of the tool {answer['name']!r}")
@@ -169,17 +176,18 @@ class Tools:
         return True
 
     def _tokens_of(self, answers: list[Message]) -> list[int]:
-        """The tokens between the end of a message that calls tools and the beginning of the model's next one."""
+        """The tokens from the end of a message with tool calls to the start of the model's next message."""
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         before = self._rendered(talk, add_generation_prompt=False)
         ends = [place for place, token in enumerate(before) if token == self.tokenizer.eos_token_id]
-        before = before[: ends[-1] + 1] if ends else before  # some templates have a line's end behind it
+        before = before[: ends[-1] + 1] if ends else before  # some templates put a newline after it
         whole = self._rendered(talk + answers, add_generation_prompt=True)
         if whole[: len(before)] != before:
             raise ValueError(
-                "The chat template writes a message that calls tools otherwise once their answers follow, so these "
-                "have no tokens of their own. Pass a template whose messages do not depend on those behind them."
+                "The chat template renders a message with tool calls differently once the answers follow, so the "
+                "answers cannot be tokenized separately. Use a template that renders each message independently of "
+                "later ones."
             )
         return whole[len(before) :]
 
@@ -189,7 +197,7 @@ class Tools:
 
 
 def by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
-    """Functions by the names that a model calls them by."""
+    """Functions by name, as the model calls them."""
     return {function.__name__: function for function in functions}
 
 
@@ -207,42 +215,42 @@ def _name(call: Any) -> str:
 
 
 async def _outcome(coroutine: Coroutine) -> Any:
-    """The result, or the exception that was raised."""
+    """The result of a coroutine, or the exception that it raised."""
     try:
         return await coroutine
-    except Exception as error:  # whatever a script's own function raises
+    except Exception as error:  # a tool may raise anything
         return error
 
 
 def _content(result: Any) -> Any:
-    """A list is content in blocks, all else text."""
+    """Message content: a list is taken as content blocks, anything else as text."""
     return result if isinstance(result, list) else _whole(str(result))
 
 
 def _whole(text: str) -> str:
-    """The text with halves of UTF-16 pairs as escapes: a model can write them in JSON, and no tokenizer takes them."""
+    """Escape lone surrogates: a model can write them in JSON, but no tokenizer accepts them."""
     return text.encode(errors="backslashreplace").decode()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Environments that completions act in by calling their methods. TRL's `environment_factory` of GRPO.
-
+# Environments: `environment_factory` of TRL's GRPOTrainer
 
 Row = dict[str, Any]
-_OWN = ("reset", "get_reward")  # which a model does not call
+_OWN = ("reset", "get_reward")  # methods that the model cannot call
 
 
 class Environments:
-    """An environment for each completion of a generation; they are used again, reset, for the next one.
+    """One environment per completion of a generation; they are reset and reused for the next generation.
 
-    current: those of the rows that were begun last, in their order.
+    current: the environments of the current rows, in order.
     """
 
     def __init__(self, given: Callable[[], Any] | Mapping[str, Callable[[], Any]]):
-        """`given` makes one; of several, by the names that the rows' column `environment` has.
+        """
+        Args:
+            given: a factory, or factories by the name in the rows' `environment` column.
 
         Raises:
-            ValueError: an environment cannot be reset.
+            ValueError: an environment has no `reset`.
         """
         self._several = isinstance(given, Mapping)
         self._factories = dict(given) if isinstance(given, Mapping) else {None: given}
@@ -256,18 +264,17 @@ class Environments:
 
     @property
     def probes(self) -> list[Any]:
-        """One of each kind."""
+        """One environment of each kind."""
         return [made[0] for made in self._made.values()]
 
     @property
     def rewards(self) -> list[Callable]:
-        """A reward function for each class that judges itself."""
+        """A reward function for each environment class that defines `get_reward`."""
         kinds = dict.fromkeys(type(probe) for probe in self.probes)
         return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
 
     def check(self, dataset: Any, where: str) -> None:
-        """Raise ValueError for the first row of a table that names no environment; rows of a stream are checked when
-        they come."""
+        """Raise ValueError for the first row of a table without a known environment; streams are checked in `begin`."""
         if not self._several or not isinstance(dataset, Dataset):
             return
         has = "environment" in dataset.column_names
@@ -283,19 +290,20 @@ class Environments:
         )
 
     def begin(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with an environment each, in the column `environments`, which has been reset by the row; what it
-        then tells stands behind the prompt's last message.
+        """Reset an environment for each row and return the rows with it in the column `environments`.
+
+        What `reset` returns is appended to the last message of the prompt.
 
         Raises:
-            ValueError: there is no environment of a row's name, a row has the column `environments` itself, or an
-                environment tells of an image.
+            ValueError: a row names an unknown environment or already has a column `environments`, or `reset` returns
+                an image.
         """
         self.current, taken = [], dict.fromkeys(self._factories, 0)
         for row in rows:
             if "environments" in row:
                 raise ValueError(
-                    "A row has the column 'environments', and the trainer passes its environments under that name to "
-                    "reward functions. Rename the column."
+                    "A row has the column 'environments', but the trainer passes its environments to reward functions "
+                    "under that name. Rename the column."
                 )
             name = row.get("environment") if self._several else None
             if name not in self._factories:
@@ -319,13 +327,13 @@ class Environments:
 
 
 def methods_of(environment: Any) -> list[Callable]:
-    """Those that a model may call."""
+    """The public methods of an environment, which the model may call."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return [getattr(environment, name) for name in names if name not in _OWN and not name.startswith("_")]
 
 
 def _with_observation(prompt: list[dict], told: Any) -> list[dict]:
-    """A text is added to a text, and blocks of content to blocks."""
+    """Append an observation to the last message; text becomes a content block if either side has blocks."""
     content = prompt[-1]["content"]
     if isinstance(told, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -335,7 +343,7 @@ def _with_observation(prompt: list[dict], told: Any) -> list[dict]:
 
 
 def _reward_of(kind: type) -> Callable:
-    """The reward of environments of this class, under its name; others are not judged by it."""
+    """A reward function, named after the class, that returns None for environments of other classes."""
 
     async def later(environments: Sequence[Any], **columns: Any) -> list:
         return [await own.get_reward() if type(own) is kind else None for own in environments]
@@ -348,26 +356,24 @@ def _reward_of(kind: type) -> Callable:
     return reward
 
 
-# ----------------------------------------------------------------------------------------------------
-# Completions by a function of the script's own, TRL's `rollout_func`.
-
+# `rollout_func`
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, vocab_size: int) -> Written:
-    """The completions that a function returns for these prompts, of which those that are alike stand side by side.
+    """Generate completions with the user's `rollout_func`; equal prompts are adjacent.
 
     Args:
-        function: gives, for each prompt, `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, whose
-            values change nothing: the policy's own are computed where the loss wants them. `env_mask` has 0 for tokens
-            of a completion that are not the model's. All else goes to the reward functions.
+        function: returns for each prompt `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, which
+            are ignored: the policy's log-probabilities are recomputed if the loss needs them. An optional `env_mask`
+            has 0 for completion tokens that the model did not generate. All other keys go to the reward functions.
         vocab_size: rows of the model's embedding.
 
     Raises:
         TypeError: it returns something other than a dict.
-        ValueError: a key is missing or has the name of something that reward functions get from the trainer, a list has
-            the wrong length, or a value is not a token id or not 0 or 1.
+        ValueError: a key is missing or clashes with an argument of reward functions, a list has the wrong length, an id
+            is out of range, or a mask value is not 0 or 1.
     """
     output = function(copy.deepcopy(prompts))
     if not isinstance(output, Mapping):
@@ -384,21 +390,21 @@ def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, voc
 
 
 def _ids(name: str, texts: Any, prompts: list, vocab_size: int) -> list[np.ndarray]:
-    """The texts that were returned under this key, int32 `[tokens]` each."""
+    """The token ids returned under this key, int32 `[tokens]` each."""
     found = _listed(name, texts)
     if len(found) != len(prompts):
         raise ValueError(
-            f"rollout_func was given {len(prompts)} prompts and returned {len(found)} {name}: one for each prompt is "
-            "wanted. A prompt is given as often as it is to be completed."
+            f"rollout_func got {len(prompts)} prompts but returned {len(found)} {name}: return one per prompt. "
+            "A prompt with several completions is passed several times."
         )
     return [token_ids(own, vocab_size, f"rollout_func's {name}[{number}]") for number, own in enumerate(found)]
 
 
 def _masks(masks: Any, completions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """`env_mask` as bool `[tokens]` of each completion."""
+    """`env_mask` as bool `[tokens]` for each completion."""
     found = _listed("env_mask", masks)
     if [len(_listed(f"env_mask[{number}]", own)) for number, own in enumerate(found)] != list(map(len, completions)):
-        raise ValueError("rollout_func returned an env_mask that has not one number for each token of completion_ids.")
+        raise ValueError("rollout_func returned an env_mask without exactly one number per token of completion_ids.")
     for number, own in enumerate(found):
         if bad := [value for value in own if isinstance(value, str | bytes) or value not in (0, 1)]:
             raise ValueError(f"rollout_func's env_mask[{number}] has {brief(bad[0])}, wanted 0 or 1 for each token.")
