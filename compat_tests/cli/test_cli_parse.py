@@ -14,7 +14,6 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
-from trl_jax.config.tables import REWARD
 from trl_jax.scripts import reward, train
 from trl_jax.scripts.data import load_splits
 from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -442,7 +441,7 @@ def test_what_was_trained_is_pushed_where_the_flags_say_so(recorder, pairs, caps
 
 
 def named(*kinds):
-    return {name for name, line in REWARD.items() if line.kind in kinds}
+    return {name for name, line in RewardConfig.argument_table().items() if line.how in kinds}
 
 
 def test_help_ends_with_what_is_refused_and_what_has_no_effect(capsys):

@@ -96,8 +96,8 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
         teacher_model_init_kwargs teacher_model_name_or_path teacher_model_revision
     """
-    tables = [names.load_config().argument_table for names in TRAINERS.values()]
-    known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}
+    tables = [names.load_config().argument_table() for names in TRAINERS.values()]
+    known = {name for table in tables for name, line in table.items() if line.how in ("native", "mapped")}
     assert known == NO_PART | set(honoured.split()) and not NO_PART & set(honoured.split())
     quiet = RewardConfig(str(tmp_path), eval_strategy="steps", max_length=64)
     assert without_part(quiet) == ["output_dir"]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import trl_jax.trainer
+from trl_jax.config.arguments import defaults_of, validate
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.devices import DETERMINISTIC_FLAG
 from trl_jax.config.optimizers import NEAREST, OPTIMIZERS, SCHEDULES
 from trl_jax.config.renamed import GONE, RENAMED, translated, way_out
-from trl_jax.config.rules import as_choice, as_dict, as_pad_multiple, bool_fields, defaults_of, show, validate
-from trl_jax.config.tables import SUPPORTED
+from trl_jax.config.rules import as_choice, as_dict, as_pad_multiple, bool_fields, show
 from trl_jax.hub.config import checked_arguments
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
@@ -26,7 +26,7 @@ from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.rloo_config import RLOOConfig
 from trl_jax.trainer.sft_config import SFTConfig
 
-TABLE, DEFAULTS = RewardConfig.argument_table, defaults_of(dataclasses.fields(RewardConfig))
+TABLE, DEFAULTS = RewardConfig.argument_table(), defaults_of(dataclasses.fields(RewardConfig))
 
 
 def config_classes():
@@ -51,13 +51,13 @@ def test_config_classes_are_found():
 @pytest.mark.parametrize("kind", config_classes())
 def test_every_field_has_a_line_and_a_default_and_nothing_else_has(kind):
     fields = dataclasses.fields(kind)
-    assert {f.name for f in fields} == set(kind.argument_table) == set(defaults_of(fields))
+    assert {f.name for f in fields} == set(kind.argument_table()) == set(defaults_of(fields))
 
 
 @pytest.mark.parametrize("kind", config_classes())
 def test_a_config_can_be_made_alone_and_its_defaults_are_accepted_in_silence(kind, tmp_path):
     defaults = defaults_of(dataclasses.fields(kind))
-    assert validate(kind.argument_table, defaults, defaults) == ([], [])
+    assert validate(kind.argument_table(), defaults, defaults) == ([], [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = kind(str(tmp_path / "out"))
@@ -172,7 +172,7 @@ WARNED = {
 
 
 def test_the_list_of_warnings_is_whole():
-    assert set(WARNED) == {name for name, line in TABLE.items() if line.kind == "warned"}
+    assert set(WARNED) == {name for name, line in TABLE.items() if line.how == "warned"}
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -196,7 +196,7 @@ REFUSED = {
 
 
 def test_the_list_of_refusals_is_whole():
-    assert set(REFUSED) == {name for name, line in TABLE.items() if line.kind == "refused"}
+    assert set(REFUSED) == {name for name, line in TABLE.items() if line.how == "refused"}
 
 
 def test_offloading_needs_something_that_is_kept():
@@ -450,7 +450,7 @@ def test_cosine_takes_num_cycles_only():
 
 def test_unused_columns_may_be_asked_for_either_way_and_are_never_read():
     line = TABLE["remove_unused_columns"]
-    assert (line.kind, line.text) == ("silent", "the loader takes the columns it needs and leaves the others")
+    assert (line.how, line.why) == ("silent", "the loader takes the columns it needs and leaves the others")
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_every_name_of_transformers_has_its_fate():
     from transformers.training_args import OptimizerNames
 
     assert {name.value for name in OptimizerNames} == {*OPTIMIZERS, *NEAREST} and not set(OPTIMIZERS) & set(NEAREST)
-    assert set(SUPPORTED["lr_scheduler_type"]) == {name.value for name in SchedulerType}
+    assert set(TABLE["lr_scheduler_type"].supported) == {name.value for name in SchedulerType}
     assert set(NEAREST.values()) <= set(OPTIMIZERS)
 
 

@@ -196,9 +196,9 @@ def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
     if name not in known:
         text = f"{config.__name__} has no argument {name!r}: {way_out(name, known)}"
         return Finding(call.line, what, "refused", text)
-    line = config.argument_table.get(name)
-    if line is not None and line.kind == "refused":
-        return Finding(call.line, what, "changed", f"Refused, unless it is the default: {line.text}")
+    line = config.argument_table().get(name)
+    if line is not None and line.how == "refused":
+        return Finding(call.line, what, "changed", f"Refused, unless it is the default: {line.why}")
     return Finding(call.line, what, "works")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import operator
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import NoneType
@@ -18,116 +19,14 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode
 
+from trl_jax.config import devices, optimizers, rules
+from trl_jax.config.arguments import Handling, arg, declared, defaults_of, handled, redeclared, validate
 from trl_jax.config.devices import end_other_processes, launcher_aside, mesh_sizes, note_of, sharding_of_launcher
+from trl_jax.config.optimizers import OPTIMIZERS, SCHEDULES
 from trl_jax.config.renamed import RENAMED, OldNames, todays_name
-from trl_jax.config.rules import Handling, as_bool, as_pad_multiple, bool_fields, defaults_of, validate, wanted_bool
-from trl_jax.config.tables import BASE, COMMON
+from trl_jax.config.rules import as_bool, as_pad_multiple, bool_fields, wanted_bool
+from trl_jax.config.shared import TextArguments
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
-
-# ----------------------------------------------------------------------------------------------------
-# Fields that configs of several trainers have, in TRL's names; each config puts them where TRL's has them.
-
-
-def router_aux_loss_coef() -> Any:
-    return _field(None, "Weight of the loss that balances experts. Unset, as in the model; 0 is off.")
-
-
-def chat_template_path(*, kw_only: bool = False) -> Any:
-    text = "File with the chat template to use, or a tokenizer that has it."
-    return field(default=None, kw_only=kw_only, metadata={"help": text})
-
-
-def disable_dropout(default: bool = True) -> Any:
-    return _field(default, "Train without dropout.")
-
-
-def dataset_num_proc() -> Any:
-    return _field(None, "Processes that tokenise the dataset.")
-
-
-def eos_token() -> Any:
-    return _field(None, "Token that ends a text. Unset, the tokenizer's own.")
-
-
-def max_length_with_answer() -> Any:
-    return _field(1024, "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing.")
-
-
-def max_prompt_length() -> Any:
-    text = "Deprecated: tokens of a prompt, of which the last ones stay. Unset, all."
-    return field(default=None, kw_only=True, metadata={"help": text})
-
-
-def truncation_mode() -> Any:
-    text = "Part of a text beyond max_length that stays. 'keep_end' is deprecated."
-    return _field("keep_start", text, choices=["keep_end", "keep_start"])
-
-
-def pad_to_multiple_of(unchanged: str = "Losses") -> Any:
-    """
-    Args:
-        unchanged: the results that do not depend on it.
-    """
-    return _field(
-        "auto",
-        "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 tokens apart, "
-        f"from 256 on four an octave), so that few shapes compile; None rounds nothing. {unchanged} do not depend on "
-        "it.",
-    )
-
-
-def precompute_ref_log_probs() -> Any:
-    return _field(False, "Compute the reference's log-probabilities once, before training, and keep them on the disk.")
-
-
-def precompute_ref_batch_size(unit: str) -> Any:
-    return _field(None, f"{unit} of a batch then. Unset, those of training or evaluation.")
-
-
-def sync_ref_model() -> Any:
-    return _field(False, "Move the reference towards the policy every ref_model_sync_steps steps (TR-DPO).")
-
-
-def ref_model_mixup_alpha() -> Any:
-    return _field(0.6, "The policy's share of the new reference, from 0.0 to 1.0.")
-
-
-def ref_model_sync_steps() -> Any:
-    return _field(512, "Steps between two moves of the reference.")
-
-
-def activation_offloading() -> Any:
-    return _field(False, "Keep what gradient checkpointing keeps, each layer's input, in the host's memory.")
-
-
-def pad_token() -> Any:
-    return _field(None, "Deprecated: set it on the tokenizer instead.")
-
-
-def _field(default: Any, text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": text} | metadata)
-
-
-def warn_of_prompt_length(most: int | None, stacklevel: int) -> None:
-    """Warn that `max_prompt_length` is deprecated; `stacklevel` as in `warn_of_keep_end`."""
-    if most is not None:
-        text = (
-            f"max_prompt_length={most} is deprecated, and TRL no longer has it: long prompts lose their beginning. "
-            "max_length is for prompt and answer together."
-        )
-        warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
-
-
-def warn_of_keep_end(mode: str, stacklevel: int) -> None:
-    """Warn that `truncation_mode="keep_end"` is deprecated.
-
-    Args:
-        stacklevel: of the line that made the config, counted from the caller of this function.
-    """
-    if mode == "keep_end":
-        text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."
-        warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
-
 
 # ----------------------------------------------------------------------------------------------------
 # transformers' TrainingArguments without torch: devices and processes are JAX's.
@@ -258,7 +157,101 @@ class JaxArguments(TrainingArguments):
 
 
 # ----------------------------------------------------------------------------------------------------
-# The arguments that all trainers share, and a table that handles each of them.
+# How each field of TrainingArguments is handled; fields of our own say it where they are declared, with `arg`.
+
+
+_NO_LIGER = "XLA brings the kernels; results are equal."
+_AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
+SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length")
+
+INHERITED: dict[str, Handling] = {
+    # Output, duration, batches
+    **handled("output_dir", "native"),
+    **handled("max_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
+    **handled("num_train_epochs", "native", rule=rules.epochs),
+    **handled("per_device_train_batch_size per_device_eval_batch_size", "mapped",
+              rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
+    **handled("gradient_accumulation_steps", "native", rule=rules.accumulation),
+    **handled("auto_find_batch_size", "native"),
+    # Optimiser, schedule and order of rows
+    **handled("optim", "native", rule=optimizers.optimizer, note=optimizers.optimizer_note,
+              supported=tuple(OPTIMIZERS)),
+    **handled("optim_args", "native", rule=optimizers.optimizer_args),
+    **handled("lr_scheduler_type", "native", rule=optimizers.scheduler, supported=tuple(SCHEDULES)),
+    **handled("train_sampling_strategy", "native", rule=rules.one_of(*SAMPLING_STRATEGIES),
+              supported=SAMPLING_STRATEGIES),
+    **handled("learning_rate weight_decay adam_epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
+    **handled("adam_beta1 adam_beta2", "native", rule=optimizers.beta),
+    **handled("max_grad_norm", "native", rule=rules.number(-rules.MOST_FLOAT32, optional=True)),
+    **handled("warmup_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
+    **handled("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
+    **handled("average_tokens_across_devices", "silent", "a loss divides by the whole step's examples or tokens"),
+    **handled("label_smoothing_factor", "warned", "this loss has no labels to smooth."),
+    **handled("neftune_noise_alpha", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    # Precision, memory, compilation
+    **handled("fp16 fp16_full_eval", "mapped", _AS_BF16),
+    **handled("bf16_full_eval tf32 use_cpu activation_checkpointing", "mapped"),
+    **handled("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped",
+              rule=devices.checkpointing_kwargs),
+    **handled("torch_compile", "silent", "every step is compiled"),
+    **handled("torch_compile_backend torch_compile_mode", "warned", "XLA compiles every step."),
+    **handled("liger_kernel_config", "warned", _NO_LIGER),
+    **handled("use_cache", "native"),
+    # Logging and tracking
+    **handled("logging_strategy logging_first_step log_level log_level_replica", "native"),
+    **handled("save_steps eval_delay", "native", rule=rules.bounded()),
+    **handled("eval_steps", "native", rule=rules.bounded(optional=True)),
+    **handled("disable_tqdm report_to run_name project", "native"),
+    **handled("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
+    **handled("log_on_each_node", "silent", "one process logs"),
+    **handled("logging_nan_inf_filter", "silent", "a NaN is always logged as it is"),
+    **handled("include_num_input_tokens_seen", "native", rule=rules.tokens_seen),
+    # Evaluation
+    **handled("eval_strategy eval_on_start prediction_loss_only", "native"),
+    **handled("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
+    **handled("eval_do_concat_batches batch_eval_metrics", "native"),
+    **handled("include_for_metrics", "native", rule=rules.metric_inputs),
+    # Saving, the Hub, resuming
+    **handled("save_strategy", "native"),
+    **handled("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
+    **handled("save_total_limit", "native", rule=rules.whole(-1, optional=True)),
+    **handled("save_only_model", "native"),
+    **handled("save_on_each_node", "silent", "one process saves"),
+    **handled("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
+    **handled("push_to_hub hub_token hub_model_id hub_private_repo", "native"),
+    **handled("hub_strategy hub_always_push hub_revision", "native"),
+    **handled("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
+    **handled("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
+    # Reproducibility
+    **handled("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
+    **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
+    **handled("full_determinism", "mapped", rule=devices.deterministic),
+    # Data
+    **handled("dataloader_drop_last", "native"),
+    **handled("remove_unused_columns", "silent", "the loader takes the columns it needs and leaves the others"),
+    **handled("length_column_name", "native"),
+    **handled("dataloader_pin_memory dataloader_persistent_workers", "silent", "there are no worker processes"),
+    **handled("dataloader_num_workers dataloader_prefetch_factor dataloader_multiprocessing_context", "warned",
+              "batches are made in this process, ahead of the step."),
+    **handled("dataloader_in_order", "warned", "batches always come in order."),
+    **handled("label_names", "warned", "this trainer's batches have no columns of labels."),
+    # Devices and launchers
+    **handled("accelerator_config", "mapped", rule=devices.accelerator),
+    **handled("parallelism_config", "mapped", rule=devices.parallelism_config),
+    **handled("fsdp", "mapped", rule=devices.fsdp, is_off=operator.not_),
+    **handled("fsdp_config", "mapped"),
+    **handled("deepspeed", "mapped", rule=devices.deepspeed, note=devices.deepspeed_note, is_off=operator.not_),
+    **handled("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_timeout", "silent",
+              "collectives are XLA's"),
+    **handled("ddp_bucket_cap_mb ddp_backend", "warned", "collectives are XLA's."),
+    **handled("local_rank do_train do_eval do_predict", "silent", "scripts read it, the trainer does not"),
+    **handled("debug", "mapped", rule=rules.debug_words, note=rules.debug_note),
+    **handled("skip_memory_metrics", "mapped"),
+}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------
+# The arguments that all trainers share.
 
 
 # repr=False: a generated repr would print secrets.
@@ -266,26 +259,8 @@ class JaxArguments(TrainingArguments):
 class BaseConfig(JaxArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
 
-    `argument_table` says of each field how it is handled; a trainer's own config extends it. The fields of most
-    trainers, such as max_length, are those of a subclass that declares them, and their values are checked there, too.
-    Besides the fields of TrainingArguments:
-
-        model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
-        trust_remote_code: lets a tokenizer's repository run its own code; a model's own code is never run.
-        batch_layout: how the texts of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
-            row as long as the longest, "packed" lays texts end to end, "shared" does so with the prompt that texts of
-            an example share only once. "auto" takes the quickest that is exact for the model. Not in TRL.
-        remat_policy: what `gradient_checkpointing` keeps of the forward pass, by the name of one of
-            jax.checkpoint_policies; the numbers do not depend on it. "nothing_saveable" computes whole layers twice,
-            "dots_with_no_batch_dims_saveable" keeps their matrix products, as gradient_checkpointing=False does; "auto"
-            keeps those where the compiled step then fits into the device's memory (on a CPU: into half of the host's).
-            With a `compute_loss` of a script's own, "auto" keeps nothing. Not in TRL.
-        mesh_shape: how several devices are used, as "data:2,fsdp:4,tensor:2"; -1 is what is left. It beats `fsdp`,
-            `deepspeed` and `parallelism_config`. Without any of these, examples are divided over all devices.
-            `per_device_train_batch_size` counts for each of data x fsdp. Not in TRL.
-        coordinator_address, num_processes, process_id: of a run with a process on each of several hosts; each that is
-            None is taken from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES or JAX_PROCESS_ID, from SLURM, Open MPI or
-            Cloud TPU. Not in TRL.
+    A subclass declares its own arguments with `arg`. Those of most trainers, such as max_length, are fields of the
+    subclasses that have them, at TRL's position.
 
     Raises:
         ValueError: at construction, for a value that this release does not support.
@@ -293,74 +268,82 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         NotADirectoryError, PermissionError: output_dir cannot be written.
     """
 
-    argument_table: ClassVar[Mapping[str, Handling]] = BASE
     _VALID_DICT_FIELDS = JaxArguments._VALID_DICT_FIELDS + ["model_init_kwargs"]
 
-    logging_steps: float = field(
-        default=10, metadata={"help": "Steps between two log lines; below 1, a share of all steps."}
+    logging_steps: float = arg(
+        10, help="Steps between two log lines; below 1, a share of all steps.", rule=rules.bounded()
     )
-    gradient_checkpointing: bool = field(
-        default=True,
-        metadata={"help": "Recompute activations in the backward pass: less memory, about 20%% more time."},
+    gradient_checkpointing: bool = arg(
+        True,
+        help="Recompute activations in the backward pass: less memory, about 20%% more time.",
+        how="mapped",
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Compute in bfloat16 over float32 weights. Unset, it is on unless fp16 is set."},
+    bf16: bool | None = arg(None, help="Compute in bfloat16 over float32 weights. Unset, it is on unless fp16 is set.")
+    lr_scheduler_kwargs: dict | str | None = arg(
+        None,
+        help="Extra arguments of the schedule, as a dict or JSON: '{\"num_cycles\": 1}'.",
+        rule=optimizers.scheduler_kwargs,
     )
-    lr_scheduler_kwargs: dict | str | None = field(
-        default=None,
-        metadata={"help": "Extra arguments of the schedule, as a dict or JSON: '{\"num_cycles\": 1}'."},
+    use_liger_kernel: bool = arg(False, help="Accepted without effect.", how="warned", why=_NO_LIGER)
+    torch_empty_cache_steps: int | None = arg(
+        None, help="Accepted without effect.", how="warned", why="JAX manages its own memory."
     )
-    use_liger_kernel: bool = field(default=False, metadata={"help": "Accepted without effect."})
-    torch_empty_cache_steps: int | None = field(default=None, metadata={"help": "Accepted without effect."})
 
     # Arguments of every trainer of TRL after transformers' own, in TRL's order.
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "How to load a model given by name, as a dict or JSON: revision, dtype, ..."},
+    model_init_kwargs: dict[str, Any] | str | None = arg(
+        None,
+        help="How to load a model given by name, as a dict or JSON: revision, dtype, ...",
+        rule=rules.a_dict,
     )
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Let a tokenizer's repository run its own code. A model's code is never run."},
+    trust_remote_code: bool = arg(
+        False, help="Let a tokenizer's repository run its own code. A model's code is never run."
     )
     # Not in TRL, and keyword-only.
-    batch_layout: str = field(
-        default="auto",
+    batch_layout: str = arg(
+        "auto",
+        help="How the texts of a step are arranged in memory: 'padded', a row for each text, as long as the longest; "
+        "'packed', end to end; 'shared', packed, with a prompt that several texts share only once; 'auto', the fastest "
+        "that is exact for the model. The numbers are the same.",
+        how="mapped",
+        rule=rules.one_of("auto", "padded", "packed", "shared"),
         kw_only=True,
-        metadata={
-            "help": "How the texts of a step lie in memory: 'padded' rows; 'packed' end to end; 'shared', packed with "
-            "a shared prompt only once; 'auto', the quickest that is exact. The numbers are the same."
-        },
     )
-
-    remat_policy: str = field(
-        default="auto",
+    remat_policy: str = arg(
+        "auto",
+        help="What gradient_checkpointing=True keeps of the forward pass, by the names of jax.checkpoint_policies: "
+        "'nothing_saveable' computes whole layers twice; 'dots_with_no_batch_dims_saveable' keeps the matrix products, "
+        "as gradient_checkpointing=False does; 'auto' keeps the products where they fit into the device's memory (on a "
+        "CPU: half of the host's), and nothing with a compute_loss of your own. The numbers are the same.",
+        how="mapped",
+        rule=rules.one_of("auto", "nothing_saveable", "dots_with_no_batch_dims_saveable"),
         kw_only=True,
-        metadata={
-            "help": "What gradient_checkpointing=True keeps of the forward pass, by JAX's names: 'nothing_saveable'; "
-            "'dots_with_no_batch_dims_saveable', the matrix products; 'auto', the products where they fit into "
-            "memory. The numbers are the same."
-        },
     )
-
-    mesh_shape: str | None = field(
-        default=None,
+    mesh_shape: str | None = arg(
+        None,
+        help="How several devices are used, as 'data:2,fsdp:4,tensor:2'; -1 is what is left. Overrides fsdp, deepspeed "
+        "and parallelism_config. Unset, and without these, examples are divided over all devices. "
+        "per_device_train_batch_size counts for each of data x fsdp.",
+        how="mapped",
+        rule=devices.mesh_shape,
         kw_only=True,
-        metadata={
-            "help": "How several devices are used, as 'data:2,fsdp:4,tensor:2'; unset, examples are divided over all."
-        },
     )
-
-    coordinator_address: str | None = field(
-        default=None,
+    coordinator_address: str | None = arg(
+        None,
+        help="'host:port' of the first process, where each of several hosts has one. Unset, from "
+        "JAX_COORDINATOR_ADDRESS, SLURM, Open MPI or Cloud TPU.",
         kw_only=True,
-        metadata={"help": "'host:port' of the first of several processes, where no scheduler tells it."},
     )
-    num_processes: int | None = field(
-        default=None, kw_only=True, metadata={"help": "How many processes the run has, with coordinator_address."}
+    num_processes: int | None = arg(
+        None,
+        help="Number of processes, with coordinator_address. Unset, from JAX_NUM_PROCESSES or the scheduler.",
+        rule=rules.whole(1, optional=True),
+        kw_only=True,
     )
-    process_id: int | None = field(
-        default=None, kw_only=True, metadata={"help": "Which of them this is, from 0, with coordinator_address."}
+    process_id: int | None = arg(
+        None,
+        help="Index of this process, from 0, with coordinator_address. Unset, from JAX_PROCESS_ID or the scheduler.",
+        rule=rules.whole(0, optional=True),
+        kw_only=True,
     )
 
     # Arguments of most trainers. Their positions differ, and fields of a base class come first, so each config class
@@ -449,20 +432,24 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     __repr__ = __str__
 
     def check(self) -> list[str]:
-        """Check the current values against the table; returns its warnings, one line each.
+        """Check the current values against `argument_table`; returns its warnings, one line each.
 
         Raises:
             ValueError: the table refuses a value; there is a line for each.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        table = {**BASE, **{name: line for name, line in COMMON.items() if name in values}} | self.argument_table
         defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
         bools = self._refused_bools()
-        refusals, notes = validate(table, values | {name: defaults[name] for name in bools}, defaults)
+        refusals, notes = validate(self.argument_table(), values | {name: defaults[name] for name in bools}, defaults)
         refusals = [*bools.values(), *refusals]
         if refusals:
             raise ValueError("\n".join(refusals))
         return notes
+
+    @classmethod
+    def argument_table(cls) -> dict[str, Handling]:
+        """name -> how it is handled, for every field."""
+        return _argument_table(cls)
 
     def _refused_bools(self) -> dict[str, str]:
         """name -> refusal of each boolean field that `__setattr__` could not convert, or that was set past it."""
@@ -517,6 +504,18 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
         self.join_processes()
         return jax.devices("cpu") if self.use_cpu else jax.devices()
+
+
+@cache
+def _argument_table(kind: type[BaseConfig]) -> dict[str, Handling]:
+    table = INHERITED | declared(TextArguments) | declared(kind)
+    names = {field.name for field in fields(kind)}
+    return {name: line for name, line in table.items() if name in names}
+
+
+def inherited(name: str, **changes: Any) -> Any:
+    """The field `name` of BaseConfig again; `changes` as in `redeclared`."""
+    return redeclared(BaseConfig.__dataclass_fields__[name], BaseConfig.argument_table()[name], **changes)
 
 
 def _unshared(value: Any) -> Any:

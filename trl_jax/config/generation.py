@@ -1,62 +1,351 @@
-"""The arguments of online trainers: sampling, generation batches, rewards and logging of completions."""
+"""Arguments of online trainers, declared once: sampling, generation batches, rewards and logging of completions."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
-from trl_jax.config.tables import check_groups, generation_sizes
+from trl_jax.config import devices, rules
+from trl_jax.config.arguments import arg, redeclared
+from trl_jax.config.base import inherited
+from trl_jax.config.rules import as_dict, show
+from trl_jax.config.shared import LanguageModelArguments
 
-_VLLM = "Of vLLM, without effect here."
-_HELP = {
-    "remove_unused_columns": "Keep the prompts alone, and no other columns.",
-    "num_generations": "Completions of each prompt.",
-    "num_generations_eval": "Completions of each prompt in evaluations. Unset, as num_generations.",
-    "max_completion_length": "Most tokens of a completion.",
-    "ds3_gather_for_generation": "Accepted without effect.",
-    "shuffle_dataset": "Take the prompts in random order, by seed.",
-    "generation_batch_size": "Completions that are written at once, on all devices; not with steps_per_generation.",
-    "steps_per_generation": "Micro-batches that they are divided into. Unset, gradient_accumulation_steps.",
-    "temperature": "Logits are divided by it, when tokens are sampled and in the loss.",
-    "top_p": "Sample of the likeliest tokens that have this probability together.",
-    "top_k": "Sample of so many of the likeliest tokens; 0 or, as vLLM has it, -1: of all.",
-    "min_p": "Sample of tokens that have this share of the likeliest one's probability.",
-    "generation_kwargs": "More fields of transformers' GenerationConfig, as a dict or JSON; they win.",
-    "chat_template_kwargs": "Arguments of the chat template, as a dict or JSON.",
-    "repetition_penalty": "Above 1.0, tokens that were there before are less likely.",
-    "cache_implementation": "Accepted without effect.",
-    "use_vllm": "Accepted: completions are written by trl_jax's own generator.",
-    "vllm_structured_outputs_regex": "Not in this release.",
-    "num_iterations": "Times that the completions of a generation are trained on.",
-    "epsilon": "How far below 1 the ratio of new and old policy counts.",
-    "epsilon_high": "How far above 1 it counts. Unset, as epsilon.",
-    "mask_truncated_completions": "Leave completions out of the loss that were cut at max_completion_length.",
-    "max_tool_calling_iterations": "Most turns in which tools are called. Unset, any number.",
-    "log_completions": "Show completions in a table, and keep them.",
-    "log_multimodal": "Accepted without effect.",
-    "num_completions_to_print": "Completions in the table that is shown. Unset, all.",
-    "log_unique_prompts": "Show a prompt once in the tables of trackers.",
-    "use_transformers_continuous_batching": "Accepted: completions are written by trl_jax's own generator.",
-    "transformers_continuous_batching_config": "Accepted without effect.",
-    "use_transformers_paged": "Deprecated: use_transformers_continuous_batching.",
-    **dict.fromkeys(
-        "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port "
-        "vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
-        "vllm_tensor_parallel_size".split(),
-        _VLLM,
-    ),
-}
+# ----------------------------------------------------------------------------------------------------
+# Rules
 
 
-def shared(name: str, default: Any) -> Any:
-    """The field `name`, with its help."""
-    return field(default=default, metadata={"help": _HELP[name]})
+# Keys of generation_kwargs: fields of transformers' GenerationConfig that say how one completion is sampled.
+GENERATION_KEYS = frozenset(
+    """
+    max_new_tokens do_sample temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids min_length min_new_tokens
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id renormalize_logits use_cache
+    """.split()
+)
+_IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # that ask for nothing with these values
+_NOTHING = object()
+_OWN_ENGINE = "completions are written by trl_jax's own generator"
+_ORDER_OF_PROMPTS = "prompts come in the order of shuffle_dataset and seed."
 
 
-def max_prompt_length() -> Any:
-    text = "Deprecated: tokens of a prompt, of which the last ones stay. Unset, all."
-    return field(default=None, kw_only=True, metadata={"help": text})
+def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := rules.a_dict(name, value, values):
+        return problem
+    asked = as_dict(name, value)
+    unknown = [key for key in asked if key not in GENERATION_KEYS and asked[key] != _IDLE.get(key, _NOTHING)]
+    if not unknown:
+        return None
+    return f"{name} holds {unknown}, which are not {rules.HERE}: it takes {', '.join(sorted(GENERATION_KEYS))}."
+
+
+def above(least: float, most: float, optional: bool = False) -> rules.Rule:
+    """Of a number above `least` and at most `most`."""
+
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if problem := rules.number(least, optional, most=most)(name, value, values):
+            return problem
+        return f"{show(name, value)}: wanted a number above {least:g}." if value == least else None
+
+    return rule
+
+
+def reward_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Of a list of numbers, or None."""
+    if value is None or (
+        isinstance(value, list | tuple) and all(isinstance(part, Real) and math.isfinite(part) for part in value)
+    ):
+        return None
+    return f"{show(name, value)}: wanted a list of numbers, one for each function."
+
+
+def _whole_texts(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> rules.Rule:
+    """`rule`, and no axis that would divide texts over devices, refused in TRL's words for `trainer`."""
+
+    def refusal(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if problem := rule(name, value, values):
+            return problem
+        found = read(value)
+        if found is None or found.sizes.get("sequence", 1) == 1:
+            return None
+        algorithm = trainer.removesuffix("Trainer")
+        return (
+            f"{trainer} does not support sequence-dim parallelism (`parallelism_config.cp_size > 1` or "
+            f"`parallelism_config.sp_size > 1`) yet. {algorithm} builds model inputs after generation inside the "
+            f"trainer. Set both `cp_size=1` and `sp_size=1`, or leave the axis sequence out of {name}."
+        )
+
+    return refusal
+
+
+def parallelism_config(trainer: str) -> Any:
+    return inherited("parallelism_config", rule=_whole_texts(trainer, devices.parallelism_config, devices.of_config))
+
+
+def mesh_shape(trainer: str) -> Any:
+    return inherited("mesh_shape", rule=_whole_texts(trainer, devices.mesh_shape, devices.of_mesh_shape))
+
+
+def auto_find_batch_size(algorithm: str) -> Any:
+    """The field, refused in TRL's words."""
+
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if not value:
+            return None
+        return (
+            f"auto_find_batch_size is not supported by {algorithm}, because the generation batch must contain full "
+            "prompt groups of num_generations completions, and reducing the batch size on out-of-memory breaks this "
+            "invariant. Set auto_find_batch_size=False and lower per_device_train_batch_size instead."
+        )
+
+    return inherited("auto_find_batch_size", rule=rule)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Declarations
+
+
+def _vllm(default: Any, **handling: Any) -> Any:
+    return arg(default, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE, **handling)
+
+
+@dataclass
+class OnlineArguments(LanguageModelArguments):
+    """Arguments that GRPOConfig, RLOOConfig and DistillationConfig list at TRL's positions: `online("temperature")`."""
+
+    learning_rate: float = inherited("learning_rate", default=1e-6, help="Peak learning rate.")
+    train_sampling_strategy: str = inherited("train_sampling_strategy", how="warned", why=_ORDER_OF_PROMPTS)
+    data_seed: int | None = inherited("data_seed", how="warned", why=_ORDER_OF_PROMPTS)
+    dataloader_drop_last: bool = inherited(
+        "dataloader_drop_last", how="silent", why="prompts that do not fill a generation are always left out"
+    )
+    remove_unused_columns: bool | None = inherited(
+        "remove_unused_columns",
+        default=False,
+        help="Keep the prompts alone, and no other columns; reward functions then get no others.",
+        how="native",
+    )
+    max_completion_length: int | None = arg(
+        512, help="Most tokens of a completion.", rule=rules.whole(1, most=rules.MOST_STEPS)
+    )
+    shuffle_dataset: bool | None = arg(True, help="Take the prompts in random order, by seed.")
+    chat_template_kwargs: dict | str | None = arg(
+        None, help="Arguments of the chat template, as a dict or JSON.", rule=rules.template_arguments
+    )
+
+    # Sampling. As in TRL, None is what the model's generation_config has, then transformers' own default.
+    temperature: float = arg(
+        1.0,
+        help="Logits are divided by it, when tokens are sampled and in the loss.",
+        rule=above(0, 2.0**62),
+    )
+    top_p: float = arg(
+        1.0,
+        help="Sample from the most likely tokens whose probabilities add up to this.",
+        rule=rules.number(0, optional=True, most=1.0),
+    )
+    top_k: int = arg(
+        0,
+        help="Sample from this many of the most likely tokens; 0 or, as in vLLM, -1: from all.",
+        rule=rules.whole(-1, optional=True, most=2**31 - 1),
+    )
+    min_p: float | None = arg(
+        None,
+        help="Sample from tokens at least this share as likely as the most likely one.",
+        rule=rules.number(0, optional=True, most=1.0),
+    )
+    generation_kwargs: dict | str | None = arg(
+        None,
+        help="More fields of transformers' GenerationConfig, as a dict or JSON; they override the arguments.",
+        rule=generation_kwargs,
+    )
+    repetition_penalty: float = arg(
+        1.0,
+        help="Above 1.0, tokens that were there before are less likely.",
+        rule=above(0, rules.MOST_FLOAT32, optional=True),
+    )
+    cache_implementation: str | None = arg(
+        None, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, whose cache has one form."
+    )
+    ds3_gather_for_generation: bool = arg(
+        True, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, which gathers a layer at a time."
+    )
+    use_vllm: bool = arg(
+        False,
+        help="Accepted: completions are written by trl_jax's own generator.",
+        how="mapped",
+        why=f"{_OWN_ENGINE}, in this process; no server is asked, and what configures vLLM has no effect.",
+    )
+    vllm_mode: str = _vllm("colocate", rule=rules.one_of("server", "colocate"))
+    vllm_model_impl: str = _vllm("vllm")
+    vllm_enable_sleep_mode: bool = _vllm(False)
+    vllm_structured_outputs_regex: str | None = arg(
+        None,
+        help="Not in this release.",
+        how="refused",
+        why="completions are not held to a pattern; leave it out.",
+    )
+    vllm_server_base_url: str | None = _vllm(None)
+    vllm_server_host: str = _vllm("0.0.0.0")
+    vllm_server_port: int = _vllm(8000)
+    vllm_server_timeout: float = _vllm(240.0)
+    vllm_group_port: int = _vllm(51216)
+    vllm_gpu_memory_utilization: float = _vllm(0.3)
+    vllm_max_model_length: int | None = _vllm(None)
+    vllm_tensor_parallel_size: int = _vllm(1)
+
+    # Logging of completions
+    max_tool_calling_iterations: int | None = arg(
+        None,
+        help="Most turns in which tools are called. Unset, any number.",
+        rule=rules.whole(1, optional=True),
+    )
+    log_completions: bool = arg(False, help="Show completions in a table, and write them to output_dir/completions.")
+    num_completions_to_print: int | None = arg(
+        None, help="Completions in the table that is shown. Unset, all.", rule=rules.whole(0, optional=True)
+    )
+    log_unique_prompts: bool = arg(False, help="Show a prompt once in the tables of trackers.")
+
+
+@dataclass
+class RewardedArguments(OnlineArguments):
+    """Arguments of online trainers whose completions get rewards."""
+
+    num_generations: int | None = arg(
+        8, help="Completions of each prompt.", rule=rules.whole(1, most=rules.MOST_EXAMPLES)
+    )
+    num_generations_eval: int | None = arg(
+        None,
+        help="Completions of each prompt in evaluations. Unset, as num_generations.",
+        rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES),
+    )
+    generation_batch_size: int | None = arg(
+        None,
+        help="Completions that are written at once, on all devices; not with steps_per_generation.",
+        rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES),
+    )
+    steps_per_generation: int | None = arg(
+        None,
+        help="Micro-batches that they are divided into. Unset, gradient_accumulation_steps.",
+        rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES),
+    )
+    num_iterations: int = arg(
+        1,
+        help="Times that the completions of a generation are trained on.",
+        rule=rules.whole(1, most=rules.MOST_MICRO_BATCHES),
+    )
+    beta: float = arg(
+        0.0,
+        help="Factor of the divergence from the reference; 0.0: no reference.",
+        rule=rules.number(0, most=rules.MOST_FLOAT32),
+    )
+    epsilon: float = arg(
+        0.2,
+        help="How far below 1 the ratio of new and old policy counts.",
+        rule=rules.number(0, most=rules.MOST_FLOAT32),
+    )
+    epsilon_high: float | None = arg(
+        None,
+        help="How far above 1 it counts. Unset, as epsilon.",
+        rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32),
+    )
+    mask_truncated_completions: bool = arg(
+        False, help="Leave completions out of the loss that were cut at max_completion_length."
+    )
+    reward_weights: list[float] | None = arg(
+        None, help="Weight of each reward function. Unset, 1.0.", rule=reward_weights
+    )
+    reward_timeout: float | None = arg(
+        None,
+        help="Seconds that an asynchronous reward function may take. Unset, any.",
+        rule=above(0, math.inf, optional=True),
+        kw_only=True,
+    )
+    log_multimodal: bool = arg(True, help="Accepted without effect.", how="silent", why="completions are texts")
+    use_transformers_continuous_batching: bool = arg(
+        False,
+        help="Accepted: completions are written by trl_jax's own generator.",
+        how="mapped",
+        why=f"{_OWN_ENGINE}.",
+    )
+    transformers_continuous_batching_config: dict | str | None = arg(
+        None, help="Accepted without effect.", how="silent", why=_OWN_ENGINE
+    )
+    use_transformers_paged: bool = arg(
+        False, help="Deprecated: use_transformers_continuous_batching.", how="silent", why=_OWN_ENGINE
+    )
+
+
+def online(name: str, **changes: Any) -> Any:
+    """The field `name` of `RewardedArguments`; `changes` as in `redeclared`."""
+    field = RewardedArguments.__dataclass_fields__[name]
+    return redeclared(field, field.metadata["help"].handling, **changes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Arguments that depend on each other
+
+
+def generation_sizes(
+    generation_batch_size: int | None, steps_per_generation: int | None, *, global_batch_size: int, accumulation: int
+) -> tuple[int, int]:
+    """(completions of a generation, micro-batches that they are divided into), of which one at most is set.
+
+    Args:
+        global_batch_size: completions of a micro-batch, over all devices.
+        accumulation: micro-batches of a step.
+
+    Raises:
+        ValueError: both are set, or the completions do not make whole micro-batches.
+    """
+    if generation_batch_size is not None and steps_per_generation is not None:
+        raise ValueError(
+            "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
+        )
+    if generation_batch_size is None:
+        steps = accumulation if steps_per_generation is None else steps_per_generation
+        return global_batch_size * steps, steps
+    if generation_batch_size % global_batch_size:
+        raise ValueError(
+            f"generation_batch_size ({generation_batch_size}) must be divisible by the global batch size "
+            f"({global_batch_size})."
+        )
+    return generation_batch_size, generation_batch_size // global_batch_size
+
+
+def check_groups(
+    algorithm: str, *, generation_batch_size: int, num_generations: int, eval_batch_size: tuple[int, int] | None,
+    num_generations_eval: int | None,
+) -> None:  # fmt: skip
+    """Raise ValueError, in TRL's words, where a batch would have a part of a prompt's completions.
+
+    Args:
+        eval_batch_size: completions of an evaluation's batch on a device, and devices; None without evaluation.
+    """
+    if eval_batch_size is not None:
+        per_device, devices = eval_batch_size
+        completions = num_generations_eval or num_generations
+        if per_device * devices % completions:
+            raise ValueError(
+                f"The global eval batch size ({per_device} * {devices}) must be divisible by the number of generations "
+                f"used for evaluation ({completions})."
+            )
+    if generation_batch_size % num_generations:
+        raise ValueError(
+            f"generation_batch_size ({generation_batch_size}) must be divisible by num_generations "
+            f"({num_generations}). Raise per_device_train_batch_size, which counts completions, or "
+            "gradient_accumulation_steps."
+        )
+    if num_generations < 2:
+        raise ValueError(
+            f"{algorithm} requires at least 2 generations per prompt to calculate the advantages. You provided "
+            f"{num_generations}, which is less than the minimum required."
+        )
 
 
 class GenerationArguments(Protocol):

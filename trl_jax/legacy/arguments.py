@@ -8,7 +8,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import field, fields
+from dataclasses import fields
 from typing import Any, Protocol
 
 from transformers import TrainingArguments
@@ -106,26 +106,6 @@ class OldArguments(Protocol):
     generation_batch_size: int
     steps_per_generation: int
     gradient_accumulation_steps: int
-
-
-def missing_eos_penalty() -> Any:
-    text = "Deprecated: what a completion without an end loses of its reward. Unset, nothing."
-    return field(default=None, kw_only=True, metadata={"help": text})
-
-
-def total_episodes() -> Any:
-    text = "Deprecated: completions that are written in all, from which max_steps is made."
-    return field(default=None, kw_only=True, metadata={"help": text})
-
-
-def path(of: str) -> Any:
-    text = f"Deprecated: where a script finds {of}; the trainer does not read it."
-    return field(default=None, kw_only=True, metadata={"help": text})
-
-
-def sanity_check() -> Any:
-    text = "Deprecated: whether a script takes few rows; the trainer does not read it."
-    return field(default=False, kw_only=True, metadata={"help": text})
 
 
 def warn(args: OldArguments, stacklevel: int) -> None:

@@ -203,7 +203,7 @@ class PlanParser(TrlParser):
             "--dataset_name every text is taken to be as long as --max_length and to share nothing. --trainer plans "
             f"the run of another command: {', '.join(TRAINERS)}."
         )
-        fit_to_release(self, config.argument_table)
+        fit_to_release(self, config.argument_table())
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **options: Any) -> tuple[Any, ...]:
         args = list(sys.argv[1:] if args is None else args)

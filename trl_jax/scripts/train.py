@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trl_jax import rewards
-from trl_jax.config.tables import SUPPORTED
+from trl_jax.config.arguments import Handling
 from trl_jax.core.trainers import TRAINERS
 from trl_jax.scripts.utils import ScriptArguments
 
 if TYPE_CHECKING:
     from trl_jax.config.base import BaseConfig
-    from trl_jax.config.rules import Handling
     from trl_jax.scripts.data import DatasetMixtureConfig
     from trl_jax.scripts.utils import TrlParser
     from trl_jax.trainer.model_config import ModelConfig
@@ -274,7 +273,7 @@ def parser_of(command: str, subparsers: argparse._SubParsersAction | None = None
         f"      {_EXAMPLES.get(command, '--num_train_epochs 1')} --learning_rate 1e-5\n\n"
         "Any flag can also be a key of the YAML file."
     )
-    fit_to_release(parser, config.argument_table)
+    fit_to_release(parser, config.argument_table())
     return parser
 
 
@@ -286,15 +285,15 @@ def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
     """
     no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:
-        kind = table[action.dest].kind if action.dest in table else None
-        if action.dest in SUPPORTED:
-            # transformers lists all of its names as choices; only some of them work here.
-            action.choices, action.metavar = None, "NAME"
-            action.help = f"One of {', '.join(SUPPORTED[action.dest])}."
-        elif kind in ("silent", "warned"):
+        line = table.get(action.dest, Handling())
+        if line.how in ("silent", "warned"):
             no_effect.append(action.dest)
-        elif kind == "refused":
+        elif line.how == "refused":
             refused.append(action.dest)
+        elif line.supported:
+            # transformers lists its own names as choices; the config knows those of this release.
+            action.choices, action.metavar = None, "NAME"
+            action.help = f"One of {', '.join(line.supported)}."
         if action.dest in (*no_effect, *refused):
             action.help = argparse.SUPPRESS
     parser.epilog = (

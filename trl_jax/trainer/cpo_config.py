@@ -1,37 +1,57 @@
 """CPOConfig: the arguments of contrastive preference optimisation."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from trl_jax.config.tables import CPO, CPO_LOSSES
+from trl_jax.config import rules
+from trl_jax.config.arguments import arg
+from trl_jax.losses.names import CPO_LOSSES
 from trl_jax.trainer.orpo_config import ReferenceFreeConfig
+
+_any_number = rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)
+
+
+def _loss_type(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value == "kto_pair":
+        return "Support for kto_pair has been removed in CPOTrainer. Please use KTOTrainer."
+    return None if value in CPO_LOSSES else f"Unknown loss type: {value}. Should be one of {list(CPO_LOSSES)}"
+
+
+def _unsmoothed(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if values["loss_type"] not in ("hinge", "ipo"):
+        return None
+    return f"label_smoothing={value} has no effect with loss_type={values['loss_type']!r}. Set it to 0.0."
 
 
 @dataclass(repr=False)
 class CPOConfig(ReferenceFreeConfig):
-    """The arguments of CPOTrainer, in TRL's names and defaults; our own come last.
+    """The arguments of CPOTrainer, in TRL's names and defaults; our own come last."""
 
-    Besides the fields of `trainer.shared.reference_free_config.ReferenceFreeConfig`, which both have:
-
-        beta: the factor of the difference of two answers' scores; tau of "ipo".
-        label_smoothing: the probability that a preference is the wrong way round, of "sigmoid" and "simpo".
-        loss_type: "sigmoid", "hinge", "ipo", "simpo", or "alphapo", which is "simpo" with cpo_alpha=0.0;
-            `trl_jax.losses.reference_free` has their formulas.
-        cpo_alpha: the factor of the chosen answers' negative log-likelihood.
-        simpo_gamma: the margin that "simpo" asks for.
-        alpha: of AlphaPO's scores; 0.0 takes log-probabilities.
-    """
-
-    argument_table = CPO
-
-    beta: float = field(default=0.1, metadata={"help": "Factor of the difference of two answers' scores."})
-    label_smoothing: float = field(
-        default=0.0,
-        metadata={"help": "Probability that a preference is the wrong way round, of 'sigmoid' and 'simpo'."},
+    beta: float = arg(
+        0.1,
+        help="Factor of the difference between the scores of the two answers; tau of 'ipo'.",
+        rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
-    loss_type: str = field(default="sigmoid", metadata={"help": "Loss of a pair.", "choices": list(CPO_LOSSES)})
-    cpo_alpha: float = field(default=1.0, metadata={"help": "Factor of the chosen answers' negative log-likelihood."})
-    simpo_gamma: float = field(default=0.5, metadata={"help": "Margin that 'simpo' asks for."})
-    alpha: float = field(default=0.0, metadata={"help": "Alpha of AlphaPO's scores; 0 takes log-probabilities."})
+    label_smoothing: float = arg(
+        0.0,
+        help="Probability that a preference is the wrong way round, of 'sigmoid' and 'simpo'.",
+        rule=rules.number(0, most=1.0),
+        note=_unsmoothed,
+    )
+    loss_type: str = arg(
+        "sigmoid",
+        help="Loss of a pair; 'alphapo' is 'simpo' with cpo_alpha=0.0. trl_jax.losses.reference_free has the formulas.",
+        choices=CPO_LOSSES,
+        rule=_loss_type,
+    )
+    cpo_alpha: float = arg(
+        1.0,
+        help="Factor of the chosen answers' negative log-likelihood.",
+        rule=rules.number(0, most=rules.MOST_FLOAT32),
+    )
+    simpo_gamma: float = arg(0.5, help="Target margin of 'simpo'.", rule=_any_number)
+    alpha: float = arg(0.0, help="Alpha of AlphaPO's scores; 0 takes log-probabilities.", rule=_any_number)
 
     def __post_init__(self):
         if self.loss_type == "alphapo":

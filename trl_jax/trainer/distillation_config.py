@@ -1,46 +1,20 @@
 """DistillationConfig."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trl_jax.config import base
+from transformers.training_args import ParallelismConfig
+
+from trl_jax.config import rules
+from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
-from trl_jax.config.generation import shared
-from trl_jax.config.tables import DISTILLATION
+from trl_jax.config.generation import mesh_shape, online, parallelism_config
 
 
 @dataclass(repr=False)
 class DistillationConfig(BaseConfig):
-    """The arguments of DistillationTrainer, in TRL's names, defaults and positional order; our own come last.
+    """The arguments of DistillationTrainer, in TRL's names, defaults and positional order; our own come last."""
 
-    Besides the fields of TrainingArguments and of BaseConfig (batch_layout, remat_policy, mesh_shape and others):
-
-        teacher_model_name_or_path: the teacher, of the command `trl-jax distillation`; as in TRL, the trainer itself
-            takes its argument teacher_model.
-        teacher_model_revision: branch, tag or commit of the teacher.
-        teacher_model_init_kwargs: further arguments of from_pretrained for the teacher, as a dict or JSON.
-        disable_dropout: trains without dropout.
-        remove_unused_columns: keeps the prompts alone.
-        max_completion_length: most tokens of a completion.
-        shuffle_dataset: takes the prompts in random order, by `seed`.
-        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it; "auto" rounds up to a short ladder
-            of lengths, so that few shapes compile. Losses do not depend on it.
-        temperature: logits are divided by it, when tokens are sampled, and those of both models in the loss.
-        top_p, top_k, min_p, repetition_penalty: how tokens are sampled, as in transformers; `generation_kwargs` has
-            more of its GenerationConfig's fields, and wins.
-        chat_template_kwargs: arguments of the chat template.
-        use_vllm, vllm_*: accepted; completions are written by trl_jax's own generator, in this process.
-        beta: of the generalised Jensen-Shannon divergence: 0.0 is the forward KL(teacher || student), 1.0 the reverse
-            KL(student || teacher), 0.5 the standard divergence.
-        max_tool_calling_iterations: most turns in which tools are called; None: any number.
-        log_completions: shows completions in a table of `num_completions_to_print` rows, or all; trackers get each
-            prompt once with `log_unique_prompts`.
-        max_prompt_length: the number of a prompt's last tokens that stay. None: all. Not in TRL.
-        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
-            that has it; its new tokens come, too. Not in TRL.
-    """
-
-    argument_table = DISTILLATION
     _argument_group_name = "training"
     max_length: ClassVar[None] = None  # prompts are not cut, completions have a limit of their own
     dataset_num_proc: ClassVar[None] = None
@@ -54,62 +28,64 @@ class DistillationConfig(BaseConfig):
         "teacher_model_init_kwargs", "generation_kwargs", "chat_template_kwargs",
     ]  # fmt: skip
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+    learning_rate: float = online("learning_rate")
+    train_sampling_strategy: str = online("train_sampling_strategy")
+    data_seed: int | None = online("data_seed")
+    dataloader_drop_last: bool = online("dataloader_drop_last")
+    parallelism_config: ParallelismConfig | None = parallelism_config("DistillationTrainer")
+    mesh_shape: str | None = mesh_shape("DistillationTrainer")
 
-    teacher_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The teacher: a checkpoint's folder or Hub id."}
+    teacher_model_name_or_path: str | None = arg(None, help="The teacher: a checkpoint's folder or Hub id.")
+    teacher_model_revision: str | None = arg(None, help="Branch, tag or commit of the teacher.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = arg(
+        None, help="Further arguments of from_pretrained for the teacher, as a dict or JSON.", rule=rules.a_dict
     )
-    teacher_model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Further arguments of from_pretrained for the teacher, as a dict or JSON."}
+    disable_dropout: bool = online("disable_dropout", default=False)
+
+    remove_unused_columns: bool | None = online("remove_unused_columns")
+    max_completion_length: int | None = online("max_completion_length")
+    ds3_gather_for_generation: bool = online("ds3_gather_for_generation")
+    shuffle_dataset: bool | None = online("shuffle_dataset")
+    pad_to_multiple_of: int | str | None = online("pad_to_multiple_of")
+
+    temperature: float = online("temperature")
+    top_p: float = online("top_p")
+    top_k: int = online("top_k")
+    min_p: float | None = online("min_p")
+    generation_kwargs: dict | str | None = online("generation_kwargs")
+    chat_template_kwargs: dict | str | None = online("chat_template_kwargs")
+    repetition_penalty: float = online("repetition_penalty")
+    cache_implementation: str | None = online("cache_implementation")
+
+    use_vllm: bool = online("use_vllm")
+    vllm_mode: str = online("vllm_mode")
+    vllm_model_impl: str = online("vllm_model_impl")
+    vllm_enable_sleep_mode: bool = online("vllm_enable_sleep_mode")
+    vllm_structured_outputs_regex: str | None = online("vllm_structured_outputs_regex")
+    vllm_server_base_url: str | None = online("vllm_server_base_url")
+    vllm_server_host: str = online("vllm_server_host")
+    vllm_server_port: int = online("vllm_server_port")
+    vllm_server_timeout: float = online("vllm_server_timeout")
+    vllm_group_port: int = online("vllm_group_port")
+    vllm_gpu_memory_utilization: float = online("vllm_gpu_memory_utilization")
+    vllm_max_model_length: int | None = online("vllm_max_model_length")
+    vllm_tensor_parallel_size: int = online("vllm_tensor_parallel_size")
+
+    beta: float = arg(
+        1.0,
+        help="Of the divergence: 0.0, the forward KL from the teacher; 1.0, the reverse; 0.5, Jensen-Shannon's.",
+        rule=rules.number(0, most=1.0),
     )
-    disable_dropout: bool = base.disable_dropout(False)
+    max_tool_calling_iterations: int | None = online("max_tool_calling_iterations")
 
-    remove_unused_columns: bool | None = shared("remove_unused_columns", False)
-    max_completion_length: int | None = shared("max_completion_length", 512)
-    ds3_gather_for_generation: bool = shared("ds3_gather_for_generation", True)
-    shuffle_dataset: bool | None = shared("shuffle_dataset", True)
-    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
+    log_completions: bool = online("log_completions")
+    num_completions_to_print: int | None = online("num_completions_to_print")
+    log_unique_prompts: bool = online("log_unique_prompts")
 
-    temperature: float = shared("temperature", 1.0)
-    top_p: float = shared("top_p", 1.0)
-    top_k: int = shared("top_k", 0)
-    min_p: float | None = shared("min_p", None)
-    generation_kwargs: dict | str | None = shared("generation_kwargs", None)
-    chat_template_kwargs: dict | str | None = shared("chat_template_kwargs", None)
-    repetition_penalty: float = shared("repetition_penalty", 1.0)
-    cache_implementation: str | None = shared("cache_implementation", None)
-
-    use_vllm: bool = shared("use_vllm", False)
-    vllm_mode: str = shared("vllm_mode", "colocate")
-    vllm_model_impl: str = shared("vllm_model_impl", "vllm")
-    vllm_enable_sleep_mode: bool = shared("vllm_enable_sleep_mode", False)
-    vllm_structured_outputs_regex: str | None = shared("vllm_structured_outputs_regex", None)
-    vllm_server_base_url: str | None = shared("vllm_server_base_url", None)
-    vllm_server_host: str = shared("vllm_server_host", "0.0.0.0")
-    vllm_server_port: int = shared("vllm_server_port", 8000)
-    vllm_server_timeout: float = shared("vllm_server_timeout", 240.0)
-    vllm_group_port: int = shared("vllm_group_port", 51216)
-    vllm_gpu_memory_utilization: float = shared("vllm_gpu_memory_utilization", 0.3)
-    vllm_max_model_length: int | None = shared("vllm_max_model_length", None)
-    vllm_tensor_parallel_size: int = shared("vllm_tensor_parallel_size", 1)
-
-    beta: float = field(
-        default=1.0,
-        metadata={
-            "help": "Of the divergence: 0.0, the forward KL from the teacher; 1.0, the reverse; 0.5, Jensen-Shannon's."
-        },
+    max_prompt_length: int | None = online(
+        "max_prompt_length", help="Tokens of a prompt to keep, the last ones. Unset, all."
     )
-    max_tool_calling_iterations: int | None = shared("max_tool_calling_iterations", None)
-
-    log_completions: bool = shared("log_completions", False)
-    num_completions_to_print: int | None = shared("num_completions_to_print", None)
-    log_unique_prompts: bool = shared("log_unique_prompts", False)
-
-    max_prompt_length: int | None = field(
-        default=None, kw_only=True, metadata={"help": "Tokens of a prompt, of which the last ones stay. Unset, all."}
-    )
-    chat_template_path: str | None = base.chat_template_path(kw_only=True)
+    chat_template_path: str | None = online("chat_template_path", kw_only=True)
 
     @property
     def generation_batch_size(self) -> int:

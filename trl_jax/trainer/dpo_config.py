@@ -1,128 +1,163 @@
 """DPOConfig."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from trl_jax.config import base
-from trl_jax.config.base import BaseConfig
-from trl_jax.config.tables import DPO, losses_of
+from trl_jax.config import rules
+from trl_jax.config.arguments import arg
+from trl_jax.config.base import BaseConfig, inherited
+from trl_jax.config.rules import show
+from trl_jax.config.shared import shared, warn_of_keep_end, warn_of_prompt_length
+from trl_jax.losses.names import DIVERGENCES, DPO_LOSSES, losses_of
+
+_OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+_WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}
+
+
+def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not isinstance(value, list | tuple | str) or not value:
+        return f"{show(name, value)}: wanted the names of losses, as in loss_type=['sigmoid']."
+    value = losses_of(value)
+    for loss in value:
+        if loss not in DPO_LOSSES:
+            return f"Unknown loss type: {loss}. Should be one of {list(DPO_LOSSES)}"
+    if "exo_pair" in value and not 0 < values["label_smoothing"] < 1:
+        return (
+            "Label smoothing must be greater than 0.0 when using 'exo_pair' loss, and below 1. The paper recommends a "
+            "value of 1e-3."
+        )
+    if "robust" in value and values["label_smoothing"] == 0.5:
+        return "loss_type='robust' divides by 1 - 2 * label_smoothing, and label_smoothing is 0.5. Lower it."
+    return None
+
+
+def _losses_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if "robust" in losses_of(value) and values["label_smoothing"] > 0.5:
+        return (
+            "The `label_smoothing` parameter should lie in [0.0, 0.5) for the 'robust' loss. You provided "
+            f"{values['label_smoothing']}."
+        )
+    return None
+
+
+def _weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(weight, int | float) for weight in value):
+        return f"{show(name, value)}: wanted a list of numbers, one for each of loss_type."
+    if len(value) != (count := len(losses_of(values["loss_type"]))):
+        return (
+            "`loss_weights` must have the same length as `loss_type` when combining multiple losses. Got "
+            f"{len(value)} weights for {count} loss types."
+        )
+    return None
+
+
+def _divergence(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value not in DIVERGENCES:
+        return f"Unknown f_divergence_type: {value}. Should be one of {list(DIVERGENCES)}"
+    if value != "reverse_kl" and not set(losses_of(values["loss_type"])) <= _OF_ANY_DIVERGENCE:
+        return (
+            f"`f_divergence_type={value!r}` is only supported for the following loss types: "
+            f"{sorted(_OF_ANY_DIVERGENCE)}. You provided {losses_of(values['loss_type'])}."
+        )
+    return None
+
+
+def _weighting(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and _WITHOUT_WEIGHTS & set(losses_of(values["loss_type"])):
+        return (
+            "WPO-style weighting is not implemented for 'aot' or 'aot_unpaired' because they sort the pairs of a "
+            "batch. Leave use_weighting out."
+        )
+    return None
 
 
 @dataclass(repr=False)
 class DPOConfig(BaseConfig):
-    """The arguments of DPOTrainer, in TRL's names, defaults and positional order; our own come last.
+    """The arguments of DPOTrainer, in TRL's names, defaults and positional order; our own come last."""
 
-    Besides the fields of TrainingArguments and of BaseConfig (batch_layout, remat_policy, mesh_shape and others):
-
-        router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts; None takes the model's own, 0.0
-            leaves it out.
-        disable_dropout: trains without dropout.
-        dataset_num_proc: processes that tokenise.
-        max_length: longest prompt and answer together, in tokens; what is beyond is cut off. None cuts nothing.
-        truncation_mode: "keep_start" cuts the end off, "keep_end" (deprecated) the beginning.
-        padding_free: without effect; `batch_layout` has layouts without padding.
-        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
-            ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
-            each batch's longest. Losses do not depend on it.
-        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it. They
-            are kept on the disk for other runs.
-        precompute_ref_batch_size: pairs of a batch then; None takes those of training or evaluation. Another size gives
-            the same numbers but for rounding (1e-4 of sums over an answer's tokens).
-        loss_type: one or more of "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair",
-            "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm";
-            `trl_jax.losses.dpo` has their formulas.
-        loss_weights: the factor of each loss; None means 1.0 for all.
-        ld_alpha: what tokens beyond the length of the shorter answer count, from 0.0 to 1.0 (LD-DPO); None: as others.
-        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (f-DPO).
-        f_alpha_divergence_coef: alpha of "alpha_divergence".
-        label_smoothing: the probability that a preference is the wrong way round, of "robust", "exo_pair", "aot" and
-            "aot_unpaired".
-        beta: how strongly the policy is held near the reference; tau of "ipo".
-        use_weighting: weights each pair by how likely the policy is to write it (WPO).
-        discopop_tau: temperature of "discopop".
-        activation_offloading: the inputs of layers, which "nothing_saveable" keeps all the same, wait in the host's
-            memory; it takes the place of remat_policy.
-        sync_ref_model: move the reference towards the policy every `ref_model_sync_steps` steps (TR-DPO,
-            https://huggingface.co/papers/2404.09656, equation 3), to `ref_model_mixup_alpha` times the policy and the
-            rest the reference. Checkpoints then have the reference, too.
-        ref_model_mixup_alpha: the policy's share, from 0.0 to 1.0.
-        ref_model_sync_steps: steps between two moves.
-        pad_token: deprecated; set it on the tokenizer.
-        max_prompt_length: deprecated; the number of a prompt's last tokens that stay, before prompt and answer are cut
-            to `max_length`. None: all.
-        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
-            that has it; its new tokens come, too.
-    """
-
-    argument_table = DPO
     _argument_group_name = "training"
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+    learning_rate: float = inherited("learning_rate", default=1e-6, help="Peak learning rate.")
+    label_names: list[str] | None = inherited(
+        "label_names", how="warned", why="preference pairs have no column of labels."
+    )
+    label_smoothing_factor: float = inherited(
+        "label_smoothing_factor", how="warned", why="preference losses have label_smoothing."
+    )
 
-    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
-    disable_dropout: bool = base.disable_dropout()
+    router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
+    disable_dropout: bool = shared("disable_dropout")
 
-    dataset_num_proc: int | None = base.dataset_num_proc()
-    max_length: int | None = base.max_length_with_answer()
-    truncation_mode: str = base.truncation_mode()
-    padding_free: bool = field(
-        default=False, metadata={"help": "Accepted without effect; batch_layout has layouts without padding."}
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    max_length: int | None = shared("max_length")
+    truncation_mode: str = shared("truncation_mode")
+    padding_free: bool = arg(
+        False,
+        help="Accepted without effect; batch_layout has layouts without padding.",
+        how="warned",
+        why="it is temporarily unavailable in TRL; batch_layout='packed' has no padding.",
     )
-    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
-    precompute_ref_log_probs: bool = base.precompute_ref_log_probs()
-    precompute_ref_batch_size: int | None = base.precompute_ref_batch_size("Pairs")
+    pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
+    precompute_ref_log_probs: bool = shared("precompute_ref_log_probs")
+    precompute_ref_batch_size: int | None = shared(
+        "precompute_ref_batch_size", help="Pairs of a batch then. Unset, those of training or evaluation."
+    )
 
-    loss_type: list[str] = field(
-        default_factory=lambda: ["sigmoid"],
-        metadata={
-            "help": "One or more losses, which are added: 'sigmoid', 'hinge', 'ipo', 'exo_pair', 'nca_pair', 'robust', "
-            "'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero', 'apo_down', 'discopop', 'sft', "
-            "'sigmoid_norm'."
-        },
+    loss_type: list[str] = arg(
+        ["sigmoid"],
+        help="One or more losses, which are added: 'sigmoid', 'hinge', 'ipo', 'exo_pair', 'nca_pair', 'robust', "
+        "'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero', 'apo_down', 'discopop', 'sft', "
+        "'sigmoid_norm'. trl_jax.losses.dpo has the formulas.",
+        rule=_losses,
+        note=_losses_note,
     )
-    loss_weights: list[float] | None = field(
-        default=None, metadata={"help": "Factor of each loss, as in 0.8 0.2 1.0. Unset, 1.0."}
+    loss_weights: list[float] | None = arg(
+        None, help="Factor of each loss, as in 0.8 0.2 1.0. Unset, 1.0.", rule=_weights
     )
-    ld_alpha: float | None = field(
-        default=None,
-        metadata={
-            "help": "What tokens beyond the length of the shorter answer count (LD-DPO), from 0.0 to 1.0. Unset, as "
-            "the others."
-        },
+    ld_alpha: float | None = arg(
+        None,
+        help="Weight of tokens beyond the length of the shorter answer (LD-DPO), from 0.0 to 1.0. Unset, as the "
+        "others.",
+        rule=rules.number(0, optional=True, most=1.0),
     )
-    f_divergence_type: str = field(
-        default="reverse_kl",
-        metadata={
-            "help": "Divergence between policy and reference: 'reverse_kl', 'forward_kl', 'js_divergence' or "
-            "'alpha_divergence' (f-DPO)."
-        },
+    f_divergence_type: str = arg(
+        "reverse_kl",
+        help="Divergence between policy and reference: 'reverse_kl', 'forward_kl', 'js_divergence' or "
+        "'alpha_divergence' (f-DPO).",
+        rule=_divergence,
     )
-    f_alpha_divergence_coef: float = field(default=0.5, metadata={"help": "Alpha of 'alpha_divergence'."})
-    label_smoothing: float = field(
-        default=0.0,
-        metadata={
-            "help": "Probability that a preference is the wrong way round, of 'robust', 'exo_pair', 'aot' and "
-            "'aot_unpaired'."
-        },
+    f_alpha_divergence_coef: float = arg(
+        0.5, help="Alpha of 'alpha_divergence'.", rule=rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)
     )
-    beta: float = field(
-        default=0.1, metadata={"help": "How strongly the policy is held near the reference; tau of 'ipo'."}
+    label_smoothing: float = arg(
+        0.0,
+        help="Probability that a preference is the wrong way round, of 'robust', 'exo_pair', 'aot' and 'aot_unpaired'.",
+        rule=rules.number(0, most=1.0),
     )
-    use_weighting: bool = field(
-        default=False, metadata={"help": "Weight pairs by how likely the policy is to write them (WPO)."}
+    beta: float = arg(
+        0.1,
+        help="How strongly the policy is held near the reference; tau of 'ipo'.",
+        rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
-    discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of 'discopop'."})
-    activation_offloading: bool = base.activation_offloading()
-    sync_ref_model: bool = base.sync_ref_model()
-    ref_model_mixup_alpha: float = base.ref_model_mixup_alpha()
-    ref_model_sync_steps: int = base.ref_model_sync_steps()
+    use_weighting: bool = arg(
+        False, help="Weight pairs by how likely the policy is to write them (WPO).", rule=_weighting
+    )
+    discopop_tau: float = arg(0.05, help="Temperature of 'discopop'.", rule=rules.number(1e-9, most=rules.MOST_FLOAT32))
+    activation_offloading: bool = shared("activation_offloading")
+    sync_ref_model: bool = shared("sync_ref_model")
+    ref_model_mixup_alpha: float = shared("ref_model_mixup_alpha")
+    ref_model_sync_steps: int = shared("ref_model_sync_steps")
 
-    pad_token: str | None = base.pad_token()
-    max_prompt_length: int | None = base.max_prompt_length()
-    chat_template_path: str | None = base.chat_template_path(kw_only=True)
+    pad_token: str | None = shared("pad_token")
+    max_prompt_length: int | None = shared("max_prompt_length")
+    chat_template_path: str | None = shared("chat_template_path", kw_only=True)
 
     def __post_init__(self):
         if isinstance(self.loss_type, str | tuple):
             self.loss_type = losses_of(self.loss_type)
-        base.warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
-        base.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
+        warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

@@ -10,10 +10,10 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.config.tables import losses_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.dpo import PreferenceLoss
+from trl_jax.losses.names import losses_of
 from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig

@@ -1,79 +1,68 @@
 """KTOConfig."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from trl_jax.config import base
-from trl_jax.config.base import BaseConfig
-from trl_jax.config.tables import KTO, KTO_LOSSES
+from trl_jax.config import rules
+from trl_jax.config.arguments import arg
+from trl_jax.config.base import SAMPLING_STRATEGIES, BaseConfig, inherited
+from trl_jax.config.shared import shared, warn_of_prompt_length
+from trl_jax.losses.names import KTO_LOSSES
 
 
 @dataclass(repr=False)
 class KTOConfig(BaseConfig):
-    """The arguments of KTOTrainer, in TRL's names, defaults and positional order; our own come last.
+    """The arguments of KTOTrainer, in TRL's names, defaults and positional order; our own come last."""
 
-    Besides the fields of TrainingArguments and of BaseConfig (batch_layout, remat_policy, mesh_shape and others):
-
-        train_sampling_strategy: "sequential" unless set; loss_type="kto" takes no other.
-        router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts; None takes the model's own, 0.0
-            leaves it out.
-        disable_dropout: trains without dropout.
-        dataset_num_proc: processes that tokenise.
-        max_length: longest prompt and answer together, in tokens; what is beyond is cut off. None cuts nothing.
-        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
-            ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
-            each batch's longest. Losses do not depend on it.
-        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it. They
-            are kept on the disk for other runs.
-        precompute_ref_batch_size: rows of a batch then; None takes those of training or evaluation.
-        loss_type: "kto" or "apo_zero_unpaired"; `trl_jax.losses.kto` has their formulas.
-        beta: how strongly the policy is held near the reference.
-        desirable_weight, undesirable_weight: the factor of the losses of either kind.
-        activation_offloading: the inputs of layers, which "nothing_saveable" keeps all the same, wait in the host's
-            memory; it takes the place of remat_policy.
-        sync_ref_model: move the reference towards the policy every `ref_model_sync_steps` steps (TR-DPO,
-            https://huggingface.co/papers/2404.09656, equation 3), to `ref_model_mixup_alpha` times the policy and the
-            rest the reference. Checkpoints then have the reference, too.
-        ref_model_mixup_alpha: the policy's share, from 0.0 to 1.0.
-        ref_model_sync_steps: steps between two moves.
-        max_prompt_length: deprecated; the number of a prompt's last tokens that stay where it has more than
-            `max_length` with its answer. None: all.
-        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
-            that has it; its new tokens come, too.
-    """
-
-    argument_table = KTO
     _argument_group_name = "training"
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
-    train_sampling_strategy: str = field(
+    learning_rate: float = inherited("learning_rate", default=1e-6, help="Peak learning rate.")
+    train_sampling_strategy: str = inherited(
+        "train_sampling_strategy",
         default="sequential",
-        metadata={
-            "help": "Order of rows; loss_type='kto' takes 'sequential' alone.",
-            "choices": ["random", "sequential", "group_by_length"],
-        },
+        help="Order of rows; loss_type='kto' takes 'sequential' alone.",
+        choices=SAMPLING_STRATEGIES,
+    )
+    label_names: list[str] | None = inherited(
+        "label_names", how="warned", why="the column that says which answers are desirable is called 'label'."
+    )
+    label_smoothing_factor: float = inherited(
+        "label_smoothing_factor", how="warned", why="preference losses have no labels of tokens to smooth."
     )
 
-    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
-    disable_dropout: bool = base.disable_dropout()
+    router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
+    disable_dropout: bool = shared("disable_dropout")
 
-    dataset_num_proc: int | None = base.dataset_num_proc()
-    max_length: int | None = base.max_length_with_answer()
-    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
-    precompute_ref_log_probs: bool = base.precompute_ref_log_probs()
-    precompute_ref_batch_size: int | None = base.precompute_ref_batch_size("Rows")
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    max_length: int | None = shared("max_length")
+    pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
+    precompute_ref_log_probs: bool = shared("precompute_ref_log_probs")
+    precompute_ref_batch_size: int | None = shared("precompute_ref_batch_size")
 
-    loss_type: str = field(default="kto", metadata={"help": "The loss.", "choices": list(KTO_LOSSES)})
-    beta: float = field(default=0.1, metadata={"help": "How strongly the policy is held near the reference."})
-    desirable_weight: float = field(default=1.0, metadata={"help": "Factor of the losses of desirable answers."})
-    undesirable_weight: float = field(default=1.0, metadata={"help": "Factor of the losses of undesirable answers."})
-    activation_offloading: bool = base.activation_offloading()
-    sync_ref_model: bool = base.sync_ref_model()
-    ref_model_mixup_alpha: float = base.ref_model_mixup_alpha()
-    ref_model_sync_steps: int = base.ref_model_sync_steps()
+    loss_type: str = arg(
+        "kto",
+        help="The loss; trl_jax.losses.kto has the formulas.",
+        choices=KTO_LOSSES,
+        rule=rules.one_of(*KTO_LOSSES),
+    )
+    beta: float = arg(
+        0.1,
+        help="How strongly the policy is held near the reference.",
+        rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
+    )
+    desirable_weight: float = arg(
+        1.0, help="Factor of the losses of desirable answers.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+    )
+    undesirable_weight: float = arg(
+        1.0, help="Factor of the losses of undesirable answers.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+    )
+    activation_offloading: bool = shared("activation_offloading")
+    sync_ref_model: bool = shared("sync_ref_model")
+    ref_model_mixup_alpha: float = shared("ref_model_mixup_alpha")
+    ref_model_sync_steps: int = shared("ref_model_sync_steps")
 
-    max_prompt_length: int | None = base.max_prompt_length()
-    chat_template_path: str | None = base.chat_template_path(kw_only=True)
+    max_prompt_length: int | None = shared("max_prompt_length")
+    chat_template_path: str | None = shared("chat_template_path", kw_only=True)
 
     def __post_init__(self):
-        base.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

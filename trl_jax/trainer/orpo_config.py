@@ -1,10 +1,11 @@
 """ORPOConfig, and what it shares with CPOConfig."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from trl_jax.config import base
-from trl_jax.config.base import BaseConfig
-from trl_jax.config.tables import ORPO, REFERENCE_FREE
+from trl_jax.config import rules
+from trl_jax.config.arguments import arg
+from trl_jax.config.base import BaseConfig, inherited
+from trl_jax.config.shared import shared, warn_of_prompt_length
 
 # ----------------------------------------------------------------------------------------------------
 # The base of the configs of trainers on preference pairs without a reference.
@@ -12,36 +13,27 @@ from trl_jax.config.tables import ORPO, REFERENCE_FREE
 
 @dataclass(repr=False)
 class ReferenceFreeConfig(BaseConfig):
-    """The arguments of trainers on preference pairs without a reference, in TRL's names and defaults.
+    """The arguments of trainers on preference pairs without a reference, in TRL's names and defaults."""
 
-    Besides the fields of TrainingArguments and of BaseConfig (batch_layout, remat_policy, mesh_shape and others):
-
-        max_length: longest prompt and answer together, in tokens; what is beyond is cut off. None cuts nothing.
-        disable_dropout: trains without dropout.
-        dataset_num_proc: processes that tokenise.
-        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
-            ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
-            each batch's longest. Losses do not depend on it.
-        max_prompt_length: deprecated; the number of a prompt's last tokens that stay where it is too long with an
-            answer. None: all.
-        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
-            that has it; its new tokens come, too.
-    """
-
-    argument_table = REFERENCE_FREE
     _argument_group_name = "training"
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+    learning_rate: float = inherited("learning_rate", default=1e-6, help="Peak learning rate.")
+    label_names: list[str] | None = inherited(
+        "label_names", how="warned", why="preference pairs have no column of labels."
+    )
+    label_smoothing_factor: float = inherited(
+        "label_smoothing_factor", how="warned", why="preference losses have no labels of tokens to smooth."
+    )
 
-    max_length: int | None = base.max_length_with_answer()
-    disable_dropout: bool = base.disable_dropout()
-    dataset_num_proc: int | None = base.dataset_num_proc()
-    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
-    max_prompt_length: int | None = base.max_prompt_length()
-    chat_template_path: str | None = base.chat_template_path(kw_only=True)
+    max_length: int | None = shared("max_length")
+    disable_dropout: bool = shared("disable_dropout")
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
+    max_prompt_length: int | None = shared("max_prompt_length")
+    chat_template_path: str | None = shared("chat_template_path", kw_only=True)
 
     def __post_init__(self):
-        base.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()
 
 
@@ -51,13 +43,10 @@ class ReferenceFreeConfig(BaseConfig):
 
 @dataclass(repr=False)
 class ORPOConfig(ReferenceFreeConfig):
-    """The arguments of ORPOTrainer, in TRL's names and defaults; our own come last.
+    """The arguments of ORPOTrainer, in TRL's names and defaults; our own come last."""
 
-    Besides the fields of `trainer.shared.reference_free_config.ReferenceFreeConfig`, which both have:
-
-        beta: the factor of the odds ratio beside the negative log-likelihood, lambda in the paper.
-    """
-
-    argument_table = ORPO
-
-    beta: float = field(default=0.1, metadata={"help": "Factor of the odds ratio beside the negative log-likelihood."})
+    beta: float = arg(
+        0.1,
+        help="Factor of the odds ratio, which is added to the negative log-likelihood; lambda in the paper.",
+        rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
+    )

@@ -1,105 +1,123 @@
 """SFTConfig."""
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from trl_jax.config import base
-from trl_jax.config.base import BaseConfig
-from trl_jax.config.rules import as_dict
-from trl_jax.config.tables import SFT
+from trl_jax.config import devices, rules
+from trl_jax.config.arguments import arg
+from trl_jax.config.base import BaseConfig, inherited
+from trl_jax.config.rules import as_dict, show
+from trl_jax.config.shared import shared, warn_of_keep_end
+from trl_jax.losses.names import SFT_LOSSES
+
+_DATASET_KEY = "skip_prepare_dataset"
+_PACKING = ("bfd", "bfd_split", "wrapped")
+_OLDER_VALUES = {"loss_type": ("chunked_nll", "nll"), "packing_strategy": ("bfd-requeue", "bfd_split")}
+
+
+def _loss_type(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value in SFT_LOSSES:
+        return None
+    return f"Invalid `loss_type` {value} passed. Supported values are 'nll' and 'dft'."
+
+
+def _dataset_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Warns of keys that earlier releases of TRL had."""
+    others = [key for key in as_dict(name, value) if key != _DATASET_KEY]
+    return f"{name} holds {others}, which have no effect: it takes {_DATASET_KEY} only." if others else None
+
+
+def _smoothing_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if values["loss_type"] != "dft":
+        return None
+    return f"{show(name, value)} has no effect with loss_type='dft', which has no smoothing. Leave one of them out."
+
+
+def _checkpointing(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """TRL's `selective` keeps the products of matrices, as remat_policy="dots_with_no_batch_dims_saveable" does."""
+    if problem := rules.a_dict(name, value, values):
+        return problem
+    kwargs = as_dict(name, value)
+    selective = kwargs.pop("selective", False)
+    if not selective:
+        return devices.checkpointing_kwargs(name, kwargs, values)
+    if not (values["gradient_checkpointing"] or values["activation_checkpointing"]):
+        return f"`{name}={{'selective': True}}` requires `gradient_checkpointing=True`."
+    if kwargs.pop("use_reentrant", False):
+        return (
+            f"`{name}={{'selective': True}}` requires non-reentrant gradient checkpointing. Set `use_reentrant` to "
+            "`False`, or leave it unset."
+        )
+    return devices.checkpointing_kwargs(name, kwargs, values)
 
 
 @dataclass(repr=False)
 class SFTConfig(BaseConfig):
-    """The arguments of SFTTrainer, in TRL's names, defaults and positional order; our own come last.
+    """The arguments of SFTTrainer, in TRL's names, defaults and positional order; our own come last."""
 
-    Besides the fields of TrainingArguments and of BaseConfig (batch_layout, remat_policy, mesh_shape and others):
-
-        router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts; None takes the model's own, 0.0
-            leaves it out.
-        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
-            to take it from.
-        dataset_text_field: the column of plain texts.
-        dataset_kwargs: {"skip_prepare_dataset": True} for rows that are tokenised and truncated already.
-        dataset_num_proc: processes that tokenise.
-        eos_token: token that ends a text; None means the tokenizer's own.
-        max_length: longest text in tokens; what is beyond is cut off. With packing, the length of a packed row. None
-            cuts nothing.
-        truncation_mode: "keep_start" cuts the end off, "keep_end" (deprecated) the beginning.
-        shuffle_dataset: shuffles rows by `seed` once they are prepared, and before they are packed.
-        packing: joins texts to rows of max_length tokens.
-        packing_strategy: "bfd" fills each row with texts that fit, longest first, and cuts longer ones off; "bfd_split"
-            cuts longer ones to pieces; "wrapped" lays texts end to end and cuts every max_length tokens.
-        padding_free: texts of a batch end to end and not as padded rows, `batch_layout="packed"`.
-        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
-            ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
-            each batch's longest. Losses do not depend on it.
-        eval_packing: packing of evaluation sets; None as `packing`.
-        completion_only_loss: learn completions and not prompts; None does so where the rows have both.
-        assistant_only_loss: learn what the assistant says in messages.
-        loss_type: "nll", the negative log-likelihood; or "dft", dynamic fine-tuning
-            (https://huggingface.co/papers/2508.05629, equation 9).
-        activation_offloading: the inputs of layers, which "nothing_saveable" keeps all the same, wait in the host's
-            memory; it takes the place of remat_policy.
-        pad_token: deprecated; set it on the tokenizer.
-    """
-
-    argument_table = SFT
     _argument_group_name = "training"
     _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + ["dataset_kwargs"]
 
-    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate of AdamW."})
+    learning_rate: float = inherited("learning_rate", default=2e-5, help="Peak learning rate.")
+    label_names: list[str] | None = inherited("label_names", how="warned", why="the column of labels is called labels.")
+    label_smoothing_factor: float = inherited(
+        "label_smoothing_factor", how="native", rule=rules.number(0, most=1.0), note=_smoothing_note
+    )
+    average_tokens_across_devices: bool = inherited("average_tokens_across_devices", how="native")
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = inherited(
+        "activation_checkpointing_kwargs", rule=_checkpointing
+    )
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = inherited(
+        "gradient_checkpointing_kwargs", rule=_checkpointing
+    )
 
-    router_aux_loss_coef: float | None = base.router_aux_loss_coef()
-    chat_template_path: str | None = base.chat_template_path()
+    router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
+    chat_template_path: str | None = shared("chat_template_path")
 
-    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain texts."})
-    dataset_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "'{\"skip_prepare_dataset\": true}' for rows that are tokenised and truncated already."},
+    dataset_text_field: str = arg("text", help="Column of plain texts.")
+    dataset_kwargs: dict[str, Any] | str | None = arg(
+        None,
+        help="'{\"skip_prepare_dataset\": true}' for rows that are tokenised and truncated already.",
+        rule=rules.a_dict,
+        note=_dataset_kwargs,
     )
-    dataset_num_proc: int | None = base.dataset_num_proc()
-    eos_token: str | None = base.eos_token()
-    max_length: int | None = field(
-        default=1024,
-        metadata={"help": "Longest text in tokens, the rest is cut off; length of packed rows. None cuts nothing."},
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    eos_token: str | None = shared("eos_token")
+    max_length: int | None = shared(
+        "max_length", help="Longest text in tokens, the rest is cut off; length of packed rows. None cuts nothing."
     )
-    truncation_mode: str = base.truncation_mode()
-    shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle the prepared rows once, by seed."})
-    packing: bool = field(default=False, metadata={"help": "Join texts to rows of max_length tokens."})
-    packing_strategy: str = field(
-        default="bfd",
-        metadata={
-            "help": "How rows are filled: 'bfd' with whole texts, longest first, cut to max_length; 'bfd_split' cuts "
-            "longer ones to pieces; 'wrapped' lays all end to end and cuts anywhere.",
-            "choices": ["bfd", "bfd_split", "wrapped"],
-        },
+    truncation_mode: str = shared("truncation_mode")
+    shuffle_dataset: bool = arg(False, help="Shuffle the prepared rows once, by seed, before packing.")
+    packing: bool = arg(False, help="Join texts to rows of max_length tokens.")
+    packing_strategy: str = arg(
+        "bfd",
+        help="How rows are filled: 'bfd' with whole texts, longest first, cut to max_length; 'bfd_split' cuts "
+        "longer ones to pieces; 'wrapped' joins all end to end and cuts anywhere.",
+        choices=_PACKING,
+        rule=rules.one_of(*_PACKING),
     )
-    padding_free: bool = field(
-        default=False, metadata={"help": "Texts of a batch end to end, not as padded rows; batch_layout='packed'."}
+    padding_free: bool = arg(
+        False, help="Texts of a batch end to end, not as padded rows; batch_layout='packed'.", how="mapped"
     )
-    pad_to_multiple_of: int | str | None = base.pad_to_multiple_of()
-    eval_packing: bool | None = field(default=None, metadata={"help": "Packing of evaluation sets. Unset, as packing."})
+    pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
+    eval_packing: bool | None = arg(None, help="Packing of evaluation sets. Unset, as packing.")
 
-    completion_only_loss: bool | None = field(
-        default=None,
-        metadata={"help": "Learn completions and not prompts. Unset, where rows have both."},
+    completion_only_loss: bool | None = arg(
+        None, help="Learn completions and not prompts. Unset, where rows have both."
     )
-    assistant_only_loss: bool = field(
-        default=False, metadata={"help": "Learn only what the assistant says in messages."}
+    assistant_only_loss: bool = arg(False, help="Learn only what the assistant says in messages.")
+    loss_type: str = arg(
+        "nll",
+        help="'nll', the negative log-likelihood, or 'dft', dynamic fine-tuning "
+        "(https://huggingface.co/papers/2508.05629).",
+        choices=[*SFT_LOSSES, "chunked_nll"],
+        rule=_loss_type,
     )
-    loss_type: str = field(
-        default="nll",
-        metadata={
-            "help": "'nll', the negative log-likelihood, or 'dft', dynamic fine-tuning "
-            "(https://huggingface.co/papers/2508.05629).",
-            "choices": ["nll", "dft", "chunked_nll"],
-        },
-    )
-    activation_offloading: bool = base.activation_offloading()
+    activation_offloading: bool = shared("activation_offloading")
 
-    pad_token: str | None = base.pad_token()
+    pad_token: str | None = shared("pad_token")
 
     def __post_init__(self):
         caller = self._frames_to_caller()
@@ -108,7 +126,7 @@ class SFTConfig(BaseConfig):
                 text = f"{name}={old!r} is deprecated: use {name}={new!r}, which is the same."
                 warnings.warn(text, FutureWarning, stacklevel=caller)
                 setattr(self, name, new)
-        base.warn_of_keep_end(self.truncation_mode, caller)
+        warn_of_keep_end(self.truncation_mode, caller)
         super().__post_init__()
         if self.padding_free and self.batch_layout == "auto":
             self.batch_layout = "packed"
@@ -118,6 +136,3 @@ class SFTConfig(BaseConfig):
         """As of BaseConfig; `selective` among the arguments of checkpointing keeps the products of matrices."""
         kwargs = as_dict("activation_checkpointing_kwargs", self.activation_checkpointing_kwargs)
         return [False] if kwargs.get("selective") and not self.activation_offloading else super().remats
-
-
-_OLDER_VALUES = {"loss_type": ("chunked_nll", "nll"), "packing_strategy": ("bfd-requeue", "bfd_split")}

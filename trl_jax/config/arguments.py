@@ -1,0 +1,142 @@
+"""Declare an argument in one line: default, help, how it is handled, and the rule that its values obey."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from trl_jax.config.rules import HERE, Rule, show
+from trl_jax.core.secrets import scrubbed
+
+How = Literal["native", "mapped", "silent", "warned", "refused"]
+
+
+@dataclass(frozen=True)
+class Handling:
+    """How an argument is handled.
+
+    Attributes:
+        how: "native" as in TRL; "mapped" to what JAX has; without effect, which is "silent" or "warned" about; or
+            "refused" unless it is the default.
+        why: the reason in a warning or refusal, and what to do instead.
+        rule: refuses single values.
+        note: makes the warning for an accepted value, where it depends on the value.
+        is_off: true of values that mean the default though they are not equal to it.
+        supported: the names to choose from, where transformers lists others.
+    """
+
+    how: How = "native"
+    why: str = ""
+    rule: Rule | None = None
+    note: Rule | None = None
+    is_off: Callable[[Any], bool] | None = None
+    supported: tuple[str, ...] = ()
+
+
+class Help(str):
+    """An argument's help, which carries its handling: HfArgumentParser passes all of a field's metadata to argparse, so
+    the metadata can have no key of its own for it."""
+
+    handling: Handling
+
+
+def arg(
+    default: Any, *, help: str, choices: Iterable[str] | None = None, kw_only: bool = False, **handling: Any
+) -> Any:
+    """A field of a config class.
+
+    Args:
+        default: a list is copied for each config.
+        choices: the values that a command line takes.
+        handling: `how`, `why`, `rule`, `note`, `is_off` and `supported` of `Handling`.
+    """
+    return _field(default, help, Handling(**handling), {} if choices is None else {"choices": list(choices)}, kw_only)
+
+
+def redeclared(field: dataclasses.Field, handling: Handling, **changes: Any) -> Any:
+    """The same field for another class, with another `default`, `help`, `choices`, `kw_only` or handling.
+
+    A changed `how` drops the `why`.
+    """
+    metadata = dict(field.metadata)
+    (default,) = defaults_of([field]).values()
+    default, text = changes.pop("default", default), changes.pop("help", metadata.pop("help", ""))
+    kw_only = changes.pop("kw_only", field.kw_only)
+    if "choices" in changes:
+        metadata["choices"] = list(changes.pop("choices"))
+    if "how" in changes:
+        changes = {"why": ""} | changes
+    return _field(default, text, dataclasses.replace(handling, **changes), metadata, kw_only)
+
+
+def _field(default: Any, text: str, handling: Handling, metadata: Mapping[str, Any], kw_only: bool) -> Any:
+    help = Help(text)
+    help.handling = handling
+    metadata = {"help": help} | metadata
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata, kw_only=kw_only)
+    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
+
+
+def declared(kind: type) -> dict[str, Handling]:
+    """name -> handling, of the fields that `kind` or a base class declares with `arg`.
+
+    A field that a script's own class declares again, in whatever way, is handled as before.
+    """
+    return {
+        name: field.metadata["help"].handling
+        for base in reversed(kind.__mro__)
+        if dataclasses.is_dataclass(base)
+        for name, field in base.__dataclass_fields__.items()
+        if isinstance(field.metadata.get("help"), Help)
+    }
+
+
+def handled(names: str, how: How, why: str = "", **handling: Any) -> dict[str, Handling]:
+    """The same handling for several arguments, whose names are separated by spaces."""
+    return {name: Handling(how, why, **handling) for name in names.split()}
+
+
+def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
+    """name -> default, for every field that has one."""
+    made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return plain | made
+
+
+def validate(
+    table: Mapping[str, Handling], values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Check values against a table: (refusals, warnings), one line each.
+
+    Args:
+        values: holds every name of the table; other names (fields that a script's own class adds) are left alone.
+        defaults: this release's. A default that a script's own class changed counts like a value that was passed.
+    """
+    refusals, warnings = [], []
+    for name, line in table.items():
+        value = values[name]
+        if isinstance(value, np.ndarray):  # whose comparisons are arrays
+            refusals.append(f"{show(name, value)} is an array: no argument takes one. Pass a plain value.")
+        elif line.rule is not None and (problem := line.rule(name, value, values)):
+            refusals.append(problem)
+        elif differs_from_default(value, defaults[name], line):
+            if line.how == "refused":
+                refusals.append(f"{show(name, value)} is not {HERE}: {line.why}")
+            elif line.how == "warned":
+                warnings.append(f"{show(name, value)} has no effect in trl_jax: {line.why}")
+            elif line.how == "mapped" and line.why:
+                warnings.append(f"{show(name, value)}: {line.why}")
+            elif line.note is not None and (note := line.note(name, value, values)):
+                warnings.append(note)
+    return [scrubbed(line) for line in refusals], [scrubbed(line) for line in warnings]
+
+
+def differs_from_default(value: Any, default: Any, line: Handling) -> bool:
+    if line.is_off is not None and line.is_off(value):
+        return False
+    return value != default
