@@ -120,9 +120,9 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
 
 def _our_rows(trainer: Any) -> list[list[int]]:
     """Token ids of the first batch of the dataset; none where a run makes its rows itself."""
-    from trl_jax.trainer.online import OnlineTrainer
+    from trl_jax.trainer.online import RolloutTrainer
 
-    return [] if isinstance(trainer, OnlineTrainer) else rows_of(next(iter(trainer.get_train_dataloader())))
+    return [] if isinstance(trainer, RolloutTrainer) else rows_of(next(iter(trainer.get_train_dataloader())))
 
 
 def rows_of(inputs: Any) -> list[list[int]]:

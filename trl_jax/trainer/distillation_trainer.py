@@ -16,14 +16,14 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.distillation import DistillationTask
 from trl_jax.trainer.distillation_config import DistillationConfig
-from trl_jax.trainer.online import OnlineTrainer, argument
+from trl_jax.trainer.online import RolloutTrainer, argument
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER
 from trl_jax.training import model, setup
 from trl_jax.training.reference import given
 from trl_jax.training.state import RunState
 
 
-class DistillationTrainer(OnlineTrainer):
+class DistillationTrainer(RolloutTrainer):
     """Trains a language model, the student, to predict each token of completions that it writes itself as another one,
     the teacher, does (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
 

@@ -129,7 +129,7 @@ def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
     return property(get, put, doc=f"`args.{name}`.")
 
 
-class OnlineTrainer(BaseTrainer):
+class RolloutTrainer(BaseTrainer):
     """The base of online trainers: rows are prompts, and the model learns from its own completions.
 
     Attributes:
@@ -283,7 +283,7 @@ def _options(run: RunState) -> dict[str, Any]:
 # ---- GRPO and RLOO
 
 
-class PolicyTrainer(OnlineTrainer):
+class OnlineTrainer(RolloutTrainer):
     """The base of GRPO and RLOO: rewards of completions, and a KL penalty against a reference with `beta`.
 
     Attributes:
