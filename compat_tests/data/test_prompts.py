@@ -20,7 +20,7 @@ CALL = [{"id": "1", "function": {"name": "look"}}]
 CALLED = [*TALK, {"role": "assistant", "content": None, "tool_calls": CALL}, {"role": "tool", "content": "seen"}]
 TEXTS = {
     "none": (None, "found None, wanted a text, or messages"),
-    "empty": ("", "has an empty prompt. A completion follows at least one token"),
+    "empty": ("", "has an empty prompt. A completion needs at least one token"),
 }
 TALKS = {
     "none": (None, "found None, wanted a text, or messages"),
@@ -116,7 +116,7 @@ def test_prompts_are_rendered_as_the_tokenizer_does_it():
 
 
 def test_texts_and_messages_in_one_generation():
-    with pytest.raises(ValueError, match="must be all texts or all messages, and two .* are 'a' and "):
+    with pytest.raises(ValueError, match="must be all texts or all messages, but found 'a' and "):
         prompts.prompt_ids(["a", TALK], tiny_tokenizer(chat_template=True))
 
 

@@ -46,7 +46,7 @@ def test_a_pattern_that_never_ends_on_one_text_names_its_row(good, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(words))
     rows = [{"chosen": "a", "rejected": "b"}] * 5
     rows[3] = {"chosen": "b", "rejected": "a" * 40 + "b"}
-    with pytest.raises(ValueError, match="Row 3 of train_dataset: the tokenizer failed on this text:  "):
+    with pytest.raises(ValueError, match="Row 3 of train_dataset: the tokenizer failed on this text: "):
         trainer(folder, tmp_path, rows=Dataset.from_list(rows))
 
 

@@ -442,9 +442,7 @@ def test_row31_an_eos_token_that_is_unknown(good, tmp_path):
 
 def test_row32_a_tokenizer_without_pad_and_eos(good, tmp_path):
     words = tiny_tokenizer(pad=None, eos=None)
-    with refuses(
-        "has neither a pad nor an EOS token", "pad_token=... in the trainer's configuration, or with eos_token="
-    ):
+    with refuses("has neither a pad nor an EOS token", "pad_token=... in the trainer's config, or as eos_token="):
         trainer(good, tmp_path, processing_class=words)
 
 

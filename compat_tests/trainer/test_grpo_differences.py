@@ -123,7 +123,7 @@ def test_metrics_come_in_the_order_in_which_they_first_came_up(make, checkpoint)
 def test_a_prompt_that_ends_with_the_assistant_is_warned_of():
     tokenizer, [row] = tiny_tokenizer(chat_template=True), prompt_rows(1, "chat")
     asked = prompt_ids([row["prompt"]], tokenizer)
-    with pytest.warns(UserWarning, match="ends with a message of the assistant. As in TRL, that message is not contin"):
+    with pytest.warns(UserWarning, match="ends with an assistant message. As in TRL, that message is not contin"):
         [ids] = prompt_ids([[*row["prompt"], {"role": "assistant", "content": "Well,"}]], tokenizer)
     assert len(ids) > len(asked[0])
 

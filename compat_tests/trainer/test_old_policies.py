@@ -150,7 +150,9 @@ def test_tokens_that_are_no_text_are_named(checkpoint):
     assert rows[:] == {"lengths": [1, 2], "prompt": ["How do I bake?"] * 2}
     as_dicts = Dataset.from_list([{"input_ids": {"input_ids": ids, "attention_mask": [1] * len(ids)}}])
     assert as_prompts(as_dicts, "train", tokenizer)[:] == {"prompt": ["How do I bake?"]}
-    with pytest.raises(ValueError, match="^train_dataset: the input_ids of row 1, .* are not the tokens of this text"):
+    with pytest.raises(
+        ValueError, match="^train_dataset: the input_ids of row 1 decode to .*, which tokenizes differently"
+    ):
         as_prompts(Dataset.from_dict({"input_ids": [ids, ids[1:]]}), "train", tokenizer)
 
 

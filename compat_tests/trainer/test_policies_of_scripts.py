@@ -234,7 +234,7 @@ def test_a_model_that_writes_no_completions(make):
 def test_an_empty_prompt(kind, make):
     rows = prompt_rows(8)
     rows[5]["prompt"] = ""
-    with pytest.raises(ValueError, match="Row 5 of train_dataset has an empty prompt. A completion follows at"):
+    with pytest.raises(ValueError, match="Row 5 of train_dataset has an empty prompt. A completion needs at"):
         make(kind, rows=rows)
     make(kind, rows=rows, model=SMALL | {"tokenizer": {"bos": "<s>"}})
     with pytest.raises(ValueError, match="The prompt '' is empty"):

@@ -1,4 +1,8 @@
-"""Examples, the extra numbers of a loss, and batches. Pure NumPy."""
+"""Examples, extras and batches: what layouts produce and losses read. Pure NumPy.
+
+Letters in shapes: R rows, T tokens per row, E examples, X texts (E times the texts per example), N reads, M micro-
+batches.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +14,35 @@ import numpy as np
 
 from trl_jax.core.outputs import Packed, VirtualTokens
 
-# ----------------------------------------------------------------------------------------------------
-# A batch: what one pass through the model is computed on. Pure NumPy.
+IGNORED = -100  # label of a token that is not a target, as in transformers
+
+
+# Batches
 
 
 class Batch(NamedTuple):
-    """E examples with X texts in all, as R rows of T tokens: a row a text, or texts laid end to end in a packed row.
+    """The input of one forward pass: E examples with X texts, as R rows of T tokens.
 
-    Texts come in the order of the outputs: the first text of every example, then the second of every example.
+    A row holds one text (padded layout) or several texts end to end (packed layout). Texts are ordered like the
+    outputs: the first text of every example, then the second of every example.
 
     tokens, positions: int32 `[R, T]`.
-    reads: int32 `[N]`, the places that outputs are wanted of, row * T + place in the row. Under a score head one of
-        each text, N = X. Under a language model's head those that predict a target, then places that only fill the
-        shape.
-    targets: int32 `[N]`, the id that each read predicts, -1 of one that only fills the shape. None under a score head.
-    text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
-    pass_weight: float32 `[E]`, the share of each example in the mean over the step's passes, on all devices, of means
-        over their examples. None where micro-batches do not have a pass each.
-    router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts each token belongs to:
-        as often it is in the sums of experts' routers. 0 of a pad, 2 of one that two texts share.
-    lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
-    weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
-    micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
-    extras: float32, numbers that the loss needs by name: `extras.example` `[E]`, `extras.text` `[X]` and `extras.read`
+    reads: int32 `[N]`, flat positions (row * T + column) whose outputs are needed. With a score head, one per text
+        (N = X). With a language modeling head, the positions that predict a target, followed by padding.
+    targets: int32 `[N]`, the id that each read predicts, -1 for padding. None with a score head.
+    text: int32 `[N]`, the text of each read, X for padding. None with a score head.
+    pass_weight: float32 `[E]`, weight of each example in the mean, over the step's passes on all devices, of the means
+        over their examples. None unless each micro-batch is a pass.
+    router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts a token belongs to; its
+        weight in the statistics of MoE routers: 0 for padding, 2 for a token that two texts share.
+    lengths: int32 `[X]`, tokens per text; in padded rows of documents `[R]`, tokens per row.
+    weight: float32 `[E]`, weight of each example in the step's loss; 0 for examples that are not in this pass.
+    micro_batch: bool `[M, E]`, the micro-batch of the step that an example belongs to; metrics are summed over each.
+    extras: float32 numbers that the loss needs, by name: `extras.example` `[E]`, `extras.text` `[X]`, `extras.read`
         `[N]`.
-    packed: what tokens see where texts lie end to end; None where each row is a text.
+    packed: attention ranges of packed rows; None in the padded layout.
 
-    In a step every array has a leading axis of passes, which are computed one after another.
+    In a step, every array has a leading axis of passes, which run one after another.
     """
 
     tokens: np.ndarray
@@ -53,20 +59,20 @@ class Batch(NamedTuple):
     router_token_count: np.ndarray | None = None
 
     def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
-        """Enter an example's weight, and the numbers of it and of its texts, into a slot of the pass at `index`."""
+        """Write an example's weight and its example and text extras into a slot of the pass at `index`."""
         self.weight[index][slot] = weight
         self.extras.enter(index, slot, self.weight.shape[-1], example.extras)
 
     def read(
         self, index: tuple[int, ...], start: int, slot: int, example: Example, number: int, places: np.ndarray
     ) -> int:
-        """Enter the reads of an example's text that predict targets, from read `start` of a pass on. Returns their end.
+        """Write the reads of one text that predict targets, starting at read `start`. Returns the end.
 
         Args:
             index: of the pass.
             slot: of the example.
-            number: of the text in it.
-            places: of the reads, flat within the pass, `[n]`.
+            number: of the text within the example.
+            places: positions of the reads, flat within the pass, `[n]`.
         """
         end, targets = start + len(places), example.targets(number)[1]
         self.reads[index][start:end], self.targets[index][start:end] = places, targets
@@ -76,7 +82,7 @@ class Batch(NamedTuple):
 
 
 def without_virtual(batch: Batch, count: int) -> Batch:
-    """A pass of padded rows `[R, T]` without the `count` virtual tokens that each begins with. No read is of one."""
+    """Remove the `count` virtual tokens at the start of each padded row `[R, T]`. No read may be at one of them."""
     length = batch.tokens.shape[1]
     row, place = batch.reads // length, batch.reads % length
     return batch._replace(
@@ -89,10 +95,10 @@ def without_virtual(batch: Batch, count: int) -> Batch:
 
 
 def empty_extras(like: Example, *leading: int, examples: int, reads: int) -> Extras:
-    """Zeros for passes `[*leading]` of E `examples` and N `reads`, under the names of an example's extras.
+    """Zero-filled extras for passes `[*leading]` of E `examples` and N `reads`, with the names in `like.extras`.
 
     Raises:
-        ValueError: it has numbers of reads, and no labels that say what is read.
+        ValueError: the example has extras per read but no labels.
     """
     if like.extras.read and not like.labels:
         raise ValueError(
@@ -103,17 +109,17 @@ def empty_extras(like: Example, *leading: int, examples: int, reads: int) -> Ext
 
 
 def read_places(example: Example, text: int, pad_token_id: int) -> np.ndarray:
-    """The places of a text that outputs are wanted of, `[n]`: those that predict a target; without labels the one that
-    transformers' classifiers read."""
+    """Positions of a text whose outputs are needed, `[n]`: those that predict a target, or without labels the position
+    that transformers' classifiers read."""
     if example.labels:
         return example.targets(text)[0]
     return np.asarray([last_real_token(example.texts[text], pad_token_id)])
 
 
 def last_real_token(ids: Sequence[int], pad_token_id: int) -> int:
-    """The place at which transformers' classifiers read a text: the rightmost id that is not the pad id, else 0.
+    """The position at which transformers' classifiers read a text: the rightmost id that is not the pad id, else 0.
 
-    Ids, not the attention mask: where pad and EOS are the same token, a closing EOS is passed over.
+    This looks at ids, not at the attention mask: if pad and EOS are the same token, a final EOS is skipped.
     """
     real = np.flatnonzero(np.asarray(ids) != pad_token_id)
     return int(real[-1]) if len(real) else 0
@@ -122,9 +128,9 @@ def last_real_token(ids: Sequence[int], pad_token_id: int) -> int:
 def padded_length(longest: int, pad_to_multiple_of: int | str | None) -> int:
     """The row length for a batch whose longest row has `longest` tokens.
 
-    Each length compiles once. "auto" rounds up to one of few lengths, 32 tokens apart and from 256 on four an octave,
-    so that a run meets a handful of them; what a real token computes does not depend on the pads behind it. A number
-    rounds up to its multiple; None takes the length as it is.
+    Each length compiles once. "auto" rounds up to a multiple of 32, and from 256 on to one of four lengths per power of
+    two, so that a run compiles only a few; right padding does not change the results of real tokens. A number rounds up
+    to a multiple of it; None does not round.
     """
     if pad_to_multiple_of is None:
         return longest
@@ -136,17 +142,16 @@ def padded_length(longest: int, pad_to_multiple_of: int | str | None) -> int:
     return -(-longest // step) * step
 
 
-# ----------------------------------------------------------------------------------------------------
-# Numbers that a loss needs besides the model's outputs, by name, each on an axis of its own. Pure NumPy.
+# Extras
 
 
 class Extras(NamedTuple):
-    """Numbers of examples, of their texts, and of their reads.
+    """Numbers that a loss needs besides the model's outputs, by name: per example, per text and per read.
 
-    Of one example: `example` has a number by name, `text` one for each of its texts, and `read`, under a language
-    model's head, for each of its texts one for each target, in the order of `Example.targets`. All examples of a task
-    have the same names. Of a batch they are float32 `[E]`, `[X]` and `[N]`, in the order of `Batch.weight`, of the
-    outputs, and of `Batch.reads`; zeros for what only fills the shape.
+    In an example, `example` has one number per name, `text` one per text, and `read` (with a language modeling head)
+    one per target of each text, in the order of `Example.targets`. All examples of a task have the same names. In a
+    batch they are float32 `[E]`, `[X]` and `[N]`, ordered like `Batch.weight`, the outputs and `Batch.reads`; 0 for
+    padding.
     """
 
     example: Mapping[str, Any] = {}
@@ -154,7 +159,7 @@ class Extras(NamedTuple):
     read: Mapping[str, Any] = {}
 
     def zeros(self, *leading: int, examples: int, texts: int, reads: int) -> Extras:
-        """Zeros `[*leading, E]`, `[*leading, X]` and `[*leading, N]` under the names of this example's."""
+        """Zeros `[*leading, E]`, `[*leading, X]` and `[*leading, N]` under the same names."""
         sizes = (examples, texts, reads)
         return Extras(
             *(
@@ -164,12 +169,12 @@ class Extras(NamedTuple):
         )
 
     def enter(self, index: tuple[int, ...], slot: int, examples: int, own: Extras) -> None:
-        """Enter the numbers of an example, and of its texts, into those of a pass.
+        """Write an example's numbers per example and per text into a pass.
 
         Args:
             index: of the pass.
             slot: of the example among the pass's E `examples`.
-            own: the example's.
+            own: the example's extras.
         """
         for name, values in self.example.items():
             values[index][slot] = own.example[name]
@@ -177,10 +182,10 @@ class Extras(NamedTuple):
             values[index][slot::examples] = own.text[name]
 
     def enter_reads(self, index: tuple[int, ...], start: int, count: int, text: int, own: Extras) -> None:
-        """Enter the numbers of the `count` reads of an example's text, from read `start` of a pass on.
+        """Write the numbers of the `count` reads of one text, starting at read `start` of a pass.
 
         Raises:
-            ValueError: there are more or fewer numbers than reads.
+            ValueError: the number of values is not `count`.
         """
         for name, values in self.read.items():
             numbers = own.read[name][text]
@@ -192,17 +197,13 @@ class Extras(NamedTuple):
             values[index][start : start + count] = numbers
 
 
-# ----------------------------------------------------------------------------------------------------
-# Examples: the texts and numbers of one row of a prepared dataset. Pure NumPy.
-
-
-IGNORED = -100  # a label that is no target, as in transformers
+# Examples
 
 
 class Context(NamedTuple):
-    """The beginning of an example's one text, alike in all examples of a micro-batch with the same key.
+    """The start of an example's only text; it is identical in all examples of a micro-batch with the same key.
 
-    tokens: how many ids it is.
+    tokens: its length.
     """
 
     key: Hashable
@@ -210,17 +211,18 @@ class Context(NamedTuple):
 
 
 class Example(NamedTuple):
-    """One row, in the form that layouts read.
+    """One prepared row, as layouts read it.
 
     texts: token ids of each text that the model reads; all examples of a task have the same number of texts.
-    extras: numbers that the loss needs besides the outputs, by name: of the example, of its texts, of its reads.
-    labels: of each text, under a language model's head: transformers' labels, for each of its tokens the id that is to
-        be predicted there from the tokens before it, or -100. Empty under a score head.
-    documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
-    num_primary_texts: how many texts, from the first, count as tokens that were trained on; None counts all.
-    weight: of the example in the step's loss, which is a weighted sum, above 0; None leaves it to the layout.
-    context: what it shares with others, which the shared layout computes once. None: nothing.
-    virtual: how many tokens at the beginning of each text, or document, are virtual and no part of it.
+    extras: numbers that the loss needs besides the outputs.
+    labels: for each text, transformers' labels: the id to predict at each token from the tokens before it, or -100.
+        Empty with a score head.
+    documents: token counts of the documents that the only text consists of; documents do not attend to each other.
+        Empty for a single document.
+    num_primary_texts: only the first this many texts count in token metrics; None counts all.
+    weight: weight in the step's loss (a weighted sum), above 0; None leaves it to the layout.
+    context: the start that it shares with other examples, which the shared layout computes once; None shares nothing.
+    virtual: number of virtual tokens at the start of each text, or document.
     """
 
     texts: tuple[Sequence[int], ...]
@@ -239,31 +241,34 @@ class Example(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each document of the one text begins and ends; of a text without documents, itself."""
+        """(start, end) of each document of the first text; of the whole text if it has no documents."""
         ends = np.cumsum([0, *(self.documents or [len(self.texts[0])])]).tolist()
         return list(itertools.pairwise(ends))
 
     @property
     def longest_document(self) -> int:
-        """Number of tokens of the longest document, which is the longest text where texts consist of none."""
+        """Number of tokens of the longest document, or of the longest text if there are no documents."""
         return max(self.documents, default=self.longest)
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are to be predicted, of all texts together."""
+        """Number of targets in all texts."""
         return sum(len(self.targets(text)[0]) for text in range(len(self.labels)))
 
     @property
     def num_counted_targets(self) -> int:
-        """The number of targets that the loss of a step is divided by. The first token of a text, which is predicted
-        where virtual ones stand before it, is none of them: transformers counts before PEFT puts these there."""
+        """The number of targets that a step's loss is divided by.
+
+        Excludes the first token of a text, which is a target only because virtual tokens precede it: transformers
+        counts targets before PEFT adds these.
+        """
         first = sum(int((self.targets(text)[0] == self.virtual - 1).sum()) for text in range(len(self.labels)))
         return self.num_targets - first
 
     def targets(self, text: int) -> tuple[np.ndarray, np.ndarray]:
-        """The places of a text that predict a target, in order, and these targets: `[n]` each.
+        """The positions of a text that predict a target, and these targets: `[n]` each.
 
-        The first token of a document is predicted from nothing, whatever its label.
+        The first token of a document is never a target, whatever its label.
         """
         labels = np.array(self.labels[text], np.int64)
         labels[np.cumsum([0, *self.documents[:-1]])] = IGNORED
@@ -272,19 +277,19 @@ class Example(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all texts together."""
+        """Number of tokens in all texts."""
         return sum(map(len, self.texts))
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each text, without virtual ones."""
+        """Number of tokens of each text, without virtual ones."""
         return [len(ids) - self.virtual * max(1, len(self.documents)) for ids in self.texts]
 
     def behind(self, virtual: VirtualTokens, *, predicted: bool) -> Example:
-        """The example with virtual tokens before each of its texts, or documents.
+        """Prepend virtual tokens to each text, or document.
 
         Args:
-            predicted: whether the first token of a text may be a target then; that of a document is none.
+            predicted: whether the first real token of a text may become a target; that of a document never does.
         """
         if not virtual.count:
             return self
@@ -305,21 +310,21 @@ class Example(NamedTuple):
 
 
 def _each_behind(before: np.ndarray, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """`before` and a span of `ids`, then again and the next."""
+    """Concatenate the spans of `ids`, each preceded by `before`."""
     ids = np.asarray(ids)
     return np.concatenate([part for start, end in spans for part in (before, ids[start:end])])
 
 
 class Columns(NamedTuple):
-    """The columns of a prepared dataset that a step is computed from.
+    """The columns of a prepared dataset that a step uses.
 
     texts: columns of token ids, one for each text of an example, in the order of the outputs.
     numbers: columns of numbers.
-    labels: columns of labels, one for each text, under a language model's head.
-    documents: the column of the tokens of each document of the one text; a dataset may lack it.
-    optional: those of `numbers` that a dataset may lack.
-    num_primary_texts: how many texts, from the first, count as tokens that were trained on; None counts all.
-    prompts: the column of what a run completes, where examples are made of completions; None elsewhere.
+    labels: columns of labels, one for each text, for a language modeling head.
+    documents: column with the token count of each document of the only text; may be missing from a dataset.
+    optional: those of `numbers` that may be missing from a dataset.
+    num_primary_texts: see `Example`.
+    prompts: column of prompts in online training; None elsewhere.
     """
 
     texts: tuple[str, ...]
@@ -332,11 +337,11 @@ class Columns(NamedTuple):
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All names, texts first."""
+        """All column names, texts first."""
         return (*self.texts, *self.labels, *self.numbers, *([self.documents] if self.documents else []))
 
     def example(self, row: Mapping[str, Any]) -> Example:
-        """Make an example of these columns of a row."""
+        """Build an example from these columns of a row."""
         texts = tuple(row[name] for name in self.texts)
         labels = tuple(row[name] for name in self.labels)
         documents = row.get(self.documents, ()) if self.documents else ()
@@ -345,12 +350,11 @@ class Columns(NamedTuple):
 
 
 class LossBatch(NamedTuple):
-    """The part of a batch that a loss of numbers of texts needs besides those; fields as in `Batch`, without what is of
-    reads.
+    """The fields of a `Batch` that a loss over per-text numbers needs, without anything per read.
 
-    num_examples: how many of the E examples are real; the others are padding.
-    divisor: what the loss of this batch is a mean over: its examples, or its targets.
-    pass_weight: `[E]`, the share of each example in a mean over the examples.
+    num_examples: number of real examples; the rest of the E are padding.
+    divisor: what the loss is averaged over: the number of examples, or of targets.
+    pass_weight: `[E]`, weight of each example in a mean over the examples.
     """
 
     weight: Any
@@ -362,10 +366,10 @@ class LossBatch(NamedTuple):
 
 
 def loss_batch(examples: Sequence[Example], size: int, *, per_token: bool = False) -> LossBatch:
-    """Make a batch of these examples, padded to `size` ones, whose loss is a mean unless they have weights.
+    """Build a `LossBatch` of these examples, padded to `size`. The loss is a mean unless examples have weights.
 
     Args:
-        per_token: a mean over their targets, otherwise over the examples.
+        per_token: average over targets instead of over examples.
     """
     count = len(examples)
     divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
@@ -382,7 +386,7 @@ def weight_of(example: Example, weight: float) -> float:
     """The weight of an example in the loss: its own, else `weight`.
 
     Raises:
-        ValueError: its own is not above 0, which marks what only fills the shape.
+        ValueError: its own is not above 0; a weight of 0 marks padding.
     """
     if example.weight is None:
         return weight
@@ -394,7 +398,7 @@ def weight_of(example: Example, weight: float) -> float:
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:
     """Drop the outputs of padding examples from `[X, ...]`.
 
-    Those of the first text of each real example come first, then those of the second, and so on.
+    The result has the first text of each real example, then the second of each, and so on.
     """
     by_text = outputs.reshape(texts, -1, *outputs.shape[1:])
     return by_text[:, :num_examples].reshape(-1, *outputs.shape[1:])

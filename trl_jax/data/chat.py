@@ -1,4 +1,4 @@
-"""Tokenizers and conversations: loading, special tokens, and chat templates applied to rows."""
+"""Tokenizers and conversations: loading, special tokens, and chat templates for rows."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from trl_jax.core.text import printable
 from trl_jax.data.chat_templates import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge, apply_chat_template
 from trl_jax.data.checks import cell_error
 
-# ----------------------------------------------------------------------------------------------------
-# Set EOS, pad and the chat template on the tokenizer, before the first row is read.
-
-
 logger = logging.getLogger(__name__)
 
-_MULTIPLE = 64  # TRL rounds the embedding of a model that it resizes up to a multiple of this
+_MULTIPLE = 64  # TRL rounds resized embeddings up to a multiple of this
+# Arguments of apply_chat_template in a row that change the tokens but not the text.
+ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
+_SHOWN = 2000  # characters kept of an error message from a template
+_WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
+
+
+# Special tokens
 
 
 def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
-    """Set `eos_token` and `pad_token` on the tokenizer itself and return it.
+    """Set `eos_token` and `pad_token` on the tokenizer and return it.
 
-    It changes the tokenizer itself, as TRL does: scripts read `tokenizer.pad_token` after they built the trainer, and
-    the tokenizer that is saved with the model must have the same. The pad token is `pad_token`, else the tokenizer's
-    own, else its EOS token.
+    The tokenizer is modified in place, as in TRL: scripts read `tokenizer.pad_token` after building the trainer, and it
+    is saved with the model. The pad token is `pad_token`, else the tokenizer's own, else the EOS token.
 
     Raises:
         ValueError: a token is not in the vocabulary, or there is neither a pad nor an EOS token.
@@ -51,21 +53,22 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
 
 
 def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> tuple[int, list[int]]:
-    """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
+    """Set the tokenizer's chat template from a .jinja or .j2 file (UTF-8), or from another tokenizer (folder or name).
 
-    Another tokenizer's added tokens and EOS token come with its template.
+    Another tokenizer's added tokens and EOS token are copied with its template.
 
     Args:
-        rows: tokens that the model embeds.
-        can_resize: whether the model's embedding may get another number of rows.
+        rows: rows of the model's embedding.
+        can_resize: whether the model's embedding can be resized.
 
     Returns:
-        How many tokens the model has to embed: `rows` or, of another tokenizer's template where it can be resized, as
-        many as there are, rounded up to a multiple of 64, as in TRL. And the ids of the new tokens.
+        The number of embedding rows that are needed, and the ids of the new tokens. The number is `rows`, unless
+        another tokenizer's template is used and the embedding can be resized: then it is the number of tokens, rounded
+        up to a multiple of 64, as in TRL.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the tokenizer cannot be loaded, or has more new tokens than the model has rows to spare.
+        ValueError: the tokenizer cannot be loaded, or has more new tokens than the model has spare rows.
     """
     file = Path(path)
     if file.suffix not in (".jinja", ".j2"):
@@ -80,11 +83,11 @@ def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bo
 def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
     """Copy another tokenizer's chat template, added tokens and EOS token into this one; returns the new tokens' ids.
 
-    The tokens are filled up to a `multiple` with <extra_id_0> and so on, as in TRL, whatever `rows` there were; 0 means
-    that there are `rows`, which are filled up.
+    The vocabulary is then padded with tokens <extra_id_0> and so on, as in TRL: to a multiple of `multiple`, or, if
+    `multiple` is 0 because the embedding cannot be resized, to `rows`.
 
     Raises:
-        ValueError: there are more new tokens than rows to spare.
+        ValueError: there are more new tokens than spare rows.
     """
     source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
     new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
@@ -115,7 +118,7 @@ def _loaded(path: str) -> Any:
 
 
 def _fill(tokenizer: Any, size: int) -> list[str]:
-    """Add <extra_id_n> tokens until there are `size`; returns those that were new."""
+    """Add <extra_id_n> tokens until the vocabulary has `size`; returns the new ones."""
     added, number = [], 0
     while len(tokenizer.get_vocab()) < size:
         name = f"<extra_id_{number}>"
@@ -136,14 +139,14 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
 
 
 def warn_of_shared_pad(tokenizer: Any) -> None:
-    """Say where scores are read if texts end in the token that fills rows up."""
+    """Warn, if the pad token is the EOS token, about where scores are read."""
     if tokenizer.pad_token == tokenizer.eos_token:
         _warn_shared(tokenizer.pad_token)
 
 
 @cache
 def _warn_shared(token: str) -> None:
-    """Warn once per process of each token, by the cache."""
+    """Warn once per process and token, thanks to the cache."""
     logger.warning(
         "pad_token and eos_token are both %r, so the score is read at the last token before the EOS, as in TRL. Set "
         "RewardConfig(pad_token=...) to another token to read the score at the EOS.",
@@ -152,8 +155,7 @@ def _warn_shared(token: str) -> None:
 
 
 def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Write the tokenizer's pad id and, where `eos`, its EOS id into the model's config, and into the text config of a
-    multimodal model."""
+    """Copy the tokenizer's pad id and, if `eos`, its EOS id into the model's config and its text config."""
     for part in (config, config.get_text_config()):
         part.pad_token_id = tokenizer.pad_token_id
         if eos:
@@ -161,7 +163,7 @@ def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
 
 
 def settle_generation(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Write the pad id into a generation_config and, where `eos`, the EOS id to the front of those that end a text."""
+    """Copy the pad id into a generation_config and, if `eos`, insert the EOS id at the front of its EOS ids."""
     config.pad_token_id = tokenizer.pad_token_id
     others = config.eos_token_id or []
     others = [others] if isinstance(others, int) else others
@@ -170,14 +172,16 @@ def settle_generation(config: Any, tokenizer: Any, *, eos: bool) -> None:
 
 
 def align(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, int]:
-    """Let a model's configs name the special tokens that the tokenizer has, as transformers' Trainer does before it
-    trains. An EOS token is put before those of a list, and ends texts beside those that did in a generation.
+    """Copy the tokenizer's special tokens into a model's configs, as transformers' Trainer does before training.
+
+    If a config lists several EOS ids, the tokenizer's is inserted at the front. A generation_config always keeps its
+    other EOS ids.
 
     Args:
         generation_config: None for a model that does not generate.
 
     Returns:
-        The ids that were new.
+        The ids that changed, by name.
     """
     text, updated = config.get_text_config(), {}
     known, generating = text.to_dict(), {} if generation_config is None else generation_config.to_dict()
@@ -203,7 +207,7 @@ def _first(own: int, others: list[int]) -> list[int]:
 
 
 def check_pad(tokenizer: Any, vocab_size: int) -> None:
-    """Raise ValueError where the model has no embedding for the pad token."""
+    """Raise ValueError if the model has no embedding for the pad token."""
     if tokenizer.pad_token_id >= vocab_size:
         raise ValueError(
             f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model has embeddings only "
@@ -212,14 +216,7 @@ def check_pad(tokenizer: Any, vocab_size: int) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Texts and conversations of any task's rows: what they must be, EOS, and chat templates with a row's options.
-
-
-# Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
-ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
-_SHOWN = 2000  # characters of what a template raises
-_WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
+# Texts and conversations in rows
 
 
 def is_messages(value: Any) -> bool:
@@ -228,7 +225,7 @@ def is_messages(value: Any) -> bool:
 
 
 def with_eos(text: str, tokenizer: Any, where: str) -> str:
-    """End a text with the tokenizer's EOS token, unless it ends so already, as TRL does.
+    """Append the tokenizer's EOS token unless the text already ends with it, as TRL does.
 
     Raises:
         ValueError: the tokenizer has no EOS token; `where` names the row.
@@ -243,10 +240,10 @@ def with_eos(text: str, tokenizer: Any, where: str) -> str:
 
 
 def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Keyword arguments of the chat template that a row has: its tools, and its `chat_template_kwargs`.
+    """The chat template arguments in a row: its `tools` and its `chat_template_kwargs`.
 
     Raises:
-        ValueError: they are no list and no dict; `where` names the row.
+        ValueError: they have the wrong type; `where` names the row.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -261,7 +258,7 @@ def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
-    """The template's options that leave a prompt open for its answer.
+    """The template options that leave a prompt open for its answer.
 
     Raises:
         ValueError: the role of its last message is not user, tool or assistant.
@@ -274,8 +271,8 @@ def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def check_unicode(found: Any, column: str, where: str) -> None:
-    """Raise ValueError for a lone surrogate (half a UTF-16 pair, from broken JSON escapes), which no tokenizer
-    takes, and for a message that is none."""
+    """Raise ValueError for a lone surrogate (from broken JSON escapes), which no tokenizer accepts, and for an invalid
+    message."""
     messages = [{"role": "", "content": found}] if isinstance(found, str) else found
     for message in messages:
         if not isinstance(message, dict) or message.get("role") is None is message.get("from"):
@@ -292,7 +289,7 @@ def check_unicode(found: Any, column: str, where: str) -> None:
 
 
 def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
-    """Raise ValueError for a conversation, named `where`, without a chat template."""
+    """Raise ValueError if there is no chat template for a conversation; `where` names the row."""
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError(
             f"{where} is a conversation, but the tokenizer ({type(tokenizer).__name__}) has no chat template. "
@@ -301,17 +298,17 @@ def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
-    """Call `tokenizer.apply_chat_template(messages, **options)` within limits; errors name what is rendered by `where`.
+    """Call `tokenizer.apply_chat_template(messages, **options)` with limits; `where` names the row in errors.
 
     Raises:
-        ValueError: the template makes more than `rendering` allows.
+        ValueError: the template exceeds the limits of `data.chat_templates`.
     """
     with errors_of_template(where):
         return apply_chat_template(tokenizer, messages, **options)
 
 
 def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:
-    """Raise ValueError unless these columns of a row are all texts, or all conversations; `hint` says the way out."""
+    """Raise ValueError unless these columns of a row are all texts or all conversations; `hint` ends the error."""
     for column in columns:
         if not isinstance(row[column], str) and not is_messages(row[column]):
             raise cell_error(where, column, row[column], _WANTED)
@@ -323,10 +320,10 @@ def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: st
 
 @contextmanager
 def errors_of_template(where: str) -> Iterator[None]:
-    """Name the row, by `where`, in whatever its chat template raises.
+    """Name the row, given by `where`, in any exception that its chat template raises.
 
     Raises:
-        ValueError: the template makes more than `rendering` allows.
+        ValueError: the template exceeds the limits of `data.chat_templates`.
     """
     try:
         yield
@@ -336,14 +333,13 @@ def errors_of_template(where: str) -> Iterator[None]:
             f"steps; the limits are {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Fix the template, "
             "or leave the row out."
         ) from error
-    except Exception as error:  # a template may raise anything; the row's name is added
+    except Exception as error:  # a template may raise anything
         error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{where}: raised by the tokenizer's chat template.")
         raise
 
 
-# ----------------------------------------------------------------------------------------------------
-# Load tokenizers by folder or Hub name.
+# Loading
 
 
 def load_tokenizer(
@@ -354,21 +350,22 @@ def load_tokenizer(
     revision: str | None = None,
     sides: Mapping[str, str] | None = None,
 ) -> Any:
-    """Load the tokenizer of a folder or a repository, without running code of its own unless the user allows it.
+    """Load a tokenizer from a folder or Hub repository. Remote code only runs if the user allows it.
 
     Args:
-        config: transformers' config of its model. With `trust_remote_code` the tokenizer's class is found by it;
-            AutoTokenizer would otherwise run a config's own code for that.
-        trust_remote_code: let the tokenizer's own code run, where `auto_map` in tokenizer_config.json names some.
-        revision: of the repository; None is its main branch.
-        sides: `padding_side` and `truncation_side`; None keeps its own.
+        config: transformers' config of the model. With `trust_remote_code` it determines the tokenizer class, because
+            AutoTokenizer would otherwise run the remote code of the config to find it.
+        trust_remote_code: allow the code that `auto_map` in tokenizer_config.json names.
+        revision: of the repository; None is the main branch.
+        sides: `padding_side` and `truncation_side`; None keeps the tokenizer's own.
 
     Raises:
-        ValueError: it needs its own code, and `trust_remote_code` is False; or its files are nested too deeply.
+        ValueError: the tokenizer needs remote code and `trust_remote_code` is False, or its files are nested too
+            deeply.
     """
     from transformers import AutoTokenizer
 
-    # With None, transformers would ask on the terminal, and read the answer from a pipe if there is one.
+    # trust_remote_code=None would make transformers ask on the terminal, or read the answer from a pipe.
     options = {"config": config} if trust_remote_code else {}
     options |= {} if revision is None else {"revision": revision}
     options |= sides or {}
@@ -376,7 +373,7 @@ def load_tokenizer(
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except RecursionError as error:
         raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
-    beside = Path(place) / "chat_template.json"  # of models that see, too: TRL loads their processor, which reads it
-    if beside.is_file() and getattr(found, "chat_template", "") is None:  # mistral_common's tokenizers have none
-        found.chat_template = files.read(beside)["chat_template"]
+    template = Path(place) / "chat_template.json"  # TRL loads the processor of vision-language models, which reads it
+    if template.is_file() and getattr(found, "chat_template", "") is None:  # mistral_common's tokenizers lack the field
+        found.chat_template = files.read(template)["chat_template"]
     return found

@@ -1,4 +1,4 @@
-"""Chat templates: rendering within limits, templates for training, and how tool calls are written."""
+"""Chat templates: tool support, training templates with `{% generation %}` markers, and rendering within limits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from transformers.utils import chat_template_utils
 
-# ----------------------------------------------------------------------------------------------------
-# Chat templates and tools: whether a template shows a tool's call and answer, and does not rewrite what is before.
+# Tool support
 
-
-# What a template may leave out of a tool's call and answer: words that stand in no template.
+# Marker words that occur in no template, to see which parts of a tool call and its answer a template renders.
 _TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"
 
 
 def supports_tool_calling(processing_class: Any) -> bool:
-    """Whether the chat template shows a tool's call, its arguments and the tool's answer; many leave out one of them.
+    """Whether the chat template renders a tool call, its arguments and the tool's answer; many omit one of them.
 
-    Some templates want arguments as a dict, some as JSON.
+    Some templates expect the arguments as a dict, some as JSON.
     """
     if processing_class.chat_template is None:
         return False
@@ -54,7 +52,7 @@ def _tool_talk(processing_class: Any, arguments: dict | str) -> str:
 
 
 def _messages(processing_class: Any, tool: str, arguments: dict | str, answer: str, images: list | None) -> list:
-    """A question, the call of a tool, and what it answers; in parts where the processor reads images too."""
+    """A question, a tool call and the tool's answer; with content parts if the processor reads images."""
     call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
     talk = [
         {"role": "user", "content": "Ask."},
@@ -71,10 +69,10 @@ def _reads_images(processing_class: Any) -> bool:
 
 
 def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
-    """Whether the messages before a tool's answer are rendered the same without it."""
+    """Whether the messages before a tool's answer are rendered the same with and without it."""
     try:
         return _keeps_prefix(processing_class, {})
-    except TypeError:  # templates that want arguments as JSON
+    except TypeError:  # the template expects the arguments as JSON
         return _keeps_prefix(processing_class, "{}")
 
 
@@ -95,11 +93,13 @@ def _image() -> Any:
 
 
 def template_for_training(processing_class: Any) -> str | None:
-    """None where the template marks what the assistant says and, if it knows tools, renders what is before a tool's
-    answer as without it; else one that does.
+    """None if the template is training-compatible, else a template that is.
+
+    Compatible means that it marks assistant content with `{% generation %}` and, if it supports tools, is
+    prefix-preserving.
 
     Raises:
-        ValueError: there is no such template.
+        ValueError: no such template can be found or derived.
     """
     template = processing_class.chat_template
     text = template["default"] if isinstance(template, dict) else template
@@ -107,19 +107,16 @@ def template_for_training(processing_class: Any) -> str | None:
     return None if kept and has_generation_markers(text) else training_template(text)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Chat templates that mark what the assistant says: TRL's where trl is installed, else derived and tried on talks.
-
+# Training templates: TRL's if trl is installed, else derived from the template and verified on sample conversations
 
 _THINK = "<think>"
-# Words that stand in no template, by who says them; an argument of a tool is the assistant's.
+# Marker words that occur in no template, one set per speaker; tool arguments are the assistant's.
 _ASKED, _TOLD, _RULE = "user_asks_{}_4c1d", "tool_tells_{}_9b2d", "system_rules_1e8f"
 _SAID, _THOUGHT, _CALLED = "assistant_says_{}_7f3a", "assistant_thinks_{}_5c1e", "assistant_calls_3d2b"
 _OTHERS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
 _OWN = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
-_UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # the assistant would not learn to stop
+_UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # no end-of-turn token, so the model would not learn to stop
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
-
 
 _PLAIN = ("user", "assistant")
 _TALKS = (
@@ -132,19 +129,19 @@ _TALKS = (
 
 
 def has_generation_markers(chat_template: str | dict[str, str]) -> bool:
-    """Whether a template marks what the assistant says; of several by name, the one called "default"."""
+    """Whether a template has `{% generation %}` markers; of several named templates, the "default" one."""
     text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
     return re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
 
 
 def training_template(chat_template: str | dict[str, str]) -> str:
-    """A template that renders an assistant's turn as this one, and marks what the assistant says.
+    """A template that renders assistant turns like this one and marks them with `{% generation %}`.
 
-    TRL has one beside each template that it knows, and some of them keep thoughts that the template itself leaves out
-    of earlier turns. Others are derived by `derived`.
+    TRL has such a template for each that it knows; some of these keep the reasoning that the original drops from
+    earlier turns. For other templates it is derived (see `derived`).
 
     Raises:
-        ValueError: TRL has none, or is not installed, and none can be derived.
+        ValueError: TRL has none (or is not installed) and none can be derived.
     """
     text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
     found = _of_trl(text) or derived(text)
@@ -159,9 +156,10 @@ def training_template(chat_template: str | dict[str, str]) -> str:
 
 
 def stop_token_is_trained(tokenizer: Any, chat_template: str | None) -> bool:
-    """Whether the last token that a template marks, but for whitespace, is an added one, which ends the turn.
+    """Whether the last marked token, ignoring whitespace, is an added token, i.e. the end-of-turn token.
 
-    None is the tokenizer's own template. One that takes no plain talk is taken to leave the token out, as in TRL.
+    `chat_template` None is the tokenizer's own. If a template cannot render a plain conversation, the answer is False,
+    as in TRL.
     """
     talk = _talk("str", "user", "assistant", "user")
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -175,7 +173,7 @@ def stop_token_is_trained(tokenizer: Any, chat_template: str | None) -> bool:
 
 
 def _of_trl(chat_template: str) -> str | None:
-    """TRL has a template for training beside each that it knows: `NAME.jinja` and `NAME_training.jinja`."""
+    """Find TRL's training template; its templates come as pairs `NAME.jinja` and `NAME_training.jinja`."""
     trl = importlib.util.find_spec("trl")
     folders = [] if trl is None else [Path(place) / "chat_templates" for place in trl.submodule_search_locations or ()]
     for known in (file for folder in folders for file in folder.glob("*.jinja")):
@@ -186,12 +184,12 @@ def _of_trl(chat_template: str) -> str | None:
 
 
 def derived(chat_template: str) -> str | None:
-    """The template with what the assistant says marked; None unless it is unmarked and stands the test of a few talks.
+    """Add `{% generation %}` markers to a template; None if it has some already or the result fails verification.
 
-    In each of them it must render the same text, mark all that the assistant says and nothing that others do, and
-    render the beginning of a talk in the same way when the talk goes on. Of a template that leaves thoughts out of
-    earlier turns, or puts them into the last one alone, every turn is rendered as the last: the same text where there
-    is one turn.
+    On each sample conversation the result must render the same text, mark everything that the assistant says and
+    nothing else, and render the start of a conversation the same when it continues. If a template drops reasoning from
+    earlier turns, or only renders it in the last, every turn is rendered like the last one, which gives the same text
+    for a single turn.
     """
     if has_generation_markers(chat_template):
         return None
@@ -202,12 +200,12 @@ def derived(chat_template: str) -> str | None:
             return None
         tried = ((marked(chat_template, header, as_last=as_last), as_last) for as_last in (False, True))
         return next((found for found, as_last in tried if _stands(chat_template, found, kind, as_last)), None)
-    except Exception:  # a template may raise anything, and then it is none that we know how to mark
+    except Exception:  # a template may raise anything; then it cannot be marked
         return None
 
 
 def _talk(kind: str, *roles: str) -> list[dict[str, Any]]:
-    """A talk in which every message has words of its own; content is a text, or a list of parts."""
+    """A conversation in which every message has unique words; content is a text (`kind` "str") or a list of parts."""
     return [_message(kind, role, number) for number, role in enumerate(roles)]
 
 
@@ -230,11 +228,11 @@ def _text(template: str, talk: list[dict[str, Any]], **options: Any) -> str:
 
 
 def _header(template: str, kind: str) -> str | None:
-    """The text that a template renders before the assistant says something; None where turns begin in several ways.
+    """The text that a template renders before the assistant's content; None if turns start in different ways.
 
-    It is what the generation prompt adds, without the tag that opens a thought. Where a turn has it again in its
-    middle, the assistant writes it itself, and it is no header. Where an expression writes its end along with what the
-    assistant says, only what is before that expression is the header: so TRL's templates have it.
+    This is what the generation prompt adds, without an opening reasoning tag. If it occurs again inside a turn, the
+    assistant generates it itself, and the header is empty. If an expression renders the end of the header together with
+    the content, the header stops before that expression, as in TRL's templates.
     """
     asked = _text(template, _talk(kind, "user"))
     prompted = _text(template, _talk(kind, "user"), add_generation_prompt=True)
@@ -253,11 +251,10 @@ def _header(template: str, kind: str) -> str | None:
 
 
 def _content_starts(template: str, talk: list[dict[str, Any]]) -> int:
-    """The place in the text where the expression starts that writes what the assistant says first; 0: it cannot be
-    said."""
+    """Where in the text the first expression with assistant content starts; 0 if this cannot be determined."""
     try:
         parts = _text(separated(template), talk).split(SEPARATOR)
-    except Exception:  # no tools in this template
+    except Exception:  # for example, the template does not support tools
         return 0
     before = 0
     for part in parts:
@@ -272,10 +269,10 @@ def _stands(template: str, found: str, kind: str, as_last: bool) -> bool:
 
 
 def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: bool) -> bool:
-    """Whether a marked template is right in a talk, or the template itself takes no such talk."""
+    """Whether a marked template is correct for a conversation, or the original does not support that conversation."""
     try:
         text = _text(template, talk)
-    except Exception:  # a template may raise anything where it takes no such talk
+    except Exception:  # a template may raise anything for a conversation that it does not support
         return _TALKS[0] != tuple(message["role"] for message in talk)
     other, spans = render(found, talk, spans=True, **_TOKENS)
     if as_last:  # earlier turns may differ
@@ -293,12 +290,11 @@ def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: b
     return right and not _OWN.search(outside) and not _OTHERS.search(inside)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How calls of tools are told from text, for tokenizers without a `response_template` of their own.
+# Response templates, to parse tool calls with tokenizers that have none
 
 
 def _chatml(tool_calls: dict[str, Any]) -> dict[str, Any]:
-    """A template, in transformers' words, for turns between <|im_start|> and <|im_end|>."""
+    """A transformers response template for turns between <|im_start|> and <|im_end|>."""
     repeated = {"close_pattern": r"</tool_call>\s*", "repeats": True}
     return {
         "defaults": {"role": "assistant"},
@@ -311,7 +307,7 @@ def _chatml(tool_calls: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# What the call of f(a="b") looks like -> how such calls are read.
+# Pattern of the rendered call f(a="b") -> response template that parses such calls.
 _FORMS = {
     r'<tool_call>\s*\{"name": "f", "arguments": \{"a": "b"\}\}\s*</tool_call>': _chatml({
         "open": "<tool_call>",
@@ -323,7 +319,7 @@ _FORMS = {
         "content": "xml-inline",
         "content_args": {
             "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-            "value_parser": {"name": "text"},  # which the function's annotations say more of
+            "value_parser": {"name": "text"},  # the function's annotations determine the type later
         },
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
     }),
@@ -332,10 +328,10 @@ _ASSISTANT_TURN = r"<\|im_start\|>assistant\n.*{call}\s*<\|im_end\|>"
 
 
 def response_template(tokenizer: Any) -> dict[str, Any]:
-    """The `response_template` that goes with a tokenizer's chat template.
+    """The `response_template` that matches a tokenizer's chat template.
 
     Raises:
-        ValueError: it writes calls of tools in another form.
+        ValueError: the format in which it writes tool calls is not recognized.
     """
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -350,13 +346,11 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Render chat templates within the limits of `limits`.
+# Rendering within limits
 
-
-_PIECES = 2**12  # of text, joined at once
-_COUNTED, _READ = "trl_jax_counted", "trl_jax_read"  # our filters
-_BY_ITEM = frozenset(  # filters that do not look into items
+_PIECES = 2**12  # pieces of text that are joined at a time
+_COUNTED, _READ = "trl_jax_counted", "trl_jax_read"  # names of our own filters
+_BY_ITEM = frozenset(  # filters whose cost does not depend on the size of the items
     "attr batch count d default first items last length list map reject rejectattr reverse select selectattr slice"
     .split()
 )  # fmt: skip
@@ -374,8 +368,8 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _bounded(name: str, function: Callable) -> Callable:
-    """A filter that counts what it is given, and refuses to make too much of it."""
-    before = int("jinja_pass_arg" in dir(function))  # an argument of jinja2's own comes first
+    """Wrap a filter so that it counts the size of its input and refuses to produce too large an output."""
+    before = int("jinja_pass_arg" in dir(function))  # jinja2 passes its own first argument
 
     @functools.wraps(function)
     def bounded(*args: Any, **options: Any) -> Any:
@@ -388,7 +382,7 @@ def _bounded(name: str, function: Callable) -> Callable:
 
 
 class _Filters(dict):
-    """Filters by name; each that is set becomes a bounded one."""
+    """Filters by name; every filter that is set gets wrapped by `_bounded`."""
 
     def __setitem__(self, name: str, function: Callable) -> None:
         super().__setitem__(name, _bounded(name, function))
@@ -409,7 +403,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
             self.filters[name] = function
         dict.update(self.filters, {_COUNTED: counted, _READ: read})
         self.tests = self.tests | {name: _compared(self.tests[name]) for name in _COMPARING}
-        del self.globals["lipsum"]  # makes as much text as it is asked for
+        del self.globals["lipsum"]  # can produce any amount of text
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         check_operands(operator, left, right)
@@ -445,7 +439,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
 
 def _is_constant(node: nodes.Expr) -> bool:
-    """Whether comparing with it is as good as free."""
+    """Whether comparing with it costs next to nothing."""
     return (
         isinstance(node, nodes.Const)
         or isinstance(node, nodes.List | nodes.Tuple)
@@ -455,8 +449,8 @@ def _is_constant(node: nodes.Expr) -> bool:
 
 @functools.lru_cache(128)
 def _compiled(template: str) -> Any:
-    """The template with limits, whether or not transformers has compiled the same without."""
-    chat_template_utils.ImmutableSandboxedEnvironment = _Bounded  # looked up while it compiles
+    """Compile a template with limits; transformers' own cache is bypassed."""
+    chat_template_utils.ImmutableSandboxedEnvironment = _Bounded  # transformers looks it up while compiling
     try:
         return _compile(template)
     finally:
@@ -464,12 +458,12 @@ def _compiled(template: str) -> Any:
 
 
 def apply_chat_template(tokenizer: Any, messages: list[dict], **options: Any) -> Any:
-    """Call `tokenizer.apply_chat_template(messages, **options)` with limits of size and work.
+    """Call `tokenizer.apply_chat_template(messages, **options)` with limits on size and work.
 
-    The package renders conversations through this function alone; `chat.rendered` also names the row in errors.
+    All conversations in this package are rendered through this function; `chat.rendered` also names the row in errors.
 
     Raises:
-        TooLarge: the template makes or does more than the limits.
+        TooLarge: the template exceeds the limits.
     """
     with _limited():
         return tokenizer.apply_chat_template(messages, **options)
@@ -478,7 +472,7 @@ def apply_chat_template(tokenizer: Any, messages: list[dict], **options: Any) ->
 def render(
     template: str, messages: list[dict], *, spans: bool = False, **variables: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of messages, with the same limits and, if asked for, its spans within `{% generation %}`."""
+    """Render messages with the same limits; with `spans`, also return the spans within `{% generation %}`."""
     with _limited():
         texts, found = chat_template_utils.render_jinja_template(
             [messages], chat_template=template, return_assistant_tokens_mask=spans, **variables
@@ -488,7 +482,7 @@ def render(
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """A context in which transformers compiles templates with limits."""
+    """Make transformers compile templates with limits."""
     theirs = chat_template_utils._compile_jinja_template
     chat_template_utils._compile_jinja_template = _compiled
     begin()
@@ -499,21 +493,19 @@ def _limited() -> Iterator[None]:
         end()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Messages with images: TRL's `prepare_multimodal_messages`.
-
+# Messages with images
 
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list | None = None) -> list[dict[str, Any]]:
-    """Turn the content of messages into lists of parts, and put `images` at their placeholders.
+    """Convert message contents to lists of parts and fill image placeholders: TRL's function of the same name.
 
-    Text becomes a part of its own; where the first message of the user is text, all images go before it. A part
-    `{"type": "image"}` without an image is a placeholder, except in a tool's message.
+    Text becomes a text part; if the first user message is text, all images go before it. A part `{"type": "image"}`
+    without an image is a placeholder, except in a tool message.
 
     Raises:
-        ValueError: an unknown role, or another number of placeholders than of images.
+        ValueError: a role is unknown, or the numbers of placeholders and images differ.
     """
     waiting, images = iter(images or ()), list(images or ())
     messages = _in_parts(messages, len(images))
@@ -555,46 +547,44 @@ def _is_place(part: dict[str, Any]) -> bool:
     return part["type"] == "image" and "image" not in part
 
 
-# ----------------------------------------------------------------------------------------------------
-# Limits of what a chat template may make and do: templates come from anyone, and one line can ask for all there is.
+# Limits. Templates come from untrusted repositories, and a single line can ask for unbounded memory or time.
 
-
-MAX_CHARACTERS = 2**27  # of a text, and items of a list
-MAX_WORK = 2**29  # characters that the operations of one rendering read
-ITEM = 64  # characters: a number, an item of a list or a step of a loop counts like so many
-CALL = 16 * ITEM  # so does one call
-_MAX_PIECES = 2**24  # into which a text is taken apart
-_MAX_BITS = 2**16  # of a whole number
+MAX_CHARACTERS = 2**27  # in a text, and items in a list
+MAX_WORK = 2**29  # characters read by all operations of one rendering
+ITEM = 64  # cost in characters of a number, a list item or a loop iteration
+CALL = 16 * ITEM  # cost of a call
+_MAX_PIECES = 2**24  # pieces that a text may be split into
+_MAX_BITS = 2**16  # of an int
 _PADS = frozenset(
     "batch center expandtabs indent ljust rjust round slice to_bytes tojson wordwrap zfill".split()
-)  # filters and methods that repeat something as often as an argument says
-_APART = frozenset(("split", "rsplit", "splitlines", "list"))  # that make a list of a text
-_left: ContextVar[int | None] = ContextVar("left", default=None)  # of MAX_WORK; None while nothing is rendered
+)  # filters and methods whose output size is determined by an argument
+_APART = frozenset(("split", "rsplit", "splitlines", "list"))  # filters and methods that split a text
+_left: ContextVar[int | None] = ContextVar("left", default=None)  # remaining work; None outside of a rendering
 
 
 class TooLarge(jinja2.TemplateError):
-    """A template makes a text, a list or a number that is too large, or does more than MAX_WORK."""
+    """A template produces a text, list or number that is too large, or does more than MAX_WORK."""
 
 
 def begin() -> None:
-    """Count anew: a rendering begins."""
+    """Start counting for one rendering."""
     _left.set(MAX_WORK)
 
 
 def end() -> None:
-    """Count no more: what is compiled from now on belongs to no rendering."""
+    """Stop counting."""
     _left.set(None)
 
 
 def check(size: int, maximum: int | None = None) -> None:
-    """Raise TooLarge for a size of more than `maximum`, MAX_CHARACTERS if None."""
+    """Raise TooLarge if `size` exceeds `maximum`; None means MAX_CHARACTERS."""
     maximum = MAX_CHARACTERS if maximum is None else maximum
     if size > maximum:
         raise TooLarge(f"more than {maximum:,}")
 
 
 def count(size: int) -> None:
-    """Take the size of an operation from what is left of MAX_WORK."""
+    """Subtract the size of an operation from the remaining work."""
     left = _left.get()
     if left is not None:
         check(size, left)
@@ -602,14 +592,14 @@ def count(size: int) -> None:
 
 
 def shallow(value: Any) -> int:
-    """The size of a value of which nothing but the items is looked at; of an iterator, which has none, that of one."""
+    """Size of a value for an operation that does not look inside its items; an iterator counts as one item."""
     if isinstance(value, str | bytes):
         return len(value)
     return ITEM * (1 + len(value)) if isinstance(value, list | tuple | dict | set | frozenset | range) else ITEM
 
 
 def deep(value: Any) -> int:
-    """The size of all that is in a value, what is there many times as often; at most a little above MAX_WORK."""
+    """Total size of a value with everything inside it, counting shared parts repeatedly; stops just above MAX_WORK."""
     size, waiting = 0, [value]
     while waiting and size <= MAX_WORK:
         one = waiting.pop()
@@ -620,13 +610,13 @@ def deep(value: Any) -> int:
             waiting += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple | set | frozenset):
             waiting += one
-        elif isinstance(one, Namespace):  # whose own attributes are the template's
+        elif isinstance(one, Namespace):  # its attributes are the template's variables
             waiting += object.__getattribute__(one, "__dict__").values()
     return size
 
 
 def counted(values: Any) -> Any:
-    """The values of a loop, counted at once, or one by one where they are an iterator's."""
+    """Count the values of a loop: at once, or one by one for an iterator."""
     if isinstance(values, Iterator):
         return _one_by_one(values)
     count(shallow(values))
@@ -634,7 +624,7 @@ def counted(values: Any) -> Any:
 
 
 def items(value: Any) -> Any:
-    """The values of a filter, those of an iterator as a list, so that they have a size."""
+    """Convert an iterator to a list, so that it has a size."""
     return list(_one_by_one(value)) if isinstance(value, Iterator) else value
 
 
@@ -645,7 +635,7 @@ def _one_by_one(values: Iterator) -> Iterator:
 
 
 def read(value: Any) -> Any:
-    """A value that becomes text or is compared, counted with all that is in it."""
+    """Count a value that is compared or converted to text, with everything inside it."""
     if isinstance(value, str):
         count(len(value))
     elif not isinstance(value, int | float | None):
@@ -654,7 +644,7 @@ def read(value: Any) -> Any:
 
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
-    """Raise TooLarge where the result of an operator would be."""
+    """Raise TooLarge if the result of an operator would be too large."""
     sequences, whole = (str, bytes, list, tuple), isinstance(left, int) and isinstance(right, int)
     if operator == "+" and isinstance(left, sequences) and isinstance(right, sequences):
         check(len(left) + len(right))
@@ -673,7 +663,7 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def check_growth(name: str, value: Any, args: tuple, options: Mapping[str, Any]) -> None:
-    """Raise TooLarge where a filter or a method of this name would make too much of a value."""
+    """Raise TooLarge if the filter or method of this name would produce too large a result."""
     given = [*args, *options.values()]
     if name in ("format", "format_map", "strftime_now"):
         check(deep([value, *given]) + _widths(str(value), given))
@@ -693,13 +683,13 @@ def check_growth(name: str, value: Any, args: tuple, options: Mapping[str, Any])
 
 
 def _number(given: Any) -> int:
-    """How often an argument may have something repeated: a width, or the characters of a filling."""
+    """The repetition that an argument can cause: a width, or the length of a fill string."""
     return abs(given) if isinstance(given, int) else len(given) if isinstance(given, str) else 1
 
 
 def _widths(text: str, given: Iterable[Any]) -> int:
-    """How many characters the fields of a format may be padded with: the numbers in it, and for fields that ask for
-    them (`*`, `{:{}}`) those among its values."""
+    """Upper bound on the padding that a format string can add: the numbers in it, and numbers among the values if
+    fields take widths from these (`*`, `{:{}}`)."""
     size = sum(int(number[:12]) for number in re.findall(r"\d+", text))
     if "*" in text or re.search(r"{[^{}]*{", text):
         nested = [one.values() if isinstance(one, Mapping) else one for one in given]
@@ -708,13 +698,11 @@ def _widths(text: str, given: Iterable[Any]) -> int:
     return size
 
 
-# ----------------------------------------------------------------------------------------------------
-# Rewrite a chat template so that it marks what the assistant says with `{% generation %}`, as transformers wants it.
-
+# Rewriting a template to add `{% generation %}` markers
 
 SEPARATOR = "\x00"
 _TURN = "turn_of_assistant"
-# Whether the message is the last, or stands behind a place that was found before: the last question, mostly.
+# Tests whether a message is the last one, or comes after some earlier index, usually that of the last question.
 _PLACE = re.compile(r"\bloop\.last\b|\bloop\.index0?\s*>=?\s*\w+(?:\.\w+)?")
 _END = (
     "{% if messages[-1]['role'] == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}"
@@ -723,7 +711,7 @@ _END = (
 
 
 class _Piece(NamedTuple):
-    """A tag, an expression or a text of a template, as source. words: of a tag or an expression; of a text none."""
+    """A tag, an expression or a text of a template, as source. `words` are the tokens of a tag or an expression."""
 
     source: str
     tag: str = ""
@@ -731,23 +719,21 @@ class _Piece(NamedTuple):
 
 
 def separated(template: str) -> str:
-    """The template with `SEPARATOR` behind each text and each expression that it renders."""
+    """The template with `SEPARATOR` after each text and each expression."""
     behind = "{{ " + json.dumps(SEPARATOR) + " }}"
     return "".join(piece.source + behind * (not piece.tag) for piece in _pieces(template))
 
 
 def marked(template: str, header: str, *, as_last: bool = False) -> str:
-    """The template with `{% generation %}` around all of an assistant's turn but its header.
-
-    So is the EOS token that ends a conversation behind the last turn.
+    """Put `{% generation %}` around each assistant turn except its header, and around an EOS token after the last turn.
 
     Args:
-        header: what is rendered before the assistant says something.
-        as_last: each turn of the assistant is rendered as the last of its conversation is: thoughts of earlier turns
-            stay where the template leaves them out.
+        header: the text that is rendered before the assistant's content.
+        as_last: render every assistant turn like the last one of a conversation, so that the reasoning of earlier turns
+            is kept.
 
     Raises:
-        ValueError: a loop does not end.
+        ValueError: a loop has no endfor.
     """
     found, parts, at = list(_pieces(template)), [], 0
     while at < len(found):
@@ -765,7 +751,7 @@ def marked(template: str, header: str, *, as_last: bool = False) -> str:
 
 
 def _pieces(template: str) -> Iterator[_Piece]:
-    """Split a template at its tags; whitespace that they trim is gone, and so are comments."""
+    """Split a template at its tags, dropping comments and the whitespace that tags trim."""
     environment, inside = Environment(trim_blocks=True, lstrip_blocks=True), []
     for _, kind, value in environment.lex(template):
         words = tuple(word for name, word in inside if name != "whitespace")
@@ -783,7 +769,7 @@ def _pieces(template: str) -> Iterator[_Piece]:
 
 
 def _end_of_body(found: list[_Piece], start: int) -> int:
-    """The place of the tag that ends the body of the loop which starts at a place: its `endfor` or its `else`."""
+    """Index of the tag that ends the body of the loop at `start`: its `endfor` or `else`."""
     opened = ["for"]
     for at in range(start + 1, len(found)):
         tag = found[at].tag
@@ -797,15 +783,17 @@ def _end_of_body(found: list[_Piece], start: int) -> int:
 
 
 def _as_last(piece: _Piece) -> _Piece:
-    """A tag whose conditions on the message's place in the conversation are those of the last message."""
+    """Replace the tests in a tag for the message's position by true, as for the last message."""
     if piece.tag not in ("if", "elif"):
         return piece
     return piece._replace(source=_PLACE.sub("true", piece.source))
 
 
 def _two_bodies(message: str, own: list[_Piece], body: list[_Piece], header: str) -> str:
-    """A loop's body for what the assistant says, its `own`, and for all else; one that leaves early would lose what it
-    said."""
+    """Combine a loop's body for assistant messages (`own`) with its body for all others.
+
+    A break or continue within an assistant turn raises, because the captured text would be lost.
+    """
     leaves = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
     collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in own)
     start = json.dumps(header, ensure_ascii=False)

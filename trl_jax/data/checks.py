@@ -1,4 +1,4 @@
-"""Checks of a dataset before training. Errors name the argument, the row and the column."""
+"""Check datasets before training. Errors name the argument, the row and the column."""
 
 from __future__ import annotations
 
@@ -15,20 +15,39 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.text import brief, printable
 from trl_jax.data.batch import IGNORED, Columns
 
-# ----------------------------------------------------------------------------------------------------
-# Check the labels of prepared rows: under a language model's head, what each place of a text is trained to predict.
-
-
 logger = logging.getLogger(__name__)
+
+ROWS_PER_BLOCK = 1000
+
+_OUTSIDE = (
+    "token id {id} is outside the model's vocabulary (vocab_size={size}). Pass the model's own tokenizer, or resize "
+    "the model's embeddings."
+)
+_MEDIA = {
+    "image": "images", "image_url": "images", "input_image": "images",
+    "video": "videos", "video_url": "videos",
+    "audio": "audio", "audio_url": "audio", "input_audio": "audio",
+}  # fmt: skip
+
+_FIXES = {
+    "DatasetDict": 'pass one of its splits: dataset["train"]',
+    "IterableDatasetDict": 'pass one of its splits: dataset["train"]',
+    "dict": 'pass one split, dataset["train"], or build one with datasets.Dataset.from_dict(columns)',
+    "list": "build one with datasets.Dataset.from_list(rows)",
+    "DataFrame": "build one with datasets.Dataset.from_pandas(frame)",
+    "Subset": "select the rows with dataset.select(indices)",
+}
+
+
+# Labels
 
 
 def check_labels(
     dataset: Dataset | IterableDataset, columns: Columns, vocab_size: int, name: str
 ) -> Dataset | IterableDataset:
-    """Raise ValueError for labels that are not as many as their text has ids, or that are neither an id nor -100; warn
-    of a table where no token is predicted.
+    """Raise ValueError unless each text has one label per token, a token id or -100. Warn if a table has no targets.
 
-    Returns the same dataset; a stream is returned with the check mapped over its rows.
+    Returns the same dataset; for a stream, with the check mapped over its rows.
     """
     where = f"the prepared {argument(name)}"
     if isinstance(dataset, IterableDataset):
@@ -49,7 +68,7 @@ def check_labels(
 
 
 def _predicted(block: pa.Table, columns: Columns) -> int:
-    """How many tokens are predicted: those with a label, but for the first ones of texts, which have no context."""
+    """Number of targets: tokens with a label, except the first of each text, which has no context."""
     count = 0
     for column in columns.labels:
         labels, lengths = list_lengths(block, column)
@@ -78,44 +97,21 @@ def _check_label_block(block: pa.Table, first: int, columns: Columns, vocab_size
         if wrong.any():
             place = int(np.argmax(wrong))
             row = int(np.searchsorted(np.cumsum(found), place, side="right"))
-            asked = f"token ids from 0 to {vocab_size - 1:,}, or {IGNORED} where nothing is predicted"
+            asked = f"token ids from 0 to {vocab_size - 1:,}, or {IGNORED} for tokens without a target"
             raise cell_error(f"Row {first + row} of {where}", column, int(labels[place]), asked)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checks of a dataset before it is trained on; every error names the argument, the row and the column.
-
-
-ROWS_PER_BLOCK = 1000
-
-_OUTSIDE = (
-    "token id {id} is outside the model's vocabulary (vocab_size={size}). Pass the model's own tokenizer, or resize "
-    "the model's embeddings."
-)
-_MEDIA = {
-    "image": "images", "image_url": "images", "input_image": "images",
-    "video": "videos", "video_url": "videos",
-    "audio": "audio", "audio_url": "audio", "input_audio": "audio",
-}  # fmt: skip
-
-_FIXES = {
-    "DatasetDict": 'pass one of its splits: dataset["train"]',
-    "IterableDatasetDict": 'pass one of its splits: dataset["train"]',
-    "dict": 'pass one split, dataset["train"], or build one with datasets.Dataset.from_dict(columns)',
-    "list": "build one with datasets.Dataset.from_list(rows)",
-    "DataFrame": "build one with datasets.Dataset.from_pandas(frame)",
-    "Subset": "select the rows with dataset.select(indices)",
-}
+# Types, columns and values
 
 
 def argument(name: str) -> str:
-    """The dataset's name in errors: train_dataset for "train"; another name, such as eval_dataset['key'], as it is."""
+    """The dataset's name in errors: "train" becomes train_dataset; other names, such as eval_dataset['key'], stay."""
     return f"{name}_dataset" if name in ("train", "eval", "test") else name
 
 
 def as_read(dataset: Any, name: str) -> Any:
-    """A table with a transform (`Dataset.with_transform`) as a table of the rows that it makes, each made once; another
-    dataset, or a dict of them, as it is."""
+    """Apply a table's transform (`Dataset.with_transform`) once to every row. Other datasets, or dicts of them, are
+    returned unchanged."""
     if isinstance(dataset, dict):
         return {key: as_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
     if not isinstance(dataset, Dataset) or dataset.format["type"] != "custom":
@@ -125,7 +121,7 @@ def as_read(dataset: Any, name: str) -> Any:
 
 
 def check_type(dataset: Any, name: str) -> None:
-    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform or with
+    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform or
     images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
@@ -144,7 +140,7 @@ def check_type(dataset: Any, name: str) -> None:
 
 
 def check_no_images(columns: Collection[str], where: str) -> None:
-    """Raise ValueError for a dataset with a column of images: without them, only its text would be trained on."""
+    """Raise ValueError for a dataset with an image column, of which only the text would be trained on."""
     if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys): "
@@ -154,11 +150,11 @@ def check_no_images(columns: Collection[str], where: str) -> None:
 
 
 def check_no_media(messages: Any, where: str) -> None:
-    """Raise ValueError for a message with an image, a video or audio: a chat template would write a bare placeholder.
+    """Raise ValueError for a message with an image, video or audio, for which a template would write a placeholder.
 
     Args:
-        messages: a conversation. A text, or anything else that is not a list, passes.
-        where: what the messages are, as in "Row 3 of train_dataset, column 'prompt'".
+        messages: a conversation; anything that is not a list passes.
+        where: name of the messages, such as "Row 3 of train_dataset, column 'prompt'".
     """
     for message in messages if isinstance(messages, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -171,7 +167,7 @@ def check_no_media(messages: Any, where: str) -> None:
 
 
 def _media_of(part: Any) -> str | None:
-    """The kind of media in a part of a message's content; None for text. Datasets fill missing keys with None."""
+    """The kind of media in a content part; None for text. (Datasets fill missing keys with None.)"""
     if not isinstance(part, Mapping):
         return None
     named = [part.get("type"), *(key for key, value in part.items() if value is not None)]
@@ -179,7 +175,7 @@ def _media_of(part: Any) -> str | None:
 
 
 def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
-    """The error of one value; `where` is its row, as in "Row 3 of train_dataset"."""
+    """The error for one value; `where` is its row, such as "Row 3 of train_dataset"."""
     kind = "" if found is None else f" ({type(found).__name__})"
     return ValueError(f"{where}, column {column!r}: found {brief(found, 60)}{kind}, wanted {wanted}.")
 
@@ -191,13 +187,13 @@ def check_token_ids(
     name: str,
     max_positions: int | None = None,
 ) -> Dataset | IterableDataset:
-    """Raise ValueError for an id or a position without an embedding: an accelerator would silently clamp it.
+    """Raise ValueError for an id or position without an embedding, which an accelerator would silently clamp.
 
-    Returns the same dataset; a stream is returned with the check mapped over its rows.
+    Returns the same dataset; for a stream, with the check mapped over its rows.
 
     Args:
-        columns: of token ids, a text each.
-        max_positions: the length of the longest text that the model has positions for; None is any length.
+        columns: columns of token ids.
+        max_positions: number of positions that the model has; None means no limit.
     """
     where = f"the prepared {argument(name)}"
     if isinstance(dataset, IterableDataset):
@@ -212,28 +208,28 @@ def check_token_ids(
 def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.Table]]:
     """Iterate over (index of the first row, block of at most ROWS_PER_BLOCK rows) of these columns."""
     if not columns:
-        return  # a table without columns has no rows either, and none that an order of rows could name
+        return  # a table without columns has no rows either
     arrow = dataset.select_columns(list(columns)).with_format("arrow")
     for number, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
         yield number * ROWS_PER_BLOCK, block
 
 
 def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a checked column laid end to end `[tokens]`, and the number of each row `[rows]`, int64."""
+    """The ids of a checked column, concatenated `[tokens]`, and the length of each row `[rows]`, int64."""
     lists = block.column(column).combine_chunks()
     return numbers_of(lists.flatten()), numbers_of(pc.list_value_length(lists)).astype(np.int64)
 
 
 def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
-    """The token ids of one text, int32 `[tokens]`.
+    """Check the token ids of one text; int32 `[tokens]`.
 
     Args:
-        values: ints, as a list or an array.
+        values: a list or array of ints.
         vocab_size: rows of the model's embedding.
-        where: what the text is, as in "rollout_func's completion_ids[3]".
+        where: name of the text, such as "rollout_func's completion_ids[3]".
 
     Raises:
-        ValueError: there is no token, or one is not an int or has no embedding.
+        ValueError: the list is empty, or a value is not an int or is out of range.
     """
     try:
         found = np.asarray(values)
@@ -257,7 +253,7 @@ def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
 
 
 def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
-    """Make a block of one row; `where` names it in the ValueError for a value that no column can have."""
+    """Convert one row to a block; ValueError, naming `where`, for a value that Arrow cannot represent."""
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
@@ -265,13 +261,13 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
 
 
 def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: str = "a finite number") -> None:
-    """Raise ValueError for a row of a column of numbers that has none, or one beyond the range of float32."""
+    """Raise ValueError for a row without a number, or with one that is not finite in float32."""
     numbers = block.column(column).combine_chunks()
     kind = numbers.type
     if numbers.null_count:
         bad = numbers_of(numbers.is_null())
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        with np.errstate(over="ignore"):  # a number beyond float32 is infinite to the loss
+        with np.errstate(over="ignore"):  # the loss computes in float32
             bad = ~np.isfinite(numbers_of(numbers).astype(np.float32))
     else:
         bad = np.ones(len(numbers), dtype=bool)
@@ -286,7 +282,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
-    """The lists of a column of ids; ValueError for a value that is not a list of at least one int."""
+    """A column of token id lists; ValueError for a value that is not a list of at least one int."""
     lists = block.column(column).combine_chunks()
     kind = lists.type
     if not is_list(kind):
@@ -339,19 +335,18 @@ def numbers_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False) if isinstance(array, pa.Array) else array.to_numpy()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Leave rows longer than max_length out of a table, with a warning; `streaming` does so as rows arrive.
+# Length filter (for streams, see `tokenize.without_long`)
 
 
 def drop_long(
     dataset: Dataset, lengths: np.ndarray, max_length: int | None, where: str, unit: str, about: str = ""
 ) -> Dataset:
-    """Keep the rows of at most `max_length` tokens; None keeps all.
+    """Drop the rows with more than `max_length` tokens and warn; None keeps all.
 
     Args:
-        lengths: tokens of the longest text of each row: `[rows]`.
-        where, unit: names of the dataset and of one row in messages, as in "train_dataset" and "pair".
-        about: "at least " where long texts were not tokenised to their end.
+        lengths: tokens of the longest text of each row, `[rows]`.
+        where, unit: names of the dataset and of one row in messages, such as "train_dataset" and "pair".
+        about: "at least " if long texts were not tokenized to their end.
 
     Raises:
         ValueError: no row is left.

@@ -1,4 +1,4 @@
-"""Prepare datasets of answers that are each desirable or not: a prompt's tokens, the answer's, and another row's."""
+"""Rows of KTO: a prompt and an answer labelled desirable or not, and a mismatched answer for the KL estimate."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def prepare(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """Add TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids` to the dataset's own columns, and what a step
-    reads: the prompt with either answer, cut to `max_length`, and their labels (`JOINED`, `KL_JOINED`).
+    """Add the columns that KTO trains on.
 
-    Pairs become two rows, in TRL's order. Rows that have the first two columns already are not tokenised. Rows that
-    have the last ones, which early releases of TRL prepared, are only cut, unless they have texts, too. Rows whose
-    prompt alone has `max_length` tokens or more are left out.
+    These are TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids`, and what a step reads: the prompt with
+    either answer, truncated to `max_length`, and their labels (`JOINED`, `KL_JOINED`). Pairs become two rows, in TRL's
+    order. Rows that already have `prompt_ids` and `completion_ids` are not tokenized. Rows that already have the joined
+    columns, as prepared by early TRL releases, are only truncated, unless they also have texts. Rows whose prompt alone
+    has at least `max_length` tokens are dropped.
 
     Args:
-        block: each answer in a block of so many rows also answers the next row's prompt, the last one the first's, for
-            the estimate of the divergence. None where a loss has none.
-        max_prompt_length: how many of the last tokens stay of a prompt that has more than `max_length` with its own
-            answer; None: all.
-        num_proc: processes that tokenise.
+        block: within each block of this many rows, every answer is also paired with the next row's prompt (the last
+            answer with the first prompt) for the KL estimate. None if the loss has no KL term.
+        max_prompt_length: if prompt and answer exceed `max_length`, only this many last tokens of the prompt are kept;
+            None keeps all.
+        num_proc: processes that tokenize.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
     Raises:
-        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
-            row.
+        TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(dataset, name, ("prompt", "completion", *_PAIR))
@@ -74,12 +74,12 @@ def prepare(
 
 
 def is_prepared(columns: Any, block: int | None) -> bool:
-    """Whether rows with these columns have all that a step reads; `block` as in `prepare`."""
+    """Whether these columns include everything that a step reads; see `prepare` for `block`."""
     return all(column in columns for column in (*JOINED, *(() if block is None else KL_JOINED), "label"))
 
 
 def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
-    """The token ids of a row's prompt and of what the answer adds to it; `index` and `where` name it in errors."""
+    """Tokenize a row: ids of the prompt, and of what the answer adds to it. `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     read = preference.read_row(row, ("completion",), place)
     ids = preference.behind_prompt(*preference.tokenised(read, ("completion",), tokenizer, place))
@@ -89,7 +89,7 @@ def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) ->
 def _unpaired(
     dataset: Dataset | IterableDataset, first: dict[str, Any], where: str, options: preference.Options
 ) -> tuple[Dataset | IterableDataset, str]:
-    """Rows of one answer each, and what errors call them. Blocks of pairs do not depend on `num_proc`."""
+    """Rows with one answer each, and the dataset's name in errors. Unpairing does not depend on `num_proc`."""
     if not all(column in first for column in _PAIR):
         if not all(column in first for column in _NEEDED):
             raise ValueError(
@@ -120,7 +120,7 @@ def _with_kl_rows(dataset: Dataset | IterableDataset, block: int, where: str) ->
 def _kl_rows(
     rows: dict[str, list[Any]], block: int, where: str, state: tokenize.StreamState
 ) -> dict[str, list[list[int]]]:
-    """The answer of the row before, and of the last row for the first."""
+    """Rotate the answers of a block by one row."""
     *others, last = rows["completion_ids"]
     if not others:
         _warn_alone(where, block, state)
@@ -151,7 +151,7 @@ def _joined(
     max_prompt_length: int | None,
     where: str,
 ) -> dict[str, list[int]]:
-    """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
+    """Join the prompt with each answer, truncate, and build labels from the answer's ids."""
     place, columns = f"Row {index} of {where}", {}
     if max_prompt_length is not None:
         prompt = row["prompt_ids"]
@@ -167,7 +167,7 @@ def _joined(
 
 
 def warn_of_order(dataset: Dataset | IterableDataset, batch_size: int) -> None:
-    """Warn of pairs so many that a micro-batch in the order of `prepare` is of one kind."""
+    """Warn if a dataset of pairs is so large that a micro-batch only holds chosen or only rejected answers."""
     first = dataset.column_names or tokenize.first_row(dataset, "train_dataset")
     if not all(column in first for column in _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
         return

@@ -1,4 +1,4 @@
-"""Choose the batch layout and the lengths of packed rows from the lengths of the texts. Pure NumPy."""
+"""Choose the lengths of packed rows from the text lengths of a dataset. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from trl_jax.core.outputs import BLOCK
 from trl_jax.data.checks import blocks, list_lengths
 from trl_jax.data.packed import greedy_bins
 
-# ----------------------------------------------------------------------------------------------------
-# Bucket lengths: the few lengths that packed rows, and texts viewed as rows, may have. Pure NumPy.
+# Buckets
 
-
-EARLY = 100  # steps in which a run compiles
+EARLY = 100  # steps during which a run may compile
 _LEAST_ROW = 256
 _LONGEST_ROUND = 2048
-_ONE_IN = 4  # of round lengths, how many are taken for each that spares a later run a compilation
+_ONE_IN = 4  # a length is rounded up if this costs at most 1/_ONE_IN of a compilation
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The lengths that packed rows may have. Each compiles once.
+    """The lengths that packed rows may have; each compiles once.
 
-    Beyond the last of `lengths`, or without any, lengths are 128 tokens apart and from about 2,000 on 6 %.
-    `serves_from` says of each length from which step of a run on it serves, where that is not the first.
+    Beyond the last of `lengths`, or without any, lengths grow by 128 tokens, and from about 2,000 tokens by 6%.
+    `serves_from` has the step of the run from which each length can be used; empty if all can from the first step.
     """
 
     lengths: tuple[int, ...] = ()
     serves_from: tuple[int, ...] = ()
 
     def __call__(self, tokens: int, step: int = EARLY) -> int:
-        """The least length that `tokens` fit on at this step of a run, or at any where none serves yet."""
+        """The smallest length for `tokens` that can be used at this step, or the smallest of all if none can yet."""
         fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
         serving = [number for number in fitting if not self.serves_from or self.serves_from[number] <= step]
         if fitting:
@@ -48,26 +46,28 @@ class Buckets:
 
 @dataclass(frozen=True)
 class ViewBuckets:
-    """The shapes that a run compiles where texts in packed rows are viewed as rows, too.
+    """The shapes that a run compiles if texts in packed rows are also viewed as rows.
 
-    Each of `shapes` is (length of packed rows, length of rows). What fits on none of them gets the next length of
-    `Buckets()`, and rows as long as the next power of two.
+    Each of `shapes` is (length of packed rows, length of view rows). If none fits, the packed length is the next one of
+    `Buckets()` and the view length the next power of two.
     """
 
     shapes: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, tokens: int, longest: int) -> tuple[int, int]:
-        """The shortest packed row that `tokens` fit on, with the shortest rows of such that the `longest` text does."""
+        """The smallest shape for packed rows of `tokens` tokens and a longest text of `longest` tokens."""
         fitting = [shape for shape in self.shapes if tokens <= shape[0] and longest <= shape[1]]
         return min(fitting, default=(Buckets()(tokens), max(_LEAST_ROW, 1 << (longest - 1).bit_length())))
 
 
 def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
-    """The buckets on which packed rows of these lengths fill the fewest tokens, a further one counted as
-    `bucket_cost`."""
+    """The buckets that minimize the total number of tokens, padding included, plus `bucket_cost` per bucket.
+
+    Solved by dynamic programming over the sorted lengths.
+    """
     needed, counts = np.unique(-(-np.asarray(lengths) // BLOCK) * BLOCK, return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    cheapest, previous = [0.0], [0]  # of the shortest `end` lengths; and how many of them lie in lower buckets
+    cheapest, previous = [0.0], [0]  # cost of the shortest `end` lengths, and how many of these are in lower buckets
     for end in range(1, len(needed) + 1):
         costs = [cheapest[at] + (before[end] - before[at]) * needed[end - 1] + bucket_cost for at in range(end)]
         previous.append(int(np.argmin(costs)))
@@ -80,8 +80,9 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
 
 
 def rounded(buckets: Buckets, lengths: Sequence[int], bucket_cost: int) -> Buckets:
-    """The buckets, each as long as the next power of two or three times one where that fills few tokens beside a
-    compilation: a run of other texts then finds this one's programs. Long rows take memory and stay as they are."""
+    """Round bucket lengths up to a power of two, or three times one, where the padding is cheap compared to a
+    compilation, so that runs on other texts can reuse the compiled programs. Long rows are not rounded, to save
+    memory."""
     taken = np.bincount(np.searchsorted(buckets.lengths, lengths), minlength=len(buckets.lengths))
     rounder = [_round(length) for length in buckets.lengths]
     every = zip(buckets.lengths, rounder, taken, strict=True)
@@ -98,16 +99,16 @@ def _round(length: int) -> int:
 
 
 def without_late(buckets: Buckets, lengths: Sequence[int]) -> Buckets:
-    """The buckets that early steps take, so that none compiles late; the last one stays whatever."""
+    """Keep the buckets that early steps use and the longest one, so that nothing compiles late in the run."""
     early = {buckets(int(length)) for length in lengths[:EARLY]} | {*buckets.lengths[-1:]}
     return Buckets(tuple(length for length in buckets.lengths if length in early))
 
 
 def compiled_while_training(buckets: Buckets, lengths: Sequence[int], bucket_cost: int, at_once: int) -> Buckets:
-    """The buckets of a run that compiles beside its steps, `at_once` of them in the order in which they are asked for.
+    """The buckets of a run that compiles in the background, `at_once` programs at a time, in order of first use.
 
-    Until one is compiled, the next longer one serves. When that is comes from the count of tokens and not from a clock,
-    so that a run's numbers are the same each time, and from a checkpoint on, too.
+    Until a length is compiled, the next longer one is used. The step from which it is available is estimated from token
+    counts instead of a clock, so that results are reproducible, also after resuming.
     """
     wanted = [buckets(int(length)) for length in lengths[:EARLY]]
     before, serves_from = np.cumsum([0, *wanted]), {}
@@ -115,23 +116,22 @@ def compiled_while_training(buckets: Buckets, lengths: Sequence[int], bucket_cos
         serves_from[length] = min(EARLY, int(np.searchsorted(before, number // at_once * bucket_cost)))
     for step, length in enumerate(wanted):
         if not any(longer >= length and serves_from[longer] <= step for longer in serves_from):
-            serves_from[length] = step  # the device waits for it
+            serves_from[length] = step  # training waits for this compilation
     return Buckets(buckets.lengths, tuple(serves_from.get(length, EARLY) for length in buckets.lengths))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which layout a run takes and which lengths its packed rows have: from how long the texts are. Pure NumPy.
+# Layout plans
 
-
-_EPOCHS = 8  # at most
-_PLACE = 0.1  # what a token's place in a row costs of what the token does: it is copied there and back, not computed
+_EPOCHS = 8  # maximum number of epochs to look at
+_PLACE = 0.1  # cost of a padding token in a view row relative to a computed token: it is only copied
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A layout, the lengths of its packed rows, and means over steps: tokens that TRL pads to, real, computed ones.
+    """A layout with the lengths of its packed rows.
 
-    views: in place of the buckets where texts in packed rows are viewed as rows, too.
+    padded, real, computed: tokens per step (mean): with TRL's padding, without padding, and in this layout.
+    views: replaces `buckets` if texts in packed rows are also viewed as rows.
     """
 
     layout: str
@@ -158,17 +158,17 @@ def plan_layout(
     documents: str | None = None,
     virtual: int = 0,
 ) -> LayoutPlan:
-    """How steps lie as packed rows, from those of the first epochs: another order may make a longer one.
+    """Plan the lengths of packed rows by simulating the steps of the first epochs, whose orders differ.
 
     Args:
-        columns: the token columns of the dataset, a text each.
-        order_of: from an epoch to the order of its examples.
-        bucket_cost: what a compilation costs, in tokens of a packed row.
-        run_steps: how many steps the run has, over which that is paid.
-        by_micro_batch: whether each micro-batch has a packed row to itself.
-        by_rows: texts are viewed as rows, too.
-        at_once: how many programs are compiled at a time beside the steps; None where steps wait for theirs.
-        documents, virtual: as of `survey`.
+        columns: the token columns of the dataset, one per text.
+        order_of: maps an epoch to the order of its examples.
+        bucket_cost: cost of a compilation, in tokens of a packed row.
+        run_steps: number of steps in the run, over which compilations are amortized.
+        by_micro_batch: whether each micro-batch has its own packed row.
+        by_rows: whether texts are also viewed as rows.
+        at_once: number of programs compiled concurrently in the background; None if steps wait for compilation.
+        documents, virtual: see `survey`.
     """
     first = order_of(0)
     known, steps = survey(dataset, first, columns, documents, virtual), []
@@ -191,22 +191,20 @@ def plan_layout(
 
 
 def _views(buckets: Buckets, lengths: Sequence[int], texts: Sequence[int], bucket_cost: int, rows: int) -> ViewBuckets:
-    """Those that early steps take, and the largest: a further length of rows may compile with each packed row's."""
+    """The shapes that early steps use, and the largest one. Each view length can compile once per packed length."""
     of_rows = fitted(texts, int(bucket_cost * len(buckets.lengths) / (_PLACE * rows)))
     early = zip(lengths[:EARLY], texts[:EARLY], strict=True)
     shapes = {(buckets(int(length)), of_rows(int(text))) for length, text in early}
     return ViewBuckets(tuple(sorted(shapes | {(buckets.lengths[-1], of_rows.lengths[-1])})))
 
 
-# ----------------------------------------------------------------------------------------------------
-# How long the texts of a dataset are, and how much of them is shared. Pure NumPy.
+# Text lengths and shared prefixes of a dataset
 
-
-SURVEYED = 16_384  # examples that are looked at, those of several epochs where there are fewer
+SURVEYED = 16_384  # number of examples to look at, over several epochs if the dataset is smaller
 
 
 class StepSize(NamedTuple):
-    """Tokens of one step: `padded` as TRL pads its rows, `real`, of the longest packed row, of the longest text."""
+    """Tokens of one step: with TRL's padding, without padding, of the longest packed row, and of the longest text."""
 
     padded: int
     real: int
@@ -216,7 +214,7 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """Tokens of examples, in the order they are visited: `[n, texts]` of each text, `[n]` of what two share."""
+    """Token counts of examples in the order of visit: `[n, texts]` per text, and `[n]` of the shared prefix."""
 
     texts: np.ndarray
     shared: np.ndarray
@@ -228,7 +226,7 @@ class Survey:
         """The sizes of each step.
 
         Args:
-            by_micro_batch: whether each micro-batch has a packed row to itself.
+            by_micro_batch: whether each micro-batch has its own packed row.
         """
         alone, longest = self.texts.sum(axis=1), self.texts.max(axis=1)
         costs, size = alone - self.shared if layout == "shared" else alone, batch_size * accumulation
@@ -247,11 +245,11 @@ class Survey:
 def survey(
     dataset: Dataset, order: np.ndarray, columns: tuple[str, ...], documents: str | None = None, virtual: int = 0
 ) -> Survey:
-    """The examples at these places of a prepared dataset, whose texts are these columns of token ids.
+    """Measure the examples of a prepared dataset at the indices `order`; `columns` are its token columns.
 
     Args:
-        documents: the column of lengths of the documents of the one text; a dataset may lack it.
-        virtual: tokens that stand before each text, or document, beside its own.
+        documents: the column with the document lengths of the only text; may be missing from the dataset.
+        virtual: number of virtual tokens added before each text, or document.
     """
     lengths, shared, documents = [], [], documents if documents in dataset.column_names else None
     for _, block in blocks(dataset.select(order[:SURVEYED]), columns if documents is None else (*columns, documents)):
@@ -263,7 +261,7 @@ def survey(
 
 
 def _shared(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """`data.layout.placing.shared_tokens` of many examples; each text is (ids end to end, how many each row has)."""
+    """`packed.shared_tokens` for many examples; each text is (concatenated ids, length of each row)."""
     most = np.minimum(first[1], second[1]) - 1
     starts = np.cumsum(most) - most
     within = np.arange(most.sum()) - np.repeat(starts, most)

@@ -1,4 +1,4 @@
-"""Order prepared rows and load them as batches, one per optimizer step. Pure NumPy."""
+"""Load prepared rows as batches, one per optimizer step or evaluation chunk. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from trl_jax.data.packed import (
     sharded_rows,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Chunks of an evaluation set: within one, examples are laid out by length; their outputs are put back in order.
+CHUNK_BATCHES = 64  # batches per evaluation chunk
+Weighting = Literal["examples", "tokens", "shards"]
 
 
-CHUNK_BATCHES = 64  # batches in a chunk
+# Evaluation chunks: examples are sorted by length within a chunk, and their outputs are put back in order.
 
 
 @dataclass
 class EvalChunk:
     """Some batches, and the passes that compute the outputs of their examples.
 
-    passes: the arrays to compute on, and for each of their slots the number of its example within the chunk, or -1 for
-        padding; on several devices both have a leading axis of shards.
-    batches: in the set's order, `batch_size` examples each except the last.
-    rows: indices of each batch's rows in the set.
+    passes: the arrays to compute on, and for each slot the index of its example within the chunk, -1 for padding. On
+        several devices both have a leading axis of shards.
+    batches: in dataset order, `batch_size` examples each except the last.
+    rows: dataset indices of each batch's rows.
     """
 
     passes: list[tuple[Batch, np.ndarray]]
@@ -60,13 +60,13 @@ class EvalChunk:
     batch_size: int
 
     def restored(self, outputs: Sequence[Any]) -> list[Any]:
-        """Reorder outputs by pass to outputs by batch.
+        """Reorder outputs from passes to batches.
 
         Args:
-            outputs: of each pass, float32 `[X]` or `[shards, X]`, or such arrays by name.
+            outputs: for each pass, float32 `[X]` or `[shards, X]`, or a dict of such arrays.
 
         Returns:
-            Of each batch `[texts * batch_size]`, or such arrays by name.
+            For each batch `[texts * batch_size]`, or a dict of such arrays.
         """
         if not isinstance(outputs[0], dict):
             return self._restored(outputs)
@@ -83,12 +83,13 @@ class EvalChunk:
 
 
 class EvalChunks:
-    """Iterates over the batches of a loader, a chunk of them at a time.
+    """Iterates over the batches of a loader, one chunk at a time.
 
-    sort: whether padded rows may be batched with rows of other batches; False where a model's numbers depend on that.
-    whole: whether each pass has the examples of one batch, on several devices each one's part of it.
+    All packed rows have the same length, about the tokens of a batch, so that rarely more than one shape compiles.
 
-    All packed rows get the same length, about the tokens of a batch, so that rarely more than one shape compiles.
+    Args:
+        sort: whether padded rows may be regrouped by length; False if the model's results depend on the other rows.
+        whole: whether each pass must hold exactly the examples of one batch.
     """
 
     def __init__(self, loader: ExampleLoader, *, sort: bool, whole: bool = False):
@@ -139,7 +140,7 @@ class EvalChunks:
         if layout.views is not None:
             _, text = layout.views(self._packed, max(one.example.longest_document for one in placed))
             self._text = max(self._text, text)
-        # Rotary embeddings that depend on the longest text use that of the batch of one of TRL's ranks.
+        # Rotary embeddings that depend on the longest text use the longest in the batch of the same TRL rank.
         longest = dict(zip((one.slot for one in placed), longest_in_batch(placed, self._share), strict=True))
         fitting = _fitting(placed, self._packed, max_examples) if parts is None else parts
         return [self._pass(fitting[at : at + shards], max_examples, longest) for at in range(0, len(fitting), shards)]
@@ -162,7 +163,7 @@ class EvalChunks:
         return arrays, self._by_shard(slots)
 
     def _tokens(self, placed: list[Placed], parts: list[list[Placed]] | None, batches: int) -> int:
-        """The tokens that a packed row has to have room for: of the largest of the parts, else of an average batch."""
+        """The required length of packed rows: that of the largest part, or without parts of an average batch."""
         if parts is not None:
             return max(sum(one.tokens for one in part) for part in parts)
         mean = sum(one.tokens for one in placed) // (batches * self._layout.shards)
@@ -170,7 +171,7 @@ class EvalChunks:
 
     @property
     def _share(self) -> int:
-        """Number of examples of a batch on each shard."""
+        """Examples per batch and shard."""
         return self._layout.batch_size // self._layout.shards
 
     def _by_shard(self, slots: np.ndarray) -> np.ndarray:
@@ -178,12 +179,12 @@ class EvalChunks:
 
 
 def _parts(placed: list[Placed], size: int) -> list[list[Placed]]:
-    """The examples of each run of `size` slots."""
+    """Group the examples by runs of `size` slots."""
     return [list(part) for _, part in groupby(placed, key=lambda one: one.slot // size)]
 
 
 def _fitting(placed: list[Placed], length: int, max_examples: int) -> list[list[Placed]]:
-    """Packed rows of at most `length` tokens and `max_examples` examples: first fit, the longest first."""
+    """Pack examples into rows of at most `length` tokens and `max_examples` examples: first-fit decreasing."""
     rows, left = [], []
     for one in sorted(placed, key=lambda one: -one.tokens):
         fits = (i for i, room in enumerate(left) if room >= one.tokens and len(rows[i]) < max_examples)
@@ -196,57 +197,56 @@ def _fitting(placed: list[Placed], length: int, max_examples: int) -> list[list[
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------
-# Load prepared rows as batches of arrays, one for each optimizer step.
+# Training loader
 
 
 @dataclass
 class ExampleLoader:
-    """Iterates over the steps of one epoch, which `set_epoch` chooses: the order of a dataset's rows.
+    """Iterates over the steps of one epoch, chosen by `set_epoch`.
 
-    On several devices the last micro-batch of a training epoch is filled up with its first examples, as TRL's ranks do,
-    unless `fill_last` says otherwise: a resumed run goes on as it began, whatever devices it has now.
+    On several devices the last micro-batch of an epoch is completed with the first examples of the epoch, as on TRL's
+    ranks. `fill_last` overrides this, so that a resumed run on other devices keeps its order.
     """
 
     dataset: Dataset | IterableDataset
     columns: Columns
-    example: Callable[[dict[str, Any]], Example]  # makes an example of a row
+    example: Callable[[dict[str, Any]], Example]  # builds an example from a row
     step_layout: StepLayout
-    fill_last: bool | None = None  # None: only where there are several shards
+    fill_last: bool | None = None  # None: only with several shards
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
-    lengths: np.ndarray | None = None  # of the rows, to group rows of like length
+    lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
 
     @property
     def batch_size(self) -> int:
-        """Examples of a micro-batch."""
+        """Examples per micro-batch."""
         return self.step_layout.batch_size
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return self.step_layout.accumulation
 
     def laid_out(self, **changes: Any) -> ExampleLoader:
-        """The same examples, with these fields of the layout changed."""
+        """A copy with these fields of the layout changed."""
         return replace(self, step_layout=replace(self.step_layout, **changes))
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        """Let the next iteration run through this epoch's order, without its first `skip` examples.
+        """Make the next iteration yield this epoch without its first `skip` examples.
 
-        A stream is read from its beginning nevertheless, so that a shuffled one has the same order. Iterating raises
-        ValueError where its skipped examples have another digest than `skipped_digest`.
+        A stream is still read from its start, so that a shuffled one has the same order. Iteration raises ValueError if
+        the digest of the skipped examples is not `skipped_digest`.
         """
         self.epoch, self.skipped, self.skipped_digest = epoch, skip, skipped_digest
         if isinstance(self.dataset, IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Steps in an epoch; TypeError where the dataset has no length."""
+        """Steps per epoch; TypeError if the dataset has no length."""
         rows = len(self.dataset)
         batches = rows // self.batch_size if self.drop_last else math.ceil(rows / self.batch_size)
         return math.ceil(batches / self.accumulation)
@@ -257,11 +257,11 @@ class ExampleLoader:
             yield self.step_layout.step(group, number)
 
     def _steps_before(self) -> int:
-        """Number of steps of the run before the first of the next iteration."""
+        """Number of steps of the run before the next iteration."""
         return self.epoch * len(self) + self.skipped // (self.batch_size * self.accumulation)
 
     def groups(self) -> Iterator[list[list[IndexedExample]]]:
-        """Iterate over steps: their examples, by micro-batch."""
+        """Iterate over steps, each a list of micro-batches of examples."""
         return micro_batches(self._micro_batches(), self.accumulation, drop_last=False)
 
     def _micro_batches(self) -> Iterator[list[IndexedExample]]:
@@ -314,12 +314,11 @@ class ExampleLoader:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Digests of prepared rows, to tell whether two datasets have the same examples, whatever file or cache they are from.
+# Digests, to tell whether two datasets have the same examples, independent of files and caches
 
 
 def fingerprint(dataset: Dataset, columns: Columns) -> str:
-    """The digest of all examples of a prepared table in order: ids, lengths and numbers. A hexadecimal string."""
+    """Hexadecimal digest of all examples of a prepared table, in order: ids, lengths and numbers."""
     numbers = [name for name in columns.numbers if name in dataset.column_names]
     lists = [name for name in _lists(columns) if name in dataset.column_names]
     names = (*lists, *numbers)
@@ -338,13 +337,12 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
 
 
 def _lists(columns: Columns) -> tuple[str, ...]:
-    """The columns that have a list of integers in each row."""
+    """The columns of integer lists."""
     return (*columns.texts, *columns.labels, *([columns.documents] if columns.documents else []))
 
 
 def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
-    """The digest of a stream's examples up to this row: 64 bits, chained from `so_far`, the digest up to the row
-    before."""
+    """64-bit digest of a stream up to and including this row, chained from the digest `so_far`."""
     digest = xxhash.xxh3_64(seed=so_far)
     for column in _lists(columns):
         digest.update(np.asarray(row.get(column, ()), np.int64))
@@ -354,8 +352,7 @@ def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
     return digest.intdigest()
 
 
-# ----------------------------------------------------------------------------------------------------
-# The order in which a run reads its rows, the same as TRL's to the index, and the length of a run.
+# Order of rows (TRL's to the index) and length of a run
 
 
 def epoch_order(
@@ -365,17 +362,17 @@ def epoch_order(
     `shuffle`.
 
     Args:
-        lengths: of the rows; where given, rows of like length are grouped into steps of `group` rows.
+        lengths: lengths of the rows; if given, rows of similar length are grouped into steps of `group` rows.
     """
     order = TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
     return order if lengths is None else grouped_by_length(order, lengths, group)
 
 
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
-    """Put rows of like length next to each other: transformers' LengthGroupedSampler, over this `order`.
+    """Group rows of similar length, like transformers' LengthGroupedSampler with this `order`.
 
-    Stretches of up to 50 batches, at least four of them, are sorted by length. The longest row of all comes first, so
-    that a step that does not fit into memory fails at once.
+    Megabatches of up to 50 batches are sorted by length, with at least four megabatches per epoch if there are enough
+    batches. The longest row comes first, so that a step that does not fit into memory fails immediately.
     """
     run = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
     runs = [sorted(order[i : i + run], key=lambda row: lengths[row], reverse=True) for i in range(0, len(order), run)]
@@ -385,7 +382,7 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
 
 
 def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list]:
-    """Group items by `size`; the last group may be shorter, or is left out with `drop_last`."""
+    """Group items by `size`; the last group may be shorter, or is dropped with `drop_last`."""
     items = iter(items)
     while batch := list(islice(items, size)):
         if len(batch) == size or not drop_last:
@@ -396,7 +393,7 @@ def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterat
 class RunLength:
     """The length of a run in optimizer steps; the last step of an epoch may have fewer micro-batches.
 
-    micro_batches_per_epoch: for a dataset without a length, as many as `max_steps` needs.
+    micro_batches_per_epoch: for a dataset without a length, the number that `max_steps` needs.
     """
 
     max_steps: int
@@ -407,10 +404,10 @@ class RunLength:
 def run_length(
     rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int
 ) -> RunLength:
-    """The length of a run by TRL's arguments: `max_steps` beats `epochs`; an incomplete last step counts.
+    """The length of a run from TRL's arguments: `max_steps` overrides `epochs`, and an incomplete last step counts.
 
     Raises:
-        ValueError: the dataset has no length and there is no `max_steps`, or `drop_last` leaves no batch.
+        ValueError: the dataset has no length and `max_steps` is not set, or `drop_last` leaves no batch.
     """
     if rows is None:
         if max_steps <= 0:
@@ -430,17 +427,13 @@ def run_length(
     return RunLength(math.ceil(epochs * steps), math.ceil(epochs), batches)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How the examples of an optimizer step, or of a step of an evaluation, become arrays.
-
-
-Weighting = Literal["examples", "tokens", "shards"]
+# Step layout: from examples to arrays
 
 
 class IndexedExample(NamedTuple):
-    """An example, the index by which it is told of and, of a stream, the digest up to it.
+    """An example with its index and, for a stream, the digest up to it.
 
-    index: of its row in the dataset, of a stream in its epoch; or the number that whoever makes the example gives it.
+    index: of its row in the dataset (for a stream, within the epoch), or a number chosen by the creator of the example.
     """
 
     example: Example
@@ -449,15 +442,18 @@ class IndexedExample(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """The arrays of one optimizer step or one evaluation step, and counts of them.
+    """The arrays of one optimizer or evaluation step, with counts.
 
-    num_micro_batches, num_examples, num_tokens: of real ones, without padding. num_texts: of each example.
-    num_primary_tokens: of them those of texts that count (`Example.num_primary_texts`).
-    num_targets: of the examples together, those that a mean over tokens is divided by.
-    num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest, or end to end.
-    num_places: tokens that are computed on here, padding included.
-    rows: the index of each example. passes: those that are in each pass.
-    rows_digest: of a stream's examples from the first of the epoch to the last of this batch.
+    num_micro_batches, num_examples, num_tokens: without padding.
+    num_texts: per example.
+    num_primary_tokens: tokens of the texts that count in token metrics (`Example.num_primary_texts`).
+    num_targets: the divisor of a mean over tokens.
+    num_padded_tokens: `num_primary_tokens` with TRL's padding: each row of a micro-batch as long as the longest one, or
+        all end to end.
+    num_places: tokens computed here, padding included.
+    rows: index of each example.
+    passes: indices of the examples in each pass.
+    rows_digest: digest of a stream from the start of the epoch to the end of this batch.
     """
 
     arrays: Batch
@@ -474,10 +470,10 @@ class StepBatch(NamedTuple):
     rows_digest: int | None
 
     def of_reads(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
-        """For each of `rows` the values of the reads of each text, in the order of `Example.targets`.
+        """Split values per read into values per row and text, in the order of `Example.targets`.
 
         Args:
-            values: of every read, in the form of `arrays.reads`, under a language model's head.
+            values: shaped like `arrays.reads`, from a language modeling head.
         """
         found, examples = {}, self.arrays.weight.shape[-1]
         for rows, index in zip(self.passes, np.ndindex(self.arrays.weight.shape[:-1]), strict=True):
@@ -489,24 +485,24 @@ class StepBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How examples are laid out: it knows neither where they come from nor their order.
+    """Lays out the examples of a step as arrays.
 
-    `batch_size` examples make a micro-batch, `accumulation` micro-batches a step. In the padded layout a micro-batch is
-    a pass; in the packed and shared layouts a step's examples fill as many packed rows, whatever their micro-batch,
-    unless `by_micro_batch` keeps those of each together. On several devices, `shards` of them divide each micro-batch,
-    and arrays have an axis of shards after that of passes.
+    A micro-batch has `batch_size` examples and a step `accumulation` micro-batches. In the padded layout each
+    micro-batch is a pass. In the packed and shared layouts the examples of a step are distributed over `accumulation`
+    packed rows regardless of their micro-batch, unless `by_micro_batch`. On several devices each micro-batch is divided
+    over `shards`, and arrays have a shard axis after the pass axis.
 
-    The loss of a step is a sum over its examples, whose weights are by `weighting` TRL's mean over micro-batches of
-    means over "examples", a mean over "tokens" (the step's targets), or over "shards" of means over each one's targets.
+    The loss of a step is a weighted sum over its examples. By `weighting`, this is TRL's mean over micro-batches of
+    means over "examples", a mean over all targets ("tokens"), or a mean over "shards" of means over their targets.
 
     Attributes:
-        layout: "padded", "packed", or "shared": packed, and what the two texts of an example begin with only once.
+        layout: "padded", "packed", or "shared": packed, with the common prefix of an example's two texts stored once.
         buckets: the lengths of packed rows.
-        views: in place of the buckets, where attention reads the texts of packed rows as rows.
-        divided: False lays examples out for one device, whatever `shards`.
-        trains: whether the batches are those of steps, whose means over tokens are as transformers counts them
-            (`Example.num_counted_targets`); in an evaluation they are over all targets.
-        padding_free: whether TRL's collator lays the texts of a micro-batch end to end: it then pads all as one.
+        views: replaces `buckets` if attention reads the texts of packed rows as rows.
+        divided: False lays out examples for one device, whatever `shards`.
+        trains: whether these are training steps, whose token means count targets as transformers does
+            (`Example.num_counted_targets`); evaluation counts all targets.
+        padding_free: whether TRL's collator concatenates the texts of a micro-batch, and so pads them as one.
     """
 
     batch_size: int
@@ -524,11 +520,11 @@ class StepLayout:
     padding_free: bool = False
 
     def step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
-        """The arrays of a step, and counts.
+        """Build the arrays of a step.
 
         Args:
-            group: the examples of each micro-batch: at most `accumulation` of them, of at most `batch_size` each.
-            number: of the step in the run, by which `buckets` may serve.
+            group: the examples of at most `accumulation` micro-batches, at most `batch_size` each.
+            number: of the step in the run; determines which `buckets` are available.
         """
         shards = self.shards if self.divided else 1
         examples = by_shard([[indexed.example for indexed in batch] for batch in group], shards)
@@ -559,7 +555,7 @@ class StepLayout:
     def _weights(
         self, group: Sequence[Sequence[IndexedExample]], runs: list[list[Example]], shards: int
     ) -> list[float]:
-        """The weight of the examples of each of `by_shard`'s runs, by `weighting`."""
+        """The weight of the examples in each run of `by_shard`, according to `weighting`."""
         if self.weighting == "examples":
             return [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
         targets = np.asarray([self._targets(run) for run in runs]).reshape(-1, shards)
@@ -568,13 +564,13 @@ class StepLayout:
         return (1 / (shards * np.maximum(1, targets.sum(axis=0)))).tolist() * len(group)
 
     def _targets(self, examples: Sequence[Example]) -> int:
-        """The divisor of a mean over the tokens of these examples."""
+        """The divisor of a mean over the targets of these examples."""
         return sum(example.num_counted_targets if self.trains else example.num_targets for example in examples)
 
     def _laid_out(
         self, micro_batches: list[list[Example]], weights: list[float], bucket: Callable[[int], int]
     ) -> tuple[Batch, list[int]]:
-        """The arrays of a step, and for each example the number `pass * shards + shard` of where it is."""
+        """The arrays of a step, and for each example the index pass * shards + shard of its place."""
         shards = self.shards if self.divided else 1
         examples, passes = self.batch_size // shards, self.accumulation * shards
         if self.layout == "padded":
@@ -599,7 +595,7 @@ class StepLayout:
         return (arrays if shards == 1 else in_shards(arrays, shards)), pass_of
 
     def _max_examples(self, examples: int, passes: int, shards: int) -> int | None:
-        """How many examples a packed row may have; None where that is not bounded."""
+        """Maximum number of examples in a packed row; None if unbounded."""
         if self.by_micro_batch:
             return examples
         if self.views is not None:
@@ -607,11 +603,11 @@ class StepLayout:
         return None if shards == 1 else room(examples, self.accumulation)
 
     def _trl_tokens(self, lengths: list[int]) -> int:
-        """The tokens of TRL's batch of texts of these lengths."""
+        """Number of tokens, padding included, of TRL's batch for texts of these lengths."""
         if self.padding_free or not lengths:
             return self._trl_length(sum(lengths))
         return len(lengths) * self._trl_length(max(lengths))
 
     def _trl_length(self, longest: int) -> int:
-        """The row length of TRL's collator, which has no buckets."""
+        """Row length of TRL's collator, which has no "auto" lengths."""
         return longest if self.pad_to_multiple_of == "auto" else padded_length(longest, self.pad_to_multiple_of)

@@ -1,4 +1,4 @@
-"""Batch layouts: padded rows, packed rows with shared prompts, and rows divided over devices. Pure NumPy."""
+"""Batch layouts: padded rows, packed rows with shared prompts, and division over devices. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import numpy as np
 from trl_jax.core.outputs import Packed, RowView
 from trl_jax.data.batch import Batch, Example, empty_extras, padded_length, read_places, weight_of
 
-# ----------------------------------------------------------------------------------------------------
-# A step's examples on several devices, as TRL's ranks have them: an equal share of each micro-batch. Pure NumPy.
+# Several devices: each gets an equal share of every micro-batch, like TRL's ranks
 
 
 def filled(order: np.ndarray, size: int) -> np.ndarray:
-    """The order of an epoch, begun again at its end until `size` divides it: accelerate's `even_batches`."""
+    """Extend the order of an epoch with its first rows to a multiple of `size`, like accelerate's `even_batches`."""
     return np.concatenate([order, np.resize(order, -len(order) % size)])
 
 
 def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[Any]]:
-    """Each micro-batch as `shards` runs, one behind the other; where it does not come out even, the first have one item
-    more, and there may be none for the last."""
+    """Split each micro-batch into `shards` consecutive runs; if uneven, the first runs have one item more and the last
+    may be empty."""
     runs = []
     for items in micro_batches:
         ends = [(shard * len(items) + shards - 1) // shards for shard in range(shards + 1)]
@@ -33,10 +32,9 @@ def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[A
 
 
 def room(examples: int, accumulation: int) -> int:
-    """Examples that one of several devices' packed rows has room for: some more than `examples`, its share of a
-    micro-batch.
+    """Maximum number of examples in a packed row on one of several devices, whose share of a micro-batch is `examples`.
 
-    Without a bound each packed row would be read at as many places as all examples of the step have.
+    Without this bound, every packed row would need slots for all examples of the step.
     """
     return (accumulation + 1) * examples
 
@@ -51,13 +49,13 @@ def packed_passes(
     shards: int,
     most: int,
 ) -> Batch:
-    """Examples as packed rows, `[count x shards, 1, T]`, each with a slot for `most` examples: pass by pass, one for
-    each shard.
+    """Lay out examples as packed rows `[count x shards, 1, T]`: for each pass, one row per shard.
 
     Args:
-        placed: of `by_shard`'s runs, `examples` each; slots are counted over all of them.
-        into: the packed row of each, counted over passes and shards.
-        spec: as `pack_examples` takes it.
+        placed: the examples in the runs of `by_shard`, `examples` per run; slots are numbered over all runs.
+        into: the packed row of each example, numbered over passes and shards.
+        spec: see `pack_examples`.
+        most: slots per packed row.
     """
     rows = count * shards
     member, own = np.zeros((rows, count, most), bool), []
@@ -72,14 +70,14 @@ def packed_passes(
 
 
 def sharded_rows(batch: Batch, shards: int) -> Batch:
-    """Padded micro-batches of `by_shard`, `[count x shards, ...]`, as `[count, shards, ...]`."""
+    """Reshape the padded micro-batches of `by_shard` from `[count x shards, ...]` to `[count, shards, ...]`."""
     passes, _, examples = batch.micro_batch.shape
     member = batch.micro_batch.reshape(passes, passes // shards, shards, examples).any(axis=2)
     return in_shards(batch._replace(micro_batch=member), shards)
 
 
 def in_shards(batch: Batch, shards: int) -> Batch:
-    """`[n x shards, ...]` as `[n, shards, ...]`."""
+    """Reshape every array from `[n x shards, ...]` to `[n, shards, ...]`."""
 
     def split(leaf: Any) -> Any:
         if isinstance(leaf, dict):
@@ -92,26 +90,25 @@ def in_shards(batch: Batch, shards: int) -> Batch:
 
 
 def pass_weights(real: np.ndarray) -> np.ndarray:
-    """The share of each example in the mean over passes of means over their examples, float32 `[..., E]`.
+    """The weight of each example in the mean over passes of the means over their examples, float32 `[..., E]`.
 
     Args:
-        real: bool `[..., E]`, which examples of each pass are real; a pass without any does not count.
+        real: bool `[..., E]`, which examples of each pass are real; empty passes do not count.
     """
     examples = real.sum(axis=-1, keepdims=True)
     return (real / np.maximum(examples, 1) / np.count_nonzero(examples)).astype(np.float32)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Packed rows: text after text without pads between, and what several texts begin with only once. Pure NumPy.
+# Packed rows: texts end to end without padding between them, and common prefixes stored once
 
 
 class PackingSpec(NamedTuple):
     """How packed rows are laid out.
 
-    pad_token_id: fills them, and decides where texts are read.
-    share_prefix: whether the two texts of an example may share what they begin with, and examples their context.
-    bucket: from the tokens of the longest packed row to how long all are.
-    row_view: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the packed row.
+    pad_token_id: fills the rows, and decides where classifiers read a text.
+    share_prefix: whether the two texts of an example share their common prefix, and examples their context.
+    bucket: maps the tokens of the fullest packed row to the length of all.
+    row_view: also view texts as rows, with lengths from its `shape`; None if attention runs along packed rows.
     """
 
     pad_token_id: int
@@ -130,15 +127,14 @@ def pack_examples(
     rows: int,
     longest_texts: Sequence[int] | None = None,
 ) -> Batch:
-    """Examples as packed rows, `[rows, 1, T]`, with a slot for each of `count * examples` in every one.
+    """Lay out examples as packed rows `[rows, 1, T]`, each with slots for `count * examples` examples.
 
     Args:
-        placed: what `place` gave.
-        into: the packed row of each.
-        spec: how long rows are, and what stands in them.
-        examples: a full micro-batch's.
-        count: micro-batches a full step has.
-        longest_texts: of each example as `longest_in_batch` gives it; None means that of micro-batches.
+        placed: from `place`.
+        into: the packed row of each example.
+        examples: number of examples in a full micro-batch.
+        count: number of micro-batches in a full step.
+        longest_texts: from `longest_in_batch`, for each example; None computes it per micro-batch.
     """
     filled = _filled(placed, into, rows)
     view, length, like = None, 0, placed[0].example
@@ -215,14 +211,14 @@ def _empty(
 
 
 def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
-    """Places for the reads of a packed row with targets: as many as it has tokens, whatever part of them is read, or a
-    multiple where texts that share tokens read them twice."""
+    """Number of reads per packed row with targets: the row length, independent of how many are used, or a multiple of
+    it if texts that share tokens need more."""
     targets = np.bincount(into, [one.example.num_targets for one in placed])
     return max(1, -(-int(targets.max()) // length)) * length
 
 
 def _filled(placed: Sequence[Placed], into: Sequence[int], rows: int) -> list[int]:
-    """The tokens of each packed row: contexts count once in it."""
+    """Number of tokens in each packed row, counting each shared context once."""
     filled, met = [0] * rows, set()
     for one, row in zip(placed, into, strict=True):
         known = one.context is not None and (row, one.context) in met
@@ -232,8 +228,11 @@ def _filled(placed: Sequence[Placed], into: Sequence[int], rows: int) -> list[in
 
 
 def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.ndarray]:
-    """Where each text's tokens stand, in order. Of two that share what they begin with, the first has its own end
-    before that, from its last token to its first, and the second behind it."""
+    """The positions of each text's tokens, in order.
+
+    If two texts share a prefix, the rest of the first text precedes the prefix, in reverse order, and the rest of the
+    second follows it.
+    """
     if not shared:
         ends = start + np.cumsum([len(ids) for ids in texts])
         return [np.arange(end - len(ids), end) for ids, end in zip(texts, ends, strict=True)]
@@ -244,7 +243,7 @@ def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.
 
 
 def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
-    """Lay an example into a packed row from `start` on. Returns where each text's tokens are."""
+    """Write an example into a packed row at `start`. Returns the positions of each text's tokens."""
     texts = one.example.texts
     places = _places(texts, start, one.shared)
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
@@ -258,7 +257,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
                 packed.prompt[row, 0, run] = run[0]
     for at in places[: one.example.num_primary_texts]:
         batch.router_token_count[row, 0, at] += 1
-    if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
+    if one.shared:  # the first text's own tokens are reversed: each sees itself up to the end of the shared prefix
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
     batch.enter((row,), one.slot, one.example, one.weight)
@@ -266,13 +265,13 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
 
 
 def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.ndarray | None) -> list[np.ndarray]:
-    """Lay an example from `start` on, behind its context. Returns where the text's tokens are.
+    """Write an example with a context at `start`. Returns the positions of the text's tokens.
 
     Args:
-        context: where the context is, if the packed row has it already; otherwise it is laid at `start`.
+        context: positions of the context if the packed row already has it; otherwise it is written at `start`.
 
     Raises:
-        ValueError: the context has other tokens than under the same key before.
+        ValueError: the context has other tokens than an earlier one with the same key.
     """
     [ids], shared = one.example.texts, one.context_tokens
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
@@ -295,10 +294,10 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
 
 
 def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np.ndarray], pad_token_id: int) -> int:
-    """Enter the reads of an example, those of targets from `read` on. Returns their end.
+    """Write the reads of an example, those of targets starting at `read`. Returns the end.
 
-    A text that is the same as the first one is read at one place with it: sums in another order would tell them apart,
-    as TRL does not.
+    A text identical to the first one is read at the same positions: otherwise a different summation order would give
+    the two different outputs, unlike in TRL.
     """
     texts, slots = one.example.texts, batch.weight.shape[1]
     for number, (ids, at) in enumerate(zip(texts, places, strict=True)):
@@ -312,21 +311,22 @@ def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np
     return read
 
 
-# ----------------------------------------------------------------------------------------------------
-# The texts of packed rows as rows, too, for kernels that read rows. Pure NumPy.
+# Row views: the texts of packed rows as rows, for attention kernels that need rows
 
 
 class RowViewShape(NamedTuple):
-    """How texts in packed rows are viewed as rows, too: of at most `examples` examples. `shape` goes from the tokens of
-    the longest packed row, and of the longest text, to the lengths of packed rows and of rows."""
+    """How texts in packed rows are viewed as rows.
+
+    examples: maximum number of examples in a packed row.
+    shape: maps (tokens of the fullest packed row, tokens of the longest text) to the lengths of packed and view rows.
+    """
 
     examples: int
     shape: Callable[[int, int], tuple[int, int]]
 
 
 def view_rows(placed: Sequence[Placed], into: Sequence[int], view: RowViewShape) -> int:
-    """Rows that the texts of any packed row are viewed as; of documents the next power of two, so that few shapes
-    compile."""
+    """Number of view rows per packed row; with documents, rounded up to a power of two to limit compilations."""
     documents = int(np.bincount(into, [len(one.example.documents) for one in placed]).max())
     return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * view.examples
 
@@ -337,18 +337,18 @@ def no_view(rows: int, count: int, longest: int, length: int, sharing: int) -> R
 
 
 def sharing(placed: Sequence[Placed], into: Sequence[int]) -> int:
-    """How many texts of a packed row may share a token: 2, or the next power of two, so that few shapes compile."""
+    """Maximum number of texts that share a token: 2, or rounded up to a power of two to limit compilations."""
     branches = Counter((row, one.context) for one, row in zip(placed, into, strict=True) if one.context is not None)
     return max(2, 1 << (max(branches.values(), default=1) - 1).bit_length())
 
 
 def write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int, side: int) -> None:
-    """Enter a text as a row of this number.
+    """Write a text as view row `number`.
 
     Args:
         row: the packed row.
-        at: where the text's tokens are in it.
-        shared: how many of the first ones are in rows of `side` texts before it, too.
+        at: positions of the text's tokens in the packed row.
+        shared: the number of leading tokens that `side` earlier texts share with it.
     """
     at_view, back = view.places[row, 0], view.rows[row, 0]
     own = number * at_view.shape[1] + np.arange(len(at))
@@ -357,8 +357,7 @@ def write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int
     back[side if shared else 0, at[:shared]] = own[:shared]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Padded rows: each text, or document of a text, has a row of its own, as long as the longest. Pure NumPy.
+# Padded rows: one row per text, or per document, as long as the longest
 
 
 def pad_examples(
@@ -370,15 +369,15 @@ def pad_examples(
     pad_to_multiple_of: int | str | None,
     weights: Sequence[float] | None = None,
 ) -> Batch:
-    """The micro-batches of one optimizer step as padded rows, one pass each: `[count, ...]`.
+    """Lay out the micro-batches of one optimizer step as padded rows, one pass each: `[count, ...]`.
 
     Args:
         micro_batches: the examples of each; the last may be short, the first is not empty.
-        examples: E, the examples a full micro-batch has; shorter ones are filled with examples of weight 0.
-        count: micro-batches a full step has; a shorter step is filled likewise.
-        pad_token_id: fills rows, and decides where they are read.
+        examples: E, the number of examples in a full micro-batch; shorter ones are padded with examples of weight 0.
+        count: number of micro-batches in a full step; a shorter step is padded likewise.
+        pad_token_id: fills rows, and decides where classifiers read a text.
         pad_to_multiple_of: see `padded_length`.
-        weights: of each micro-batch's examples that have none of their own; None makes it TRL's mean of means.
+        weights: per micro-batch, for examples without a weight of their own; None gives TRL's mean of means.
     """
     every, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
     length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
@@ -408,7 +407,7 @@ def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_i
         tokens=tokens,
         positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
         reads=reads,
-        # A row of pads shows one of them, so that nothing divides by no tokens; decoders do not look.
+        # With a score head, a row of padding has length 1 to avoid dividing by zero; decoders ignore lengths.
         lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
         weight=np.zeros((count, examples), np.float32),
         micro_batch=np.broadcast_to(member, (count, count, examples)),
@@ -422,10 +421,10 @@ def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_i
 def _write_padded(
     batch: Batch, m: int, slot: int, example: Example, rows: Sequence[int], read: int, pad_token_id: int
 ) -> int:
-    """Enter an example into micro-batch m, its reads from `read` on where it has targets. Returns their end.
+    """Write an example into micro-batch m, with its target reads starting at `read`. Returns the end of the reads.
 
     Args:
-        rows: the row of each text; its further documents are in those after it.
+        rows: the row of each text; further documents follow in the rows after it.
     """
     examples, length = batch.weight.shape[1], batch.tokens.shape[2]
     primary = range(len(example.texts))[: example.num_primary_texts]
@@ -444,13 +443,17 @@ def _write_padded(
     return read
 
 
-# ----------------------------------------------------------------------------------------------------
-# The places of a step's examples in packed rows: in which one each lies, and what it shares there. Pure NumPy.
+# Assignment of examples to packed rows
 
 
 class Placed(NamedTuple):
-    """An example with its slot, counted over the step's micro-batches, its weight, how many tokens its two texts share,
-    and the micro-batch and key of the context that it shares with other examples."""
+    """An example with its place in a step.
+
+    slot: its index, counted over the step's micro-batches.
+    weight: in the step's loss.
+    shared: number of tokens in the common prefix of its two texts.
+    context: micro-batch and key of the context that it shares with other examples; None without one.
+    """
 
     slot: int
     example: Example
@@ -460,18 +463,21 @@ class Placed(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Places that it takes in a packed row, its context with it."""
+        """Number of tokens that it takes in a packed row, including its context."""
         return self.example.tokens - self.shared
 
     @property
     def context_tokens(self) -> int:
-        """Those of its context, which stand in a packed row once."""
+        """Number of tokens of its context, which a packed row stores once."""
         return 0 if self.context is None else self.example.context.tokens
 
 
 def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """How many ids two texts begin with alike; each keeps its last one to itself. Others than two share nothing: a
-    token sees one run of its row, so a prefix has one text before it and one behind it."""
+    """Length of the common prefix of two texts, excluding the last token of each.
+
+    0 unless there are exactly two texts: a token attends to one contiguous range of its row, so only one text can
+    precede a prefix and one follow it.
+    """
     if len(texts) != 2:
         return 0
     first, second = texts
@@ -483,10 +489,13 @@ def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
 def greedy_bins(
     costs: Sequence[int], bins: int, most: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[int]:
-    """The bin of each item: the dearest first, each into the one that is emptiest then (Graham 1969).
+    """Assign items to bins to balance costs: items in order of decreasing cost, each into the least full bin (Graham
+    1969).
 
-    `most` of the `sizes`, one an item unless they are given, go into one at most; there is room for all. Where sizes
-    differ, that is so if they take up half of it, and none more than half of a bin.
+    Args:
+        most: maximum total of `sizes` per bin. The caller must ensure that all items fit; with different sizes, that
+            holds if they fill at most half of the total room and no item exceeds half of a bin.
+        sizes: of the items; None means 1 each.
     """
     if bins == 1:
         return [0] * len(costs)
@@ -506,7 +515,7 @@ def greedy_bins(
 
 
 def bins_of(placed: Sequence[Placed], bins: int, most: int | None = None) -> list[int]:
-    """The packed row of each example, by `greedy_bins`; those that share a context stay together."""
+    """The packed row of each example, by `greedy_bins`; examples that share a context stay together."""
     groups: dict[Hashable, list[int]] = {}
     for number, one in enumerate(placed):
         groups.setdefault(("alone", number) if one.context is None else one.context, []).append(number)
@@ -529,8 +538,10 @@ def place(
     share_prefix: bool,
     weights: Sequence[float] | None = None,
 ) -> list[Placed]:
-    """The examples of a step in order; a full micro-batch has `examples`. TRL's mean of means is in their weights,
-    unless `weights` has those of each micro-batch's examples, or an example has its own."""
+    """Number the examples of a step, with `examples` slots per micro-batch, and find what they share.
+
+    An example's weight is its own, else that of its micro-batch in `weights`, else the one of TRL's mean of means.
+    """
     return [
         Placed(
             m * examples + i,
@@ -545,11 +556,12 @@ def place(
 
 
 def _context_of(example: Example, micro_batch: int) -> Hashable:
-    """The micro-batch and the key of an example's context, None without one: what a token is computed from may depend
-    on the longest text that TRL runs beside it, so examples of other micro-batches have it for themselves.
+    """The micro-batch and the key of an example's context; None without one.
+
+    Contexts are only shared within a micro-batch, because rotary embeddings may depend on its longest text.
 
     Raises:
-        ValueError: its text does not begin with as many tokens, or it is not the only one.
+        ValueError: the example does not have exactly one text that is at least as long as the context.
     """
     if example.context is None:
         return None
@@ -564,7 +576,7 @@ def _context_of(example: Example, micro_batch: int) -> Hashable:
 
 
 def longest_in_batch(placed: Sequence[Placed], size: int) -> list[int]:
-    """For each example the longest document among those that TRL would run beside it: runs of `size` slots."""
+    """For each example, the longest document in its TRL batch, a run of `size` slots."""
     longest: dict[int, int] = {}
     for one in placed:
         longest[one.slot // size] = max(longest.get(one.slot // size, 0), one.example.longest_document)

@@ -1,4 +1,4 @@
-"""Pack rows of tokens into rows of at most one length: TRL's `pack_dataset`."""
+"""Pack the rows of a dataset into longer rows: TRL's `pack_dataset`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _STRATEGIES = ("bfd", "bfd_split", "wrapped")
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Join rows into rows of at most `seq_length` items. All columns must hold lists, of the same length within a row.
+    """Pack rows into rows of at most `seq_length` items. Columns must hold lists, of equal length within a row.
 
     Args:
         dataset: Dataset, IterableDataset or a dict of either.
-        strategy: "bfd" truncates longer rows and packs by best fit, the longest first (Ding et al. 2024,
-            arXiv:2404.10830); "bfd_split" also packs what was cut off; "wrapped" joins all rows and cuts them evenly.
-            The first two add the column `seq_lengths`, the lengths of the pieces in each row.
-        map_kwargs: for the dataset's `map`; each of its batches is packed on its own.
+        strategy: "bfd" truncates longer rows and packs best-fit decreasing (Ding et al. 2024, arXiv:2404.10830);
+            "bfd_split" also packs what was cut off; "wrapped" concatenates all rows and cuts them evenly. The first two
+            add the column `seq_lengths`, the lengths of the pieces in each row.
+        map_kwargs: passed to the dataset's `map`; each of its batches is packed separately.
 
     Raises:
-        TypeError: a column holds no lists.
-        ValueError: lists of different lengths in a row, an unknown strategy, or a seq_length below 1.
+        TypeError: a column does not hold lists.
+        ValueError: lists of different lengths within a row, an unknown strategy, or a seq_length below 1.
     """
     if strategy not in _STRATEGIES:
         raise ValueError(f"Invalid packing strategy {strategy!r}, wanted one of {', '.join(_STRATEGIES)}.")
@@ -51,7 +51,7 @@ def _form(dataset: Any) -> dict[str, Any]:
 
 
 def _lists(table: pa.Table) -> dict[str, pa.Array]:
-    """The columns, each as one array, after checking that they are lists of the same lengths."""
+    """The columns as arrays, checked to be lists of equal lengths."""
     lists = {name: table[name].combine_chunks() for name in table.column_names}
     for name, column in lists.items():
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
@@ -101,11 +101,11 @@ def _best_fit(table: pa.Table, seq_length: int, split: bool) -> pa.Table:
 
 
 def _rows(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Assign pieces to rows by best fit, the longest first: each goes into the row with the least space that it fits
-    in, of several such rows into the one that has had that space longest."""
+    """Assign pieces to rows by best-fit decreasing: each goes into the row with the least sufficient space; among equal
+    rows, into the one that has had this space longest."""
     rows: list[list[int]] = []
     with_space: dict[int, deque[list[int]]] = defaultdict(deque)
-    spaces: list[int] = []  # those of with_space that have a row, in order
+    spaces: list[int] = []  # sorted keys of with_space that have a row
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         at = bisect_left(spaces, length)

@@ -1,4 +1,4 @@
-"""Rows of DPO, KTO, ORPO and CPO: prompts with chosen and rejected completions, as token ids."""
+"""Rows of preference tasks (DPO, KTO, ORPO, CPO): prompts with chosen and rejected answers, as token ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from trl_jax.data.batch import IGNORED
 from trl_jax.data.chat_templates import apply_chat_template
 from trl_jax.data.sft import common_prefix
 
-# ----------------------------------------------------------------------------------------------------
-# Prepare preference datasets for direct preference optimisation: a prompt's tokens, and those of two answers.
+logger = logging.getLogger(__name__)
 
+_OPTIONS = ("tools", "chat_template_kwargs")
+
+Options = Callable[[str], dict[str, Any]]
+
+# DPO
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 JOINED = ("chosen_input_ids", "rejected_input_ids", "chosen_labels", "rejected_labels")
@@ -35,22 +39,22 @@ def prepare_dpo(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids` to the dataset's own columns, and what a step reads:
-    `chosen_input_ids` and `rejected_input_ids`, the prompt with each answer, cut to `max_length`, and their labels.
+    """Add the columns that DPO trains on.
 
-    Rows that have the three columns already are not tokenised. Rows with ids and labels of both texts, which early
-    releases of TRL prepared, are only cut, unless they have the texts, too, which TRL reads. Unless `keep_end`, rows
-    whose prompt alone has `max_length` tokens or more are left out.
+    These are TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and what a step reads: `chosen_input_ids` and
+    `rejected_input_ids`, the prompt with each answer truncated to `max_length`, and their labels. Rows that already
+    have the first three are not tokenized. Rows that already have the joined columns, as prepared by early TRL
+    releases, are only truncated, unless they also have the texts, which TRL prefers. Unless `keep_end`, rows whose
+    prompt alone has at least `max_length` tokens are dropped.
 
     Args:
-        keep_end: cut at the beginning, and not at the end.
-        max_prompt_length: how many of a prompt's last tokens stay, before anything else is cut; None: all.
-        num_proc: processes that tokenise.
+        keep_end: truncate at the start instead of at the end.
+        max_prompt_length: keep only this many last tokens of a prompt, before any other truncation; None keeps all.
+        num_proc: processes that tokenize.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
     Raises:
-        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
-            row.
+        TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
@@ -80,7 +84,7 @@ def prepare_dpo(
 
 
 def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
-    """The token ids of a row's prompt and of what both answers add to it; `index` and `where` name it in errors."""
+    """Tokenize a row: ids of the prompt, and of what each answer adds. `index` and `where` name the row in errors."""
     place = f"Row {index} of {where}"
     read = read_row(row, _NEEDED, place)
     ids = behind_prompt(*tokenised(read, _NEEDED, tokenizer, place))
@@ -88,7 +92,7 @@ def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str
 
 
 def _part(max_length: int | None, keep_end: bool) -> slice:
-    """The part of a text that is kept: its first or last `max_length` tokens, or all."""
+    """The slice of a text that is kept: its first or last `max_length` tokens, or all."""
     if max_length is None:
         return slice(None)
     return slice(-max_length, None) if keep_end else slice(max_length)
@@ -102,7 +106,7 @@ def _cut(row: dict[str, Any], part: tuple[int | None, int | None], max_prompt_le
 def _joined(
     row: dict[str, Any], index: int, part: tuple[int | None, int | None], max_prompt_length: int | None, where: str
 ) -> dict[str, Any]:
-    """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
+    """Join the prompt with each answer, truncate, and build labels from the answer's ids."""
     columns: dict[str, list[int]] = {}
     if max_prompt_length is not None:
         columns["prompt_ids"] = row["prompt_ids"][-max_prompt_length:]
@@ -113,10 +117,7 @@ def _joined(
     return columns
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prepare preference datasets for ORPO and CPO: each answer behind its prompt, as TRL's trainers of pairs without a
-# reference tokenise them.
-
+# ORPO and CPO
 
 TEXTS, LABELS = ("chosen_input_ids", "rejected_input_ids"), ("chosen_labels", "rejected_labels")
 _SIDES = ("chosen", "rejected")
@@ -131,19 +132,20 @@ def prepare_reference_free(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """Add TRL's `chosen_input_ids`, `rejected_input_ids`, `chosen_labels`, `rejected_labels` and `prompt_input_ids` to
-    rows of `chosen` and `rejected`, with or without `prompt`. Labels are the ids of the answers.
+    """Add the columns that ORPO and CPO train on.
 
-    Texts lose what is beyond `max_length`; rows whose prompt alone is as long are left out.
+    These are TRL's `chosen_input_ids`, `rejected_input_ids`, `chosen_labels`, `rejected_labels` and
+    `prompt_input_ids`, built from `chosen`, `rejected` and an optional `prompt`. Labels are the ids of the answers.
+    Texts are truncated to `max_length`; rows whose prompt alone is that long are dropped.
 
     Args:
-        max_prompt_length: how many of a prompt's last tokens stay where it is too long with an answer; None: all.
-        num_proc: processes that tokenise.
+        max_prompt_length: if prompt and answer exceed `max_length`, only this many last tokens of the prompt are kept;
+            None keeps all.
+        num_proc: processes that tokenize.
         name: "train", "eval", "test", or the dataset's name in errors.
 
     Raises:
-        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
-            row.
+        TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
@@ -166,7 +168,7 @@ def prepare_reference_free(
 def tokenize_reference_free_row(
     row: dict[str, Any], index: int, tokenizer: Any, where: str, most: int | None, most_of_prompt: int | None
 ) -> dict[str, list[int]]:
-    """The columns that `prepare` adds to a row; `index` and `where` name it in errors."""
+    """The columns that `prepare_reference_free` adds to a row; `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     texts = _rendered(read_row(row, _SIDES, place), tokenizer, place)
     sides = _behind_prompt(texts, tokenizer, place)
@@ -182,7 +184,7 @@ def tokenize_reference_free_row(
 
 
 def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
-    """The texts of a row's prompt and of it with each answer."""
+    """The prompt as text, and the prompt with each answer."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return [prompt, *(prompt + row[side] for side in _SIDES)]
@@ -197,15 +199,15 @@ def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
 
 
 def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
-    """For each answer the tokens of its prompt and its own.
+    """For each answer, the tokens of its prompt and its own.
 
     Raises:
-        ValueError: the prompt's tokens are others before one answer than before the other.
+        ValueError: the prompt is tokenized differently before the two answers.
     """
     alone, *whole = tokenizer(texts, add_special_tokens=False)["input_ids"]
     sides = []
     for ids in whole:
-        start = len(alone) - (ids[: len(alone)] != alone)  # its last token may have become one with the answer's first
+        start = len(alone) - (ids[: len(alone)] != alone)  # the prompt's last token may have merged with the answer
         start = max(start, 0)
         sides.append((ids[:start], ids[start:]))
     (one, _), (other, _) = sides
@@ -227,19 +229,11 @@ def _ended(answer: list[int], tokenizer: Any) -> list[int]:
     return answer if eos is None or answer[-1:] == [eos] else [*answer, eos]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts and answers to token ids, and joined as a language model scores them: the rows of DPO and KTO.
-
-
-logger = logging.getLogger(__name__)
-
-_OPTIONS = ("tools", "chat_template_kwargs")
-
-Options = Callable[[str], dict[str, Any]]
+# Shared by DPO and KTO
 
 
 def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | None) -> Options:
-    """From the words of a progress bar to the arguments of `map` and `filter`; those of a stream have none."""
+    """A function from a progress bar's text to arguments of `map` and `filter`; empty for a stream."""
 
     def options(words: str) -> dict[str, Any]:
         streams = isinstance(dataset, IterableDataset)
@@ -249,7 +243,7 @@ def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | 
 
 
 def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[str, Any]:
-    """The columns of a row that are read, the prompt taken from both answers where it has none.
+    """Check a row and return the columns that are used. A missing prompt is extracted from the answers.
 
     Args:
         answers: the columns of the answers.
@@ -267,7 +261,7 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
 
 
 def tokenised(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
-    """The token ids of a row's prompt, and those of it with each answer, which ends with EOS unless it is messages."""
+    """Token ids of the prompt, and of the prompt with each answer. EOS is appended unless answers are messages."""
     if isinstance(row["prompt"], str):
         ended = [row["prompt"] + chat.with_eos(row[answer], tokenizer, place) for answer in answers]
         return tokenizer(text=[row["prompt"], *ended])["input_ids"]
@@ -283,19 +277,19 @@ def tokenised(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place
 
 
 def behind_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
-    """The ids of the prompt, and those that each answer adds to it.
+    """Split token ids into the prompt and what each answer adds to it.
 
-    An answer begins where its tokens, with the prompt's, differ from the prompt's alone, or before, where another's do.
+    The split is at the end of the longest prefix that the prompt shares with all of `whole`.
     """
     alike = min(common_prefix(prompt, ids) for ids in whole)
     return [prompt[:alike], *(ids[alike:] for ids in whole)]
 
 
 def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict[str, Any]:
-    """Split what both answers begin with off as their prompt; a text's prompt ends before a space.
+    """Split the common prefix off both answers as their prompt; the prompt of texts ends before a space.
 
     Raises:
-        ValueError: conversations that begin with different messages.
+        ValueError: conversations whose first messages differ.
     """
     pairs = zip(chosen, rejected, strict=False)
     alike = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
@@ -320,11 +314,11 @@ def without_full_prompts(
     options: Options,
     column: str = "prompt_ids",
 ) -> Dataset | IterableDataset:
-    """Leave out rows whose prompt alone has `max_length` tokens or more, and say how many these are.
+    """Drop rows whose prompt alone has at least `max_length` tokens, and warn.
 
     Args:
-        max_prompt_length: how many tokens will stay of a prompt that is too long; None: all.
-        column: of the prompts' tokens.
+        max_prompt_length: the length that prompts will be truncated to; None if they are not.
+        column: column of the prompt's tokens.
 
     Raises:
         ValueError: no row of a table is left.
@@ -350,7 +344,7 @@ def without_full_prompts(
 
 
 def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[list[int], list[int]]:
-    """The part of a row's prompt with the answer of this column that is kept, and its labels, the answer's ids."""
+    """Join a row's prompt with the answer in `column` and truncate; returns ids and labels."""
     prompt, answer = row["prompt_ids"], row[column]
     if not prompt and not answer:
         raise checks.cell_error(place, column, answer, "at least one token, because the row has no prompt")
@@ -360,10 +354,12 @@ def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[l
 def shortened(
     row: dict[str, Any], ids: str, labels: str, kept: slice, max_prompt_length: int | None, beyond: int = 0
 ) -> dict[str, list[int]]:
-    """The columns of a text that was joined before, of which a part is kept, and of its prompt the end.
+    """Truncate ids and labels that are already joined.
 
     Args:
-        max_prompt_length: tokens of the prompt, where the text has more than `beyond`; None: all.
+        kept: the slice to keep, after shortening the prompt.
+        max_prompt_length: if the text has more than `beyond` tokens, only this many last tokens of the prompt are
+            kept; None keeps all.
     """
     start = 0
     if max_prompt_length is not None and len(row[ids]) > beyond:
@@ -375,7 +371,7 @@ def shortened(
 def warn_of_rows(
     dataset: Dataset | IterableDataset, texts: Sequence[str], labels: str, where: str
 ) -> Dataset | IterableDataset:
-    """Warn, once each, of rows of a table without a prompt, and of those whose two answers are equal.
+    """Warn about rows of a table without a prompt, and about rows with two equal answers.
 
     Args:
         texts: the columns of whole texts, one or two.
@@ -404,16 +400,15 @@ def _has_room(row: dict[str, Any], max_length: int, column: str) -> bool:
     return len(row[column]) < max_length
 
 
-# ----------------------------------------------------------------------------------------------------
-# Pairs as rows of one answer each, labelled as desirable or not.
+# Unpairing
 
 
 def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
-    """Split each pair into two rows with `completion` and `label`; chosen answers of a block come before rejected ones.
+    """Split each pair into two rows with `completion` and `label`; in each batch of `map`, chosen answers come first.
 
     Args:
         dataset: Dataset, DatasetDict or IterableDataset of pairs.
-        map_kwargs: for the dataset's `map`.
+        map_kwargs: passed to the dataset's `map`.
     """
     return dataset.map(_unpaired, batched=True, remove_columns=get_dataset_column_names(dataset), **map_kwargs)
 
@@ -426,7 +421,7 @@ def _unpaired(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def get_dataset_column_names(dataset: Dataset | IterableDataset | DatasetDict) -> list[str]:
-    """Names of a dataset's columns; for a stream without that information, those of its first row."""
+    """Column names of a dataset; for a stream without that information, those of its first row."""
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
     return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names

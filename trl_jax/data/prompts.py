@@ -1,4 +1,4 @@
-"""Rows of prompts for online training: checks, token ids, and prompts that are tokenized already."""
+"""Rows of online training: check and tokenize prompts, and decode completions."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ from trl_jax.data.chat import check_unicode, rendered
 from trl_jax.data.checks import argument, blocks, cell_error, is_list, numbers_of
 from trl_jax.data.tokenize import check_has
 
-# ----------------------------------------------------------------------------------------------------
-# Rows of prompts, which a language model completes: checking them, and their token ids.
-
+logger = logging.getLogger(__name__)
 
 _WANTED = 'a text, or messages such as [{"role": "user", "content": "..."}]'
-_EMPTY = "A completion follows at least one token: leave the row out, or begin prompts with a token, such as the BOS."
+_EMPTY = "A completion needs at least one token before it: leave the row out, or start prompts with the BOS token."
 
 
 def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
-    """The rows as they are: each has a `prompt`, and further columns are for reward functions.
+    """Check that every row has a valid `prompt`, and return the dataset. Other columns are for reward functions.
 
-    All rows of a table are checked now; rows of a stream are checked as they arrive, the first one now.
+    A table is checked now; a stream is checked as its rows arrive, the first one now.
 
     Raises:
-        TypeError: it is no dataset.
-        KeyError: there is no such column.
-        ValueError: a row has images, or its prompt is neither a text nor messages with content, or has no token.
+        TypeError: not a dataset.
+        KeyError: there is no column `prompt`.
+        ValueError: a row has images, or its prompt is neither a text nor messages with content, or is empty.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
-        raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")
+        raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the prompt column to 'prompt'.")
     checks.check_no_images(columns or (), argument(name))
     facts = {"name": name, "begins": bool(_ids([""], tokenizer)[0])}
     if isinstance(dataset, IterableDataset):
         dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
-        next(iter(dataset), None)  # checks the first row; the others when they come
+        next(iter(dataset), None)  # checks the first row
     elif dataset.format["type"] == "custom":
         for row in dataset.take(1):  # a transform makes the others when they are read
             _checked(row, 0, **facts)
@@ -56,7 +54,7 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
 
 
 def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
-    """Raise ValueError for the first prompt that cannot be completed. Only doubtful rows become Python values."""
+    """Raise ValueError for the first invalid prompt. Only suspicious rows are converted to Python values."""
     plain = dataset.select_columns("prompt").with_format(None)
     for first, block in blocks(dataset, ("prompt",)):
         doubtful = np.flatnonzero(_doubtful(block.column("prompt").combine_chunks(), begins))
@@ -66,7 +64,7 @@ def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
 
 
 def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
-    """Of each prompt, whether it may be one that `_checked` refuses, bool `[rows]`."""
+    """Which prompts `_checked` might refuse, bool `[rows]`."""
     kind = prompts.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         bad = prompts.is_null() if begins else pc.equal(pc.fill_null(prompts, ""), "")
@@ -80,7 +78,7 @@ def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
     messages, rows = prompts.flatten(), numbers_of(pc.list_parent_indices(prompts))
     role, content = (pc.struct_field(messages, column) for column in ("role", "content"))
     if len(messages) != len(rows) or not (pa.types.is_string(content.type) or pa.types.is_large_string(content.type)):
-        return every  # contents in parts, or JSON, whose null is a text
+        return every  # contents are lists of parts, or JSON, in which null is a text
     bad = numbers_of(pc.or_(role.is_null(), content.is_null()))
     if "tool_calls" in names and is_list((calls := pc.struct_field(messages, "tool_calls")).type):
         called = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
@@ -91,10 +89,10 @@ def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
 
 
 def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> dict[str, Any]:
-    """Raise ValueError for a row whose prompt cannot be completed.
+    """Raise ValueError for a row with an invalid prompt.
 
     Args:
-        begins: whether the tokenizer begins each text with a token, so that an empty one has some.
+        begins: whether the tokenizer starts every text with a special token, so that an empty prompt is valid.
     """
     where = f"Row {number} of {argument(name)}"
     check_has(row, number, ("prompt",), argument(name))
@@ -113,7 +111,7 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
 
 
 def _check_message(message: Any, where: str) -> None:
-    """Raise ValueError unless it has a role, and a content or calls of tools."""
+    """Raise ValueError unless a message has a role, and content or tool calls."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise cell_error(where, "prompt", message, "only messages, each a dict with role and content")
     if message.get("content") is None and not message.get("tool_calls"):
@@ -121,7 +119,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is a conversation."""
+    """Whether a prompt is a list of messages with roles."""
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
@@ -132,30 +130,29 @@ def prompt_ids(
     template_options: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts: of texts with the special tokens that the tokenizer adds, of conversations rendered up to
-    where the assistant begins.
+    """Token ids of prompts: texts with the tokenizer's special tokens, conversations with the generation prompt.
 
     Args:
         template_options: further arguments of the chat template.
-        max_prompt_length: how many of the last tokens stay; None: all.
+        max_prompt_length: keep only this many last tokens; None keeps all.
     """
     kinds = {is_conversation(prompt) for prompt in prompts}
     if len(kinds) > 1:
         other = next(prompt for prompt in prompts if is_conversation(prompt) != is_conversation(prompts[0]))
         raise ValueError(
-            f"Prompts must be all texts or all messages, and two that are completed together are {brief(prompts[0])} "
-            f"and {brief(other)}. Make them one or the other."
+            f"Prompts must be all texts or all messages, but found {brief(prompts[0])} and {brief(other)}. Convert one "
+            "kind to the other."
         )
     if kinds == {True}:
         if any(prompt[-1]["role"] == "assistant" for prompt in prompts):
             warnings.warn(
-                "A prompt ends with a message of the assistant. As in TRL, that message is not continued: a completion "
-                "is another one behind it. End prompts with a message of the user.",
+                "A prompt ends with an assistant message. As in TRL, that message is not continued: the completion is "
+                "a new message after it. End prompts with a user message.",
                 stacklevel=2,
             )
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
         ids = []
-        for prompt, alike in groupby(prompts):  # the completions of a group follow each other
+        for prompt, alike in groupby(prompts):  # equal prompts of a group are adjacent
             own = rendered(tokenizer, list(prompt), f"The prompt {brief(prompt, 300)}", **options)["input_ids"]
             ids += [own] * len(list(alike))
     else:
@@ -176,12 +173,12 @@ def completion_texts(
     tokenizer: Any,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[Any]:
-    """Completions as reward functions see them: texts without special tokens, or an assistant's message each where
+    """Completions as reward functions see them: texts without special tokens, or one assistant message each if the
     prompts are conversations.
 
     Args:
-        prompt_ids: the tokens of the prompts, with which messages are parsed by the tokenizer's `response_template`, if
-            it has one; None: they are not.
+        prompt_ids: token ids of the prompts, needed to parse messages with the tokenizer's `response_template`, if it
+            has one; None does not parse them.
     """
     if prompt_ids is not None and is_conversation(prompts[0]) and vars(tokenizer).get("response_template") is not None:
         both = zip(ids, prompt_ids, strict=True)
@@ -195,12 +192,12 @@ def completion_texts(
 def parsed_message(
     ids: list[int], before: list[int], tokenizer: Any, tools: list[Callable] | None = None
 ) -> dict[str, Any]:
-    """A message with what the tokenizer's template tells apart, thoughts and calls of tools among it; the text alone,
-    where it is malformed.
+    """Parse a message with the tokenizer's `response_template` into content, reasoning and tool calls; a malformed
+    message becomes plain text.
 
     Args:
-        before: the tokens that the message follows.
-        tools: functions whose annotations say which types the arguments of calls have.
+        before: the tokens before the message.
+        tools: functions whose annotations determine the argument types of calls.
     """
     try:
         message = tokenizer.parse_response(ids, prefix=before, tools=tools)
@@ -211,12 +208,12 @@ def parsed_message(
         for call in message.get("tool_calls") or ():
             _settle_call(call)
         return message
-    except (TypeError, ValueError, RecursionError):  # the last of JSON with very many brackets
+    except (TypeError, ValueError, RecursionError):  # RecursionError: deeply nested JSON
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 def _settle_call(call: Any) -> None:
-    """Give a call of a tool the arguments that it lacks, none. Raises ValueError where it has no name."""
+    """Add missing arguments, {}, to a tool call. Raises ValueError if it has no name."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a call of a tool without a name")
@@ -224,25 +221,21 @@ def _settle_call(call: Any) -> None:
         function["arguments"] = {}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts that a script has tokenised, as RLOOTrainer wanted them up to TRL 0.21: back to texts.
-
-
-logger = logging.getLogger(__name__)
+# Tokenized prompts, as RLOOTrainer took them up to TRL 0.21
 
 
 def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
-    """Rows with `input_ids` and without a `prompt` get the text of these tokens as their prompt; others stay.
+    """Decode `input_ids` into a `prompt` column if there is none; other datasets are returned unchanged.
 
     Raises:
-        ValueError: a row whose text would be other tokens.
+        ValueError: the decoded text does not tokenize to the same ids.
     """
     columns = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None
     if columns is None or "prompt" in columns or "input_ids" not in columns:
         return dataset
     logger.warning(
-        "%s has prompts as input_ids, as RLOOTrainer took them up to TRL 0.21: they are turned back into texts. Pass "
-        "the column 'prompt', of texts or messages.",
+        "%s has prompts as input_ids, as RLOOTrainer took them up to TRL 0.21: they are decoded to texts. Pass a "
+        "column 'prompt' with texts or messages instead.",
         argument(name),
     )
     facts = {"tokenizer": tokenizer, "name": name}
@@ -260,8 +253,8 @@ def _with_prompt(row: dict[str, Any], number: int, tokenizer: Any, name: str) ->
     text = tokenizer.decode(ids[len(begins) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if tokenizer(text)["input_ids"] != ids:
         raise ValueError(
-            f"{argument(name)}: the input_ids of row {number}, {brief(text)}, are not the tokens of this text. Pass "
-            "the column 'prompt' in their place, of texts or messages."
+            f"{argument(name)}: the input_ids of row {number} decode to {brief(text)}, which tokenizes differently. "
+            "Pass a column 'prompt' with texts or messages instead."
         )
     return {"prompt": text}
 

@@ -1,4 +1,4 @@
-"""Rows of reward models: chosen and rejected texts as token ids."""
+"""Rows of reward modeling: chosen and rejected texts as token ids."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trl_jax.data.chat_templates import apply_chat_template
 from trl_jax.data.checks import argument, check_no_media, check_numbers, drop_long, id_lists, numbers_of
 from trl_jax.data.tokenize import StreamState, check_has, first_row, is_long, warn_once, without_long
 
-# ----------------------------------------------------------------------------------------------------
-# Prepare preference datasets of every form that TRL accepts: their rows become token ids, in the same order.
-
-
 logger = logging.getLogger(__name__)
+
+IDS = ("chosen_ids", "rejected_ids")
+TEXTS = ("chosen", "rejected")
+LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
 
 
 def prepare(
@@ -32,18 +32,17 @@ def prepare(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """Add `chosen_ids` and `rejected_ids` to the dataset's own columns, and leave out the pairs that are too long.
+    """Add `chosen_ids` and `rejected_ids` to a dataset and drop pairs that are too long.
 
-    A pair is left out where either answer, with its prompt, has more than `max_length` tokens; nothing is truncated. A
-    dataset that is prepared already stays as it is.
+    A pair is dropped if either answer with its prompt has more than `max_length` tokens; nothing is truncated. Rows
+    that already have token ids are not tokenized.
 
     Args:
-        num_proc: processes that tokenise.
+        num_proc: processes that tokenize.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
     Raises:
-        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
-            row.
+        TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     checks.check_type(dataset, name)
     plain = dataset.with_format(None)  # rows as Python values, whatever format the user has set
@@ -82,7 +81,7 @@ def _drop_padding(dataset: Dataset, masks_of: dict[str, str], num_proc: int | No
 
 
 def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
-    """Number of tokens of each row of these checked columns of ids: `[columns, rows]`."""
+    """Number of tokens in each row of these checked id columns: `[columns, rows]`."""
     counts = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
     return np.stack([np.concatenate(column) for column in counts])
 
@@ -98,7 +97,7 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str,
             "tokenizer": tokenizer,
             "where": where,
             "max_characters": max_characters,
-        },  # not a closure: the cache finds the result again
+        },  # not a closure, so that the cache recognizes the call
         desc=f"Tokenizing {where.replace('_', ' ', 1)}",
     )
     empty = [empty_texts(block) for _, block in checks.blocks(dataset, TEXTS)]
@@ -107,8 +106,11 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str,
 
 
 def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.ndarray:
-    """Number of tokens of the longer answer of each pair, `[rows]`; for texts that were cut, a number above
-    `max_length`.
+    """Check the ids of all pairs and warn about identical answers.
+
+    Returns:
+        Number of tokens of each pair's longer answer, `[rows]`; for texts that were cut, some number above
+        `max_length`.
     """
     scanned = [check_ids(block, first, where) for first, block in checks.blocks(dataset, IDS)]
     lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
@@ -123,8 +125,7 @@ def _warn_count(flags: np.ndarray, what: str) -> None:
         logger.warning(f"{flags.sum():,} of {len(flags):,} {what} (first: row {np.argmax(flags)})")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Streams of pairs: rows get the same ids and the same checks as those of a table, one at a time as they arrive.
+# Streams
 
 
 def prepare_stream(
@@ -135,13 +136,13 @@ def prepare_stream(
     max_length: int | None,
     where: str,
 ) -> IterableDataset:
-    """Map a stream to rows with `chosen_ids` and `rejected_ids`, without `masks`, masked tokens and pairs too long.
+    """`prepare` for a stream: rows are tokenized, unmasked, checked and filtered as they arrive.
 
-    The number of rows is not known before the end, so warnings name the first row of a kind instead of a count.
+    Warnings name the first row of each kind instead of a count, because the number of rows is unknown.
 
     Args:
-        columns: that every row must have, besides those of the masks.
-        masks: column of ids -> column of its mask.
+        columns: columns that every row must have, in addition to those of the masks.
+        masks: maps an id column to the column of its mask.
         where: the dataset's name in messages.
     """
     bound = None if IDS[0] in columns else tokenize.character_bound(tokenizer, max_length)
@@ -183,7 +184,7 @@ def _read_row(
 
 
 def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, state: StreamState) -> dict[str, Any]:
-    """The ids of a row that its masks keep, by column."""
+    """The unmasked ids of a row, by column."""
     left = {}
     for column, mask in masks.items():
         block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
@@ -201,18 +202,17 @@ def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], wh
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Pairs of a chosen and a rejected answer to token ids: both as text, or as conversations.
-
+# Tokenizing pairs
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 _TWICE = "If 'chosen' and 'rejected' already start with the prompt, drop it: dataset.remove_columns(\"prompt\")."
 
 
 class Pair(NamedTuple):
-    """Both answers, each with the prompt in front.
+    """Both answers, each including the prompt.
 
-    options: keyword arguments of the chat template, empty for text. where: the row's name in errors.
+    options: chat template arguments, empty for text.
+    where: the row's name in errors.
     """
 
     chosen: str | list[dict]
@@ -224,14 +224,13 @@ class Pair(NamedTuple):
 def tokenise_batch(
     batch: Any, indices: list[int], tokenizer: Any, where: str, max_characters: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """Tokenise a block of rows, as `Dataset.map` passes it, to `chosen_ids` and `rejected_ids`.
+    """Tokenize a batch of `Dataset.map` to `chosen_ids` and `rejected_ids`.
 
-    Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the rows in
-    errors. A text of more than `max_characters` is tokenised only up to there, which is enough to see that it is too
-    long.
+    Only the ids are returned, so the user's own columns are kept. `indices` and `where` name the rows in errors. Texts
+    of more than `max_characters` are cut there, because they are certainly too long.
 
     Raises:
-        ValueError: a row has another form than a text or a conversation with a template, by row and column.
+        ValueError: a row is neither text nor a conversation, or a conversation has no template.
     """
     columns = [column for column in _READ if column in batch]
     cells = zip(*(batch[column] for column in columns), strict=True)
@@ -242,9 +241,9 @@ def tokenise_batch(
 
 
 def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
-    """Join an explicit prompt to both answers, and end texts with EOS; a template ends conversations itself.
+    """Prepend an explicit prompt to both answers and append EOS to texts; templates end conversations themselves.
 
-    `where` names the row in errors. EOS is looked for in the answer alone, before the prompt is joined to it.
+    `where` names the row in errors. Whether a text already ends with EOS is checked on the answer without the prompt.
     """
     columns = [column for column in ("prompt", "chosen", "rejected") if column in row]
     chat.check_contents(row, columns, where, _TWICE)
@@ -264,10 +263,10 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
 
 
 def tokenise(pairs: list[Pair], tokenizer: Any, max_characters: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """Token ids (chosen, rejected) of each pair; all pairs are texts, or all are conversations.
+    """Token ids (chosen, rejected) of each pair; pairs must be all texts or all conversations.
 
     Args:
-        max_characters: as in `tokenise_batch`.
+        max_characters: see `tokenise_batch`.
     """
     if isinstance(pairs[0].chosen, str):
         texts = [_cut(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
@@ -277,7 +276,7 @@ def tokenise(pairs: list[Pair], tokenizer: Any, max_characters: int | None = Non
 
 
 def _ids(tokenizer: Any, texts: list[str], pairs: list[Pair]) -> list[list[int]]:
-    """The token ids of the texts, two a pair; where the tokenizer gives up, the error has the pair's row."""
+    """Tokenize the texts, two per pair; if the tokenizer panics, find the pair and name its row."""
     try:
         return tokenizer(text=texts)["input_ids"]
     except BaseException as error:
@@ -308,22 +307,20 @@ def _render_side(
     return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attention masks of rows from early releases of TRL: masked tokens are padding, and are dropped.
-
+# Attention masks from early TRL releases: masked tokens are padding and are removed
 
 MASKS = {"chosen_ids": "attention_mask_chosen", "rejected_ids": "attention_mask_rejected"}
 
 
 def drop_padding(dataset: Dataset, masks: dict[str, str], num_proc: int | None, where: str) -> Dataset:
-    """Drop the masks of a table and the tokens that they mask out.
+    """Remove masked tokens from a table, and then the masks.
 
     Args:
-        masks: column of ids -> column of its mask, as in `MASKS`.
+        masks: maps an id column to the column of its mask, as in `MASKS`.
         where: the dataset's name in errors.
 
     Raises:
-        ValueError: as `unmasked`.
+        ValueError: see `unmasked`.
     """
     left = {column: kind for column, kind in dataset.features.items() if column not in masks.values()}
     shorter = dataset.with_format("arrow").map(
@@ -349,8 +346,8 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
     """The ids of a column where its mask is 1.
 
     Raises:
-        ValueError: a mask of another length, of other values than 0 and 1, or with zeros between ones, by row and
-            column. (Dropping tokens in the middle would change the positions of those after them.)
+        ValueError: a mask has the wrong length, values other than 0 and 1, or zeros between ones. (Removing tokens in
+            the middle would change the positions of those after them.)
     """
     lists = checks.id_lists(block, column, first, where)
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
@@ -371,7 +368,7 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
 
 
 def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
-    """Whether the mask keeps each token of a block: bool `[tokens]`, rows laid end to end."""
+    """Whether the mask keeps each token of a block: bool `[tokens]`, rows concatenated."""
     wanted, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
     if not checks.is_list(lists.type):
         raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), wanted)
@@ -396,17 +393,15 @@ def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, w
     return marks == 1
 
 
-# ----------------------------------------------------------------------------------------------------
-# Find the columns of a dataset that are read, under today's or older names, and warn of those that are not.
+# Column names, current and legacy
 
-
-_EARLY_IDS = ("input_ids_chosen", "input_ids_rejected")  # of the releases whose collator read masks
+_EARLY_IDS = ("input_ids_chosen", "input_ids_rejected")  # from releases whose collator used masks
 _PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in TRL. Remove padding from them"
 _WEIGHT = "all pairs have the same weight"
 _LABEL = "the chosen answer counts as the better one in every pair"
 _TEXTS = "the text is used instead, as in TRL. To train on these ids, name them 'chosen_ids' and 'rejected_ids'"
 _PROMPT = "the prompt column must be named 'prompt'"
-# Column that TRL silently ignores -> the reason, for the warning: a script that has it may expect something of it.
+# Columns that TRL silently ignores although a user may expect an effect -> explanation for the warning.
 _UNREAD = {
     **dict.fromkeys([*MASKS.values(), "chosen_attention_mask", "rejected_attention_mask"], _PADDING),
     **dict.fromkeys(["weight", "weights", "sample_weight", "sample_weights"], _WEIGHT),
@@ -418,22 +413,25 @@ _UNREAD = {
 
 
 class Columns(NamedTuple):
-    """The columns that are read. tokenised: rows have token ids. masks: the entries of `MASKS` that are read with
-    them."""
+    """The columns that are used.
+
+    tokenised: whether rows have token ids.
+    masks: the entries of `MASKS` that apply to them.
+    """
 
     tokenised: bool
     masks: dict[str, str]
 
 
 def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Columns]:
-    """Rename older columns to today's names, and find those that are read. Where texts and ids of an early release's
-    names are there, it is the texts, as in TRL.
+    """Rename legacy columns and determine which are used. If there are both texts and ids under the earliest names, the
+    texts are used, as in TRL.
 
-    Warns of older names, and of columns that look as if they changed the training but don't.
+    Warns about legacy names, and about columns that look as if they had an effect but do not.
 
     Args:
-        column_names: the dataset's columns; a stream may not know them itself.
-        name: of the dataset, as `preference.prepare` takes it.
+        column_names: the dataset's columns; a stream may not know its own.
+        name: of the dataset, as passed to `prepare`.
 
     Raises:
         ValueError: there are neither texts nor ids.
@@ -478,23 +476,17 @@ def _warn_unread(column_names: list[str], tokenised: bool, where: str) -> None:
         logger.warning(f"{where}: the columns {columns} are ignored: {reason}.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checks of preference pairs before they are trained on; they read blocks, as those of `data.rows.checks`.
-
-
-IDS = ("chosen_ids", "rejected_ids")
-TEXTS = ("chosen", "rejected")
-LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
+# Checks of Arrow blocks
 
 
 def missing_columns(columns: list[str], name: str) -> ValueError:
-    """The error of a dataset that has only `columns`, neither texts nor ids."""
+    """The error for a dataset with neither texts nor ids."""
     accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
     return ValueError(f"{argument(name)} needs the columns {accepted}; found {brief(columns, 500)}.")
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """The number of tokens of the longer answer and whether both answers are equal, each `[rows]`.
+    """Number of tokens of the longer answer, and whether both answers are equal, each `[rows]`.
 
     Raises:
         ValueError: a value is not a list of at least one int.

@@ -20,10 +20,6 @@ from trl_jax.data.checks import blocks, list_lengths
 from trl_jax.data.packing import pack_dataset
 from trl_jax.data.tokenize import check_has
 
-# ----------------------------------------------------------------------------------------------------
-# Prepare datasets of supervised fine-tuning: rows of every form that TRL accepts become token ids and labels.
-
-
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("input_ids", "labels")
@@ -52,26 +48,26 @@ def prepare(
     skip_prepare_dataset: bool = False,
     answer_marks: AnswerMarks | None = None,
 ) -> Dataset | IterableDataset:
-    """Add `input_ids` and `labels` to the dataset's own columns; of packed rows only they and `seq_lengths` are left.
+    """Add `input_ids` and `labels` to a dataset; with packing, only these and `seq_lengths` are kept.
 
-    Rows are cut to `max_length`, and those that have no label left are dropped; or they are packed. Rows that are
-    packed already (they have `seq_lengths`) stay as they are.
+    Rows are packed, or truncated to `max_length` and dropped if no label is left. Rows that are already packed (they
+    have `seq_lengths`) are not changed.
 
     Args:
-        num_proc: processes that tokenise.
+        num_proc: processes that tokenize.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
-        packing_parts: parts of a table that are packed apart; None: the whole. TRL packs apart what each of its
-            processes has tokenised.
-        completion_only_loss: None: where the rows have prompts and completions.
-        chat_template: in the place of the tokenizer's. None: its own, or with `assistant_only_loss` one that marks what
-            the assistant says.
-        seed: of `shuffle_dataset`.
-        skip_prepare_dataset: the rows have their columns already; nothing is cut, packed or shuffled.
-        answer_marks: labels are those of the answers that these tokens mark, whatever they were; not for packed rows.
+        packing_parts: number of parts of a table that are packed separately, as TRL packs what each of its processes
+            has tokenized; None packs the whole table.
+        completion_only_loss: None enables it for rows with prompts and completions.
+        chat_template: replaces the tokenizer's. None uses the tokenizer's own, or with `assistant_only_loss` one that
+            marks assistant content.
+        seed: for `shuffle_dataset`.
+        skip_prepare_dataset: the rows are already tokenized; nothing is truncated, packed or shuffled.
+        answer_marks: replaces the labels by those of the answers that these tokens mark; not for packed rows.
 
     Raises:
-        TypeError, ValueError, RuntimeError: the dataset, an option or a row cannot be trained on; a stream raises when
-            it reaches the row.
+        TypeError, ValueError, RuntimeError: the dataset, an option or a row is invalid; a stream raises when it reaches
+            the row.
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
@@ -125,8 +121,10 @@ def _answers_of(
 
 
 def _marked_template(tokenizer: Any) -> str | None:
-    """None where the tokenizer's own template marks what the assistant says; it is an error of each row to have
-    none."""
+    """None if the tokenizer's own template marks assistant content, else a training template.
+
+    Also None if there is no template; rows raise an error for that later.
+    """
     own = tokenizer.chat_template
     return None if own is None or has_generation_markers(own) else training_template(own)
 
@@ -142,7 +140,7 @@ def _warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:
 def _unprepared(
     dataset: Dataset | IterableDataset, first: dict[str, Any], name: str, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """A dataset of ids as it is, with the ids as labels where there are none."""
+    """A dataset with token ids, with the ids as labels if it has none."""
     where = checks.argument(name)
     if "input_ids" not in first:
         raise ValueError(
@@ -158,24 +156,24 @@ def _unprepared(
 def _tokenised(
     dataset: Dataset | IterableDataset, num_proc: int | None, *, where: str, **facts: Any
 ) -> Dataset | IterableDataset:
-    """Map `tokenise_batch` over the dataset; a stream is read one row at a time."""
+    """Map `tokenise_batch` over the dataset; a stream is mapped one row at a time."""
     options = {"batch_size": 1} if isinstance(dataset, IterableDataset) else {}
     options |= _map_options(dataset, num_proc, f"Tokenizing {where}")
     return dataset.map(tokenise_batch, with_indices=True, batched=True, fn_kwargs=facts | {"where": where}, **options)
 
 
 def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
-    """Options of `map` that a stream does not have."""
+    """Arguments of `map` that only tables accept."""
     if isinstance(dataset, IterableDataset):
         return {}
     return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
 
 
 def _labelled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
-    """Leave out the rows whose labels are all -100, if `drops`, and warn of them.
+    """Warn about rows whose labels are all -100, and drop them if `drops`.
 
     Raises:
-        ValueError: there are no other rows.
+        ValueError: all rows of a table are like this.
     """
     if isinstance(dataset, IterableDataset):
         facts = {"where": where, "state": tokenize.StreamState()}
@@ -209,15 +207,13 @@ def _has_label(row: dict[str, Any], index: int, where: str, state: tokenize.Stre
     return False
 
 
-# ----------------------------------------------------------------------------------------------------
-# Rows of supervised fine-tuning to token ids and labels: texts, conversations, prompts with completions, token ids.
-
+# Tokenizing rows: texts, conversations, prompts with completions, token ids
 
 _MIXED = "Write the prompt and the completion either both as text or both as messages."
 
 
 class _Talk(NamedTuple):
-    """A conversation, its keyword arguments of the chat template, and the row's name in errors."""
+    """A conversation, its chat template arguments, and the row's name in errors."""
 
     messages: list[dict[str, Any]]
     options: dict[str, Any]
@@ -234,14 +230,13 @@ def tokenise_batch(
     keep_end: bool,
     where: str,
 ) -> dict[str, Any]:
-    """Make `input_ids` and `labels` of a block of rows, as `Dataset.map` passes it, of at most `max_length` tokens.
+    """Build `input_ids` and `labels`, truncated to `max_length`, for a batch of `Dataset.map`.
 
-    Only these are returned, so that the user's own columns stay as they are. `indices` and `where` name the rows in
-    errors.
+    Only these are returned, so the user's own columns are kept. `indices` and `where` name the rows in errors.
 
     Raises:
-        ValueError: a row has another form, by row and column.
-        RuntimeError: the assistant says nothing in a row, and only what it says is trained on.
+        ValueError: a row does not have the format of the first one.
+        RuntimeError: with `assistant_only_loss`, a row has no assistant content.
     """
     check_has(batch, indices[0], row_format.needed, where)
     if row_format.kind == "ids":
@@ -258,7 +253,7 @@ def tokenise_batch(
 
 
 def _given(batch: Any, first: int, row_format: RowFormat, max_length: int | None, where: str) -> tuple[list, list]:
-    """Ids of rows that have them, and their labels, or labels by their masks."""
+    """The ids of tokenized rows, and their labels, or labels built from their masks."""
     others = row_format.masks or (("labels",) if "labels" in batch else ())
     block = _table(batch, ("input_ids", *others), first, where)
     lists = checks.id_lists(block, "input_ids", first, where)
@@ -267,15 +262,15 @@ def _given(batch: Any, first: int, row_format: RowFormat, max_length: int | None
     for column in row_format.masks:
         labels[~reward.kept(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
     if others == ("labels",):
-        labels = _labels_beside(block, lengths, first, where)
+        labels = _given_labels(block, lengths, first, where)
     if "seq_lengths" in batch:
         _check_documents(batch["seq_lengths"], lengths, max_length, first, where)
     values, ends = labels.tolist(), np.cumsum(lengths).tolist()
     return batch["input_ids"], [values[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _labels_beside(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
-    """The labels of a block laid end to end, `[tokens]`; `lengths` are those of the ids: `[rows]`."""
+def _given_labels(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
+    """The concatenated labels of a block, `[tokens]`, checked against the lengths of the ids, `[rows]`."""
     lists = checks.id_lists(block, "labels", first, where)
     found = lists.value_lengths().to_numpy(zero_copy_only=False)
     if (found != lengths).any():
@@ -290,7 +285,7 @@ def _labels_beside(block: pa.Table, lengths: np.ndarray, first: int, where: str)
 def _check_documents(
     documents: list[list[int]], lengths: np.ndarray, max_length: int | None, first: int, where: str
 ) -> None:
-    """Raise ValueError for a packed row whose documents are not all of its tokens, or that is too long."""
+    """Raise ValueError for a packed row whose document lengths do not add up to its tokens, or that is too long."""
     for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
         if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
             wanted = f"the number of tokens of each document in the row, {tokens:,} in total"
@@ -326,8 +321,11 @@ def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: R
 
 
 def _formatted(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
-    """The text that a script makes of a row. A function that makes a list, or fails on a row, may be one of earlier
-    TRL's, which gave it a batch, a dict of columns, and took a text for each row of it."""
+    """The text that `formatting_func` makes of a row.
+
+    If the function returns a list or fails, it may be written for earlier TRL releases, which passed a batch (a dict of
+    columns) and expected one text per row.
+    """
     try:
         text = formatting_func(row)
     except (IndexError, KeyError, TypeError):
@@ -338,7 +336,7 @@ def _formatted(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], 
 
 
 def _of_batch(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
-    """The one text that the function makes of a batch of this row alone; else whatever it makes."""
+    """Call the function with a batch of one row; returns its only text, or whatever else it returns."""
     _tell_of_batches()
     texts = formatting_func({column: [cell] for column, cell in row.items()})
     return texts[0] if isinstance(texts, list) and len(texts) == 1 else texts
@@ -369,7 +367,7 @@ def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format
 
 
 def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
-    """Messages of a conversation in the form of ShareGPT: `from` and `value` become `role` and `content`."""
+    """Convert a ShareGPT conversation to messages: `from` and `value` become `role` and `content`."""
     names = {"from": "role", "value": "content"}
     if not isinstance(conversation, list) or not all(isinstance(message, dict) for message in conversation):
         raise checks.cell_error(where, "conversations", conversation, "a list of messages with 'from' and 'value'")
@@ -391,7 +389,7 @@ def _of_completions(
 
 
 def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
-    """Texts: the completion, ended with EOS, behind the prompt."""
+    """Text rows: the prompt followed by the completion and EOS."""
     ended = [chat.with_eos(row["completion"], tokenizer, where) for row, where in zip(rows, places, strict=True)]
     ids = tokenizer(text=[row["prompt"] + text for row, text in zip(rows, ended, strict=True)])["input_ids"]
     if not masking.completion:
@@ -402,7 +400,7 @@ def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Maskin
 
 
 def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
-    """Messages: the completion's behind the prompt's."""
+    """Conversational rows: the prompt's messages followed by the completion's."""
     options = [_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
     whole = [row["prompt"] + row["completion"] for row in rows]
     ids, found = _tokenise(list(map(_Talk, whole, options, places)), tokenizer, masking.assistant)
@@ -424,9 +422,9 @@ def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) 
 def _tokenise(
     talks: list[_Talk], tokenizer: Any, assistant: bool = False, **options: Any
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """The ids of conversations and, in a list for that, the masks of what the assistant says, if they are asked for.
+    """The ids of conversations, and a list with the assistant masks if `assistant`, else an empty list.
 
-    Without masks, texts are rendered one by one and tokenised together, which is faster.
+    Without masks, conversations are rendered one by one and tokenized together, which is faster.
     """
     if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
         texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
@@ -442,7 +440,7 @@ def _render(talk: _Talk, tokenizer: Any, **options: Any) -> Any:
 
 
 def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
-    """The mask of what the assistant says."""
+    """The mask of assistant content."""
     if 1 not in rendered["assistant_masks"]:
         raise RuntimeError(
             "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens. This usually "
@@ -454,13 +452,13 @@ def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
 
 
 def _behind(prompt: list[int], whole: list[int]) -> list[int]:
-    """The mask of what is behind the prompt: 0 as far as both begin alike."""
+    """The mask of the completion: 0 for the common prefix of prompt and whole text, then 1."""
     alike = common_prefix(prompt, whole)
     return [0] * alike + [1] * (len(whole) - alike)
 
 
 def common_prefix(prompt: list[int], whole: list[int]) -> int:
-    """How many tokens a prompt, and it with an answer, begin alike with; warns where these are not the whole prompt."""
+    """Length of the common prefix of a prompt and of the prompt with its answer; warns if shorter than the prompt."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
     if alike < len(prompt):
         warn_of_prefix()
@@ -469,7 +467,7 @@ def common_prefix(prompt: list[int], whole: list[int]) -> int:
 
 @cache
 def warn_of_prefix() -> None:
-    """Warn once in a process, by the cache."""
+    """Warn once per process, thanks to the cache."""
     logger.warning(
         "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
         "differently without the completion, or tokens merge at the boundary. The completion is taken to start where "
@@ -479,7 +477,7 @@ def warn_of_prefix() -> None:
 
 
 def _labels(ids: list[int], *found: list[int]) -> list[int]:
-    """The ids where all masks are 1, and -100 elsewhere."""
+    """The ids where all masks are 1, -100 elsewhere."""
     if not found:
         return ids
     return [token if all(bits) else IGNORED for token, *bits in zip(ids, *found, strict=True)]
@@ -493,16 +491,16 @@ _READERS = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
-# Labels of answers alone, found by the tokens that they begin behind: those that DataCollatorForCompletionOnlyLM of
-# TRL up to 0.19 made of each batch.
+# Labels for answers only, like DataCollatorForCompletionOnlyLM of TRL up to 0.19
 
 
 class AnswerMarks(NamedTuple):
-    """Tokens by which answers are found.
+    """Token sequences that mark answers.
 
-    response: ids that an answer begins behind. instruction: ids that a question begins with, at which an answer ends;
-    None: a text has one answer, behind the last mark. pad: the id that is no target, wherever it stands.
+    response: ids after which an answer starts.
+    instruction: ids with which a question starts, ending the answer before it; None if a text has a single answer,
+        after the last `response`.
+    pad: id that is never a target; None if there is none.
     """
 
     response: tuple[int, ...]
@@ -511,7 +509,7 @@ class AnswerMarks(NamedTuple):
 
 
 def answer_labels(ids: Sequence[int], marks: AnswerMarks) -> list[int]:
-    """The ids of answers, and -100 elsewhere; -100 throughout where a mark is missing."""
+    """The ids of answers, -100 elsewhere; -100 everywhere if a mark is missing."""
     labels = np.asarray(ids, np.int64).copy()
     if marks.pad is not None:
         labels[labels == marks.pad] = IGNORED
@@ -531,7 +529,7 @@ def answer_labels(ids: Sequence[int], marks: AnswerMarks) -> list[int]:
 
 
 def _places(ids: np.ndarray, mark: tuple[int, ...]) -> list[int]:
-    """Where the ids `[T]` have the mark."""
+    """The positions at which `mark` occurs in the ids `[T]`."""
     if len(ids) < len(mark):
         return []
     windows = np.lib.stride_tricks.sliding_window_view(ids, len(mark))
@@ -541,10 +539,10 @@ def _places(ids: np.ndarray, mark: tuple[int, ...]) -> list[int]:
 def label_answers(
     dataset: Dataset | IterableDataset, marks: AnswerMarks, where: str, options: dict[str, Any]
 ) -> Dataset | IterableDataset:
-    """Give rows with `input_ids` the labels of `answer_labels`; warn of a table's rows that have none.
+    """Replace the labels of rows with `input_ids` by `answer_labels`; warn about rows of a table that have none.
 
     Args:
-        options: of `Dataset.map`.
+        options: arguments of `Dataset.map`.
     """
     labelled = dataset.map(_labelled_batch, batched=True, fn_kwargs={"marks": marks}, **options)
     if not isinstance(labelled, IterableDataset):
@@ -571,23 +569,21 @@ def _without_label(labels: np.ndarray, lengths: np.ndarray) -> int:
     return int(np.count_nonzero(np.bincount(rows[labels != IGNORED], minlength=len(lengths)) == 0))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The form of a dataset for supervised fine-tuning, by its first row, and whether the options fit it.
-
+# The format of a dataset, determined by its first row, and checks of the options
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 _MASKS = ("completion_mask", "assistant_masks")
 
 
 class RowFormat(NamedTuple):
-    """The form of a dataset's rows, which its first row decides; the other rows must have it too.
+    """The format of a dataset's rows, determined by the first row.
 
-    kind: what is tokenised: nothing, as there are `input_ids`; the text of a column or of `formatting_func`;
-        `messages`; `conversations` in the form of ShareGPT; or `prompt` and `completion`.
-    conversational: whether there are messages, for a chat template.
-    column: the column of the text.
+    kind: what is tokenized: nothing ("ids"), a text column or the result of `formatting_func` ("text"), `messages`,
+        ShareGPT `conversations`, or `prompt` and `completion` ("completion").
+    conversational: whether rows have messages for a chat template.
+    column: the text column.
     formatting_func: makes the text of a row.
-    masks: columns of masks that rows of ids bring along and that labels are built from; empty where they have labels.
+    masks: mask columns of tokenized rows that labels are built from; empty if the rows have labels.
     """
 
     kind: Literal["ids", "text", "messages", "conversations", "completion"]
@@ -604,10 +600,11 @@ class RowFormat(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """The tokens that are left out of the labels, and the template that marks them.
+    """Which tokens are excluded from the labels.
 
-    completion: prompts are left out. assistant: all but what the assistant says. chat_template: in the place of the
-    tokenizer's own; None is that.
+    completion: exclude prompts.
+    assistant: exclude everything but assistant content.
+    chat_template: replaces the tokenizer's own; None keeps it.
     """
 
     completion: bool
@@ -624,15 +621,15 @@ def settle(
     completion_only_loss: bool | None,
     assistant_only_loss: bool,
 ) -> tuple[RowFormat, bool]:
-    """The form of rows like the first one, and whether prompts are left out of the labels.
+    """Determine the row format from the first row, and whether prompts are excluded from the labels.
 
     Args:
         where: the dataset's name in messages.
-        column: of the text, where rows are texts.
-        completion_only_loss: None: where rows have a prompt and a completion.
+        column: the text column.
+        completion_only_loss: None enables it for rows with a prompt and a completion.
 
     Raises:
-        ValueError: there is nothing to train on, or an option has no meaning for such rows.
+        ValueError: there is nothing to train on, or an option does not apply to such rows.
     """
     only = {"prompt", "completion"} <= first.keys() if completion_only_loss is None else completion_only_loss
     if only and formatting_func:
@@ -697,9 +694,10 @@ def _is_sharegpt(value: Any) -> bool:
 def _check_completions(
     row_format: RowFormat, first: dict[str, Any], where: str, completion_only_loss: bool | None
 ) -> None:
-    """Raise ValueError where a script asks for completions only, and rows do not tell them from prompts."""
-    told = row_format.kind == "completion" or row_format.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
-    if completion_only_loss and not told:
+    """Raise ValueError if `completion_only_loss` is set but rows do not separate completions from prompts."""
+    separate = row_format.kind == "completion"
+    separate |= row_format.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
+    if completion_only_loss and not separate:
         raise ValueError(
             f"completion_only_loss=True needs rows with 'prompt' and 'completion', or with 'input_ids' and "
             f"'completion_mask' or 'labels', but {where} has the columns {brief(list(first), 500)}, so every token "
@@ -708,7 +706,7 @@ def _check_completions(
 
 
 def check_lengths(packing: bool, strategy: str, max_length: int | None, truncation_mode: str) -> None:
-    """Raise ValueError for options of packing and truncation that do not go together."""
+    """Raise ValueError for invalid or incompatible options of packing and truncation."""
     if packing and max_length is None:
         raise ValueError("When packing is enabled, `max_length` can't be `None`. Pass the length of a packed row.")
     if packing and strategy not in STRATEGIES:
@@ -718,7 +716,7 @@ def check_lengths(packing: bool, strategy: str, max_length: int | None, truncati
 
 
 def check_masks(first: dict[str, Any], name: str) -> None:
-    """Raise ValueError for rows whose masks would have to become labels, where nothing is prepared."""
+    """Raise ValueError, if preparation is skipped, for rows with masks but no labels."""
     if "labels" not in first and set(_MASKS) & first.keys():
         raise ValueError(
             f"The {name} dataset has mask columns but no 'labels', and `skip_prepare_dataset=True` skips label "

@@ -1,4 +1,4 @@
-"""Tokenize text columns, in tables and in streams."""
+"""Tokenize text columns of tables and streams."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from trl_jax.data import chat, checks
 from trl_jax.data.batch import Columns
 from trl_jax.data.checks import drop_long
 
-# ----------------------------------------------------------------------------------------------------
-# Prepare datasets of plain text for any task: the texts of each row become columns of token ids.
+logger = logging.getLogger(__name__)
+MAX_REMOVED = 100_000  # consecutive rows that max_length may remove from a stream
+TEXTS = ("prompt", "chosen", "rejected")
+_DECOMPOSED = 4  # maximum number of characters that Unicode's canonical composition merges into one
+_KEEPS_ALL = ("ByteLevel", "Digits", "Split")  # pre-tokenizers that drop no characters
 
+# Plain text for any task
 
 TextsOf = Callable[[dict[str, Any]], dict[str, str]]
 
@@ -40,22 +44,20 @@ def prepare_texts(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """Add a task's columns of token ids to the dataset's own, and leave out the rows that are too long.
+    """Add a task's token id columns to a dataset and drop rows that are too long.
 
-    Texts end with the tokenizer's EOS token, as TRL's do. A dataset that has these columns already is not tokenised
-    again; its rows are checked, and left out where they are too long.
+    The tokenizer's EOS token is appended to texts, as in TRL. A dataset that already has these columns is not tokenized
+    again, only checked and filtered.
 
     Args:
-        texts_of: maps a row to its texts, each under the name of the column that gets its token ids. Define it at the
-            top of a module, so that the cache of datasets recognises it.
-        columns: the task's; every row must have its numbers, but for the optional ones.
-        needed: columns of text that `texts_of` reads.
-        max_length: as in `Task.prepare`.
-        num_proc: likewise.
-        name: likewise.
+        texts_of: maps a row to its texts, keyed by the column that gets their token ids. Define it at module level, so
+            that the cache of `datasets` recognizes it.
+        columns: the task's columns; every row must have its numbers, except the optional ones.
+        needed: text columns that `texts_of` reads.
+        max_length, num_proc, name: see `Task.prepare`.
 
     Raises:
-        TypeError, ValueError: it is no dataset, is empty or lacks a column; a text is no string, or a number is not
+        TypeError, ValueError: not a dataset, empty, or a column is missing; a text is not a string, or a number is not
             finite. A stream raises when it reaches the row.
     """
     checks.check_type(dataset, name)
@@ -91,7 +93,7 @@ def _tokenise(
     needed: tuple[str, ...],
     where: str,
 ) -> dict[str, list[list[int]]]:
-    """Tokenise a block of rows, as `Dataset.map` passes it."""
+    """Tokenize a batch of `Dataset.map`."""
     cells = zip(*(batch[column] for column in batch), strict=True)
     rows = [dict(zip(batch, row, strict=True)) for row in cells]
     places = [f"Row {i} of {where}" for i in indices]
@@ -118,7 +120,7 @@ def _read_row(
     tokenised: bool,
     **options: Any,
 ) -> dict[str, Any]:
-    """The token ids of a stream's row, checked as those of a table."""
+    """Tokenize a row of a stream, with the same checks as for a table."""
     check_has(row, index, (*(columns.texts if tokenised else needed), *columns.numbers), where)
     ids = {}
     if not tokenised:
@@ -130,36 +132,31 @@ def _read_row(
 
 
 def _checked(block: pa.Table, columns: Columns, first: int, where: str) -> np.ndarray:
-    """Number of tokens of the longest text of each row, `[rows]`; ValueError for a wrong id or number."""
+    """Check ids and numbers; returns the number of tokens of each row's longest text, `[rows]`."""
     for column in columns.numbers:
         checks.check_numbers(block, column, first, where)
     lists = [checks.id_lists(block, column, first, where) for column in columns.texts]
     return np.maximum.reduce([pc.list_value_length(one).to_numpy(zero_copy_only=False) for one in lists])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Streamed datasets: rows get the same ids and the same checks as those of a table, one at a time as they arrive.
-
-
-logger = logging.getLogger(__name__)
-MAX_REMOVED = 100_000  # rows in succession that max_length may remove
+# Streams: rows are tokenized and checked as they arrive
 
 
 @dataclass
 class StreamState:
-    """Warnings and counts of the rows of one prepared stream so far, over all epochs."""
+    """Warnings and counts for one prepared stream, over all epochs."""
 
-    warned: set[str] = field(default_factory=set)  # kinds of warnings that were given
-    removed: int = 0  # by max_length, since the last row that was kept
-    shortest: int = 0  # tokens of the shortest of those
-    about: str = ""  # "at least " where texts were cut
+    warned: set[str] = field(default_factory=set)  # kinds of warnings already given
+    removed: int = 0  # rows removed by max_length since the last row that was kept
+    shortest: int = 0  # tokens of the shortest of these
+    about: str = ""  # "at least " if texts were cut before tokenizing
 
 
 def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-    """A dataset with rows as Python values, whatever format the user has set, and its first row.
+    """The dataset without the user's format, so that rows are Python values, and its first row.
 
     Args:
-        messages: as in `first_row`.
+        messages: see `first_row`.
 
     Raises:
         TypeError, ValueError: not a dataset, empty, or with images.
@@ -174,7 +171,7 @@ def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Datas
 
 
 def with_columns(dataset: Dataset | IterableDataset, columns: Sequence[str], where: str) -> Dataset | IterableDataset:
-    """The dataset; a stream whose rows lack one of these columns, as those of a table cannot, raises there."""
+    """Make a stream raise for rows without these columns; a table is returned unchanged."""
     if isinstance(dataset, Dataset):
         return dataset
     return dataset.map(_had, with_indices=True, fn_kwargs={"columns": tuple(columns), "where": where})
@@ -186,10 +183,10 @@ def _had(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) 
 
 
 def first_row(dataset: IterableDataset, where: str, messages: Sequence[str] = ()) -> dict[str, Any]:
-    """The first row of a stream, whose columns may not be known otherwise.
+    """The first row of a stream, whose columns may be unknown otherwise.
 
     Args:
-        messages: columns that a chat template will render. Later rows are checked as they come.
+        messages: columns that a chat template will render; checked here for the first row only.
 
     Raises:
         ValueError: there is no row, or it has images.
@@ -213,12 +210,11 @@ def without_long(
     state: StreamState,
     max_characters: int | None = None,
 ) -> IterableDataset:
-    """Keep the rows none of whose `columns` of ids has more than `max_length` tokens; None keeps all.
+    """Drop the rows of a stream with more than `max_length` tokens in any of `columns`; None keeps all.
 
     Args:
-        where, unit: names of the dataset and of one row in messages, as in "train_dataset" and "pair".
-        state: warnings and counts so far.
-        max_characters: characters of a text beyond which it was not tokenised to its end.
+        where, unit: names of the dataset and of one row in messages, such as "train_dataset" and "pair".
+        max_characters: number of characters after which texts were cut before tokenizing; None if not cut.
     """
     if max_length is None:
         return dataset
@@ -228,7 +224,7 @@ def without_long(
 
 
 def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
-    """Raise ValueError for a row that lacks columns of the first one."""
+    """Raise ValueError for a row that lacks columns of the first row."""
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
@@ -263,7 +259,7 @@ def _fits(
 
 
 def _report_removed(index: int, max_length: int, where: str, state: StreamState, unit: str) -> None:
-    """Warn of a stream that gives nothing to train on, and end the run after MAX_REMOVED rows: it may be endless."""
+    """Warn about a stream without usable rows; raise after MAX_REMOVED rows, because the stream may be infinite."""
     what = (
         f"max_length={max_length} removed {state.removed:,} consecutive rows of {where}, up to row {index}; the "
         f"shortest of these has {state.about}{state.shortest:,} tokens."
@@ -277,26 +273,20 @@ def _report_removed(index: int, max_length: int, where: str, state: StreamState,
 
 
 def warn_once(what: str, kind: str, state: StreamState) -> None:
-    """Warn of the first row of each kind only."""
+    """Warn about the first row of each kind only."""
     if kind not in state.warned:
         state.warned.add(kind)
         logger.warning(f"{what}; further rows like it are not reported.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# A bound on characters beyond which a text is certainly longer than max_length, so that its beginning is enough.
-
-
-TEXTS = ("prompt", "chosen", "rejected")
-_DECOMPOSED = 4  # characters that Unicode's canonical composition makes one of, at most
-_KEEPS_ALL = ("ByteLevel", "Digits", "Split")  # pre-tokenizers that lose no character
+# Character bound: texts that are certainly longer than max_length need not be tokenized to their end
 
 
 def character_bound(tokenizer: Any, max_length: int | None) -> int | None:
-    """The number of characters beyond which a text has more than `max_length` tokens; None where there is none.
+    """The number of characters beyond which a text certainly has more than `max_length` tokens; None if there is none.
 
-    It exists for byte-level BPE: every byte is part of a token, and no token has more bytes than the longest one of the
-    vocabulary. Other tokenizers may drop characters, or make one token of any number of unknown ones.
+    A bound exists for byte-level BPE: every byte is part of a token, and no token has more bytes than the longest in
+    the vocabulary. Other tokenizers may drop characters, or merge any number of unknown ones into one token.
     """
     if max_length is None or not _is_byte_level(tokenizer):
         return None
@@ -311,13 +301,13 @@ def _is_byte_level(tokenizer: Any) -> bool:
     if not isinstance(backend.model, BPE) or not isinstance(backend.normalizer, normalizers.NFC | None):
         return False
     if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
-        return False  # such tokens swallow any number of spaces
+        return False  # such tokens absorb any number of spaces
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return _splits_bytes(backend.pre_tokenizer) and set(alphabet) <= tokenizer.get_vocab().keys()
 
 
 def _splits_bytes(splitter: pre_tokenizers.PreTokenizer | None) -> bool:
-    """Whether texts are split into bytes in the end, and nothing is lost on the way."""
+    """Whether the pre-tokenizer ends with a byte-level step and drops nothing."""
     if splitter is None:
         return False
     state = json.loads(splitter.__getstate__())
@@ -327,7 +317,7 @@ def _splits_bytes(splitter: pre_tokenizers.PreTokenizer | None) -> bool:
 
 
 def character_bound_of_table(dataset: Dataset, tokenizer: Any, max_length: int | None) -> int | None:
-    """`character_bound`, or None where no row exceeds it, so that the ids are cached once for every max_length."""
+    """`character_bound`, or None if no row exceeds it, so that cached ids do not depend on max_length."""
     columns = tuple(column for column in TEXTS if column in dataset.column_names)
     if max_length is None:
         return None
@@ -339,7 +329,7 @@ def character_bound_of_table(dataset: Dataset, tokenizer: Any, max_length: int |
 
 
 def _characters(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Number of characters of all strings in each value, however nested: `[values]`, int64."""
+    """Number of characters in all (nested) strings of each value: `[values]`, int64."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     kind = values.type
@@ -355,7 +345,7 @@ def _characters(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
 
 
 def is_long(value: Any, max_characters: int | None) -> bool:
-    """Whether a text, or the messages of a conversation, have more characters than `max_characters`."""
+    """Whether a text or conversation has more than `max_characters` characters."""
     return max_characters is not None and _count(value) > max_characters
 
 
