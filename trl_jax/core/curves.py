@@ -52,7 +52,7 @@ def svg(panels: Mapping[str, Sequence[Curve]]) -> str:
 def _panel(title: str, curves: Sequence[Curve], top: float, last: float) -> list[str]:
     values = [value for curve in curves for _, value in curve.points]
     low, high = min(values), max(values)
-    rest = (high - low) * 0.05 or abs(high) * 0.05 or 1.0  # a line of equal values lies in the middle
+    rest = (high - low) * 0.05 or abs(high) * 0.05 or 1.0  # center a constant curve
     frame = _Frame(top, last, low - rest, high + rest)
     parts = [f'<text x="{_MARGIN}" y="{top + 18}" font-weight="bold">{title}</text>']
     for tick in range(3):

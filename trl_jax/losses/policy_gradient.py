@@ -27,7 +27,6 @@ Sums = dict[str, jax.Array]
 
 # Settings
 
-
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with the clipped surrogate
 PER_GENERATION = ("dapo", "cispo", "vespo")  # loss types divided by the token count of a generation batch
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -186,8 +185,8 @@ def grpo_loss(
     if token_weight is None:
         token_weight = token_weights(settings, places.lengths, completion_weight, places.micro_batch)
     policies = Policies(logps, old, advantages.astype(jnp.float32), places)
-    uncertain = _entropy_mask(settings, entropies, places)
-    losses, sums = _token_losses(settings, policies, ref, sampling, uncertain)
+    unmasked = _entropy_mask(settings, entropies, places)
+    losses, sums = _token_losses(settings, policies, ref, sampling, unmasked)
     losses = token_weight * places.total(losses)
     sums |= {
         "completions": places.by_completion(jnp.ones(len(advantages))),
@@ -199,14 +198,14 @@ def grpo_loss(
         sums["entropy"] = places.by_token(entropies)
     loss = jnp.sum(losses)
     if entropy_coef is not None:
-        sums |= {"bonus_entropy": places.by_token(entropies * uncertain), "bonus_tokens": places.by_token(uncertain)}
+        sums |= {"bonus_entropy": places.by_token(entropies * unmasked), "bonus_tokens": places.by_token(unmasked)}
         mean = sums["bonus_entropy"] / jnp.maximum(sums["bonus_tokens"], 1)
         loss -= entropy_coef * jnp.sum(sums["completion_weight"] * mean)
     return loss, jax.lax.stop_gradient(sums)
 
 
 def _token_losses(
-    settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, uncertain: jax.Array
+    settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, unmasked: jax.Array
 ) -> tuple[jax.Array, Sums]:
     """Per-token loss, `[N]`: the surrogate times the masks and the sampler correction, plus the KL term."""
     places, old, correction = policies.places, policies.old_logps, None
@@ -214,7 +213,7 @@ def _token_losses(
         completions = len(policies.advantages)
         correction = sampler_ratio(old, sampling, places.mask, places.text, completions, settings=settings)
     losses, sums = surrogate(settings, policies, correction)
-    losses *= _token_factors(settings, policies, old if sampling is None else sampling, correction) * uncertain
+    losses *= _token_factors(settings, policies, old if sampling is None else sampling, correction) * unmasked
     if settings.beta:
         kl = kl_k3(policies.logps, ref)
         if settings.use_bias_correction_kl:
@@ -390,7 +389,6 @@ def _clip_indicators(
 
 
 # Ratios, and the weights and divergences computed from them
-
 
 _MIN_LOG, _MAX_LOG = math.log(1e-8), 20.0  # bounds of VESPO's log weights
 

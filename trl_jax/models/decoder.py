@@ -104,10 +104,10 @@ class Decoder(nnx.Module):
             None if key is None else jax.random.split(key, self.arch.num_layers) for key in (dropout_key, router_key)
         )
         h, shared, by_layer = self.begin(shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise)
-        sums, made = [], {}
+        sums, reusable = [], {}
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
-            reused = made[run.kind.heads] if run.kind.reuses else None
+            reused = reusable[run.kind.heads] if run.kind.reuses else None
 
             def layer(h, slices, graph=graph, run=run, reused=reused):
                 state, inputs, key, router_key = slices
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
             slices = (state, *of_run((by_layer, keys, router_keys), run))
             h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
             if run.kind.reused:
-                made[run.kind.heads] = last_layer(run_kept)
+                reusable[run.kind.heads] = last_layer(run_kept)
             sums += [] if run_sums is None else [run_sums]
         hidden = self.finish(read(h, reads, length, stripes), dtype)
         if not sums:

@@ -186,9 +186,9 @@ def divergences(
         head = Head(rows, inputs.scale, inputs.softcap, float(temperature), rounds=False)
         return head, (jnp.pad(inputs.hidden, ((0, filled), (0, 0))), inputs.weight, inputs.bias)
 
-    (own, arrays), (other, beside) = padded(student), padded(jax.lax.stop_gradient(teacher))
+    (own, arrays), (other, teacher_arrays) = padded(student), padded(jax.lax.stop_gradient(teacher))
     compared = _Comparison(own, other, float(beta))
-    found = _divergences(compared, *arrays, beside, jnp.pad(targets, (0, filled), constant_values=-1))
+    found = _divergences(compared, *arrays, teacher_arrays, jnp.pad(targets, (0, filled), constant_values=-1))
     return Divergences(*(values[:places] for values in found))
 
 
