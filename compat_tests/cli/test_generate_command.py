@@ -105,7 +105,7 @@ def test_lines_of_stdin_go_to_stdout(folder, monkeypatch, capsys):
         (["--temperature"], "--temperature has no value."),
         (["--do_sample", "--temperature", "-1"], "`temperature` (=-1.0) has to be a strictly positive float"),
         (["--num_beams", "3"], "num_beams=3 is not in this release of trl_jax: there are no beams"),
-        (["--batch_size", "0"], "--batch_size 0: wanted at least 1."),
+        (["--batch_size", "0"], "--batch_size 0: expected at least 1."),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):

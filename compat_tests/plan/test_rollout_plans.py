@@ -176,7 +176,7 @@ def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
     assert main(["plan", *flags.split(), "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["generation"]["size"]["completions"] == 128 and found["mesh"] == {"fsdp": 8}
-    assert found["scorer"] > 4 * 100_000 and "MiB of the model that scores: peak" in capsys.readouterr().out
+    assert found["scorer"] > 4 * 100_000 and "MiB of reward model in memory: estimated peak" in capsys.readouterr().out
     score = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --generate 4x16+8"
     assert main(["plan", *score.split()]) == 2
     assert "cannot generate: it runs on the native backend and has a 'score' head" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def main(args: GenerateArguments) -> None:
         ValueError: a line is not a row, a field is out of range, or the output belongs to another run.
     """
     if args.batch_size < 1:
-        raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
+        raise ValueError(f"--batch_size {args.batch_size}: expected at least 1.")
     if args.file is None and args.output is not None:
         raise ValueError("--output needs a FILE of rows. For prompts from stdin, redirect stdout to a file.")
     source = None if args.file is None else Path(args.file)

@@ -130,7 +130,7 @@ def main(args: ScoreArguments) -> None:
         ValueError: a line is not a row, or the output belongs to another run.
     """
     if args.batch_size < 1:
-        raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
+        raise ValueError(f"--batch_size {args.batch_size}: expected at least 1.")
     source = Path(args.file)
     if not source.is_file():
         raise FileNotFoundError(f"{args.file}: no such file.")
