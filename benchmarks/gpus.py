@@ -66,7 +66,7 @@ def _compiled(run: tuple[str, str, str, str], topology: str, scratch: Path) -> d
         command += ["--teacher_model_name_or_path", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     told = [line for line in done.stdout.splitlines() if line.startswith("It ")]
-    failed = done.returncode != 0 or "by arithmetic alone" in told[-1]
+    failed = done.returncode != 0 or "by estimate alone" in told[-1]
     return {
         "trainer": trainer, "family": family, "mesh": mesh, "flags": further, "s": time.perf_counter() - start,
         "told": told[-1] if told else "", "failed": (done.stderr.strip().splitlines() or told)[-1] if failed else "",

@@ -150,9 +150,9 @@ def test_a_mixture_is_trls(tmp_path):
     assert {name: len(rows) for name, rows in split.items()} == {"train": 9, "test": 2}
     with pytest.raises(ValueError, match="fraction is set for some datasets only"):
         mixture(mine, a={"fraction": 1})
-    with pytest.raises(ValueError, match="fraction needs datasets with a length"):
+    with pytest.raises(ValueError, match="fraction needs datasets with a known length"):
         mixture(mine, a={"fraction": 1}, b={"fraction": 1}, streaming=True)
-    with pytest.raises(ValueError, match="The mixture names no dataset"):
+    with pytest.raises(ValueError, match="The mixture has no dataset"):
         get_dataset(DatasetMixtureConfig())
 
 

@@ -48,10 +48,10 @@ def test_the_quickstart_learns(tmp_path):
 def test_fine_tuning_learns(tmp_path):
     shown = run(ROOT / "examples" / "sft.py", "--output_dir", tmp_path, *_epochs(10))
     first, last, wrong, right = map(float, re.search(
-        r"loss went from (\d\.\d+) to (\d\.\d+), and tokens that are right from (\d\.\d+) to (\d\.\d+)\.", shown
+        r"loss went from (\d\.\d+) to (\d\.\d+), and the token accuracy from (\d\.\d+) to (\d\.\d+)\.", shown
     ).groups())  # fmt: skip
     assert first > 5 and last < (1 if THOROUGH else 2) and wrong < 0.1 and right > (0.85 if THOROUGH else 0.5)
-    assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3 * THOROUGH
+    assert int(re.search(r"^(\d) of 4 answers are correct\.$", shown, flags=re.M)[1]) >= 3 * THOROUGH
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
@@ -60,7 +60,7 @@ def test_a_student_learns_what_its_teacher_knows(tmp_path):
     shown = run(ROOT / "examples" / "distillation.py", "--output_dir", tmp_path)
     first, last = map(float, re.search(r"went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
     known, before, after = map(float, re.search(
-        r"teacher (\d\.\d+); student (\d\.\d+), and now (\d\.\d+)\.", shown
+        r"teacher (\d\.\d+), student (\d\.\d+) before and (\d\.\d+) after\.", shown
     ).groups())  # fmt: skip
     assert last < 0.3 * first and before < 0.25 and known > 0.8 and after > 0.5
     assert (tmp_path / "divergence.svg").read_text().startswith("<svg")
@@ -69,9 +69,9 @@ def test_a_student_learns_what_its_teacher_knows(tmp_path):
 @only_thorough
 def test_preferences_are_learned(tmp_path):
     shown = run(ROOT / "examples" / "dpo.py", "--output_dir", tmp_path)
-    assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3
+    assert int(re.search(r"^(\d) of 4 answers are correct\.$", shown, flags=re.M)[1]) >= 3
     assert "Questions that were brushed off: 4 before, 0 after." in shown
-    first, last = map(float, re.search(r"Margins went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    first, last = map(float, re.search(r"The margin went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
     assert first == 0 and last > 0.1
     picture = (tmp_path / "rewards.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<polyline") == 3
@@ -87,7 +87,7 @@ def of_grpo(tmp_path_factory):
 
 def test_rewards_are_learned(of_grpo):
     folder, shown = of_grpo
-    first, last = map(float, re.search(r"right answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    first, last = map(float, re.search(r"correct answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
     assert first < 0.2 and last > 0.8
     picture = (folder / "rewards.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<polyline") == 2
@@ -99,7 +99,7 @@ def test_rewards_are_learned(of_grpo):
 def test_a_reward_model_picks_better_answers(of_grpo, tmp_path):
     own = [] if THOROUGH else ["--policy", of_grpo[0] / "fine-tuned"]
     shown = run(ROOT / "examples" / "best_of_n.py", "--output_dir", tmp_path, *own)
-    first, last = map(float, re.search(r"right answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    first, last = map(float, re.search(r"correct answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
     assert first < 0.2 and last > 0.3  # rounding moves what a short training learns
     assert len(re.findall(r"first: .+ best of 16: .+", shown)) == 4
     assert (tmp_path / "judge" / "model.safetensors").is_file()

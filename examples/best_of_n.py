@@ -1,10 +1,10 @@
-"""Let a reward model pick the best of several answers; the model that gives them stays. Nothing is downloaded.
+"""Best-of-n sampling: a reward model picks the best of n answers. Nothing is downloaded.
 
     python examples/best_of_n.py [--output_dir out] [--policy out/fine-tuned] [--n 16] [--seed 42]
 
-A tiny language model is fine-tuned on answers of three digits in no order, as in grpo.py. A reward model learns from
-pairs of answers that sorted ones are better. Then each question is answered n times, and the reward model says which
-answer to give.
+A tiny language model is fine-tuned to answer with three digits in random order, as in grpo.py. A reward model learns
+from preference pairs that sorted digits are better. Then n answers to each question are sampled, and the one with the
+highest reward is kept. The language model itself does not change.
 """
 
 from __future__ import annotations
@@ -41,21 +41,23 @@ def main() -> None:
     for prompt, answers, answer in list(zip(prompts, drawn, best, strict=True))[: len(test)]:
         print(f"{prompt[0]['content']:<24} first: {answers[0].strip():<10} best of {options.n}: {answer.strip()}")
     first, last = share_of_sorted([answers[0] for answers in drawn]), share_of_sorted(best)
-    print(f"\nThe share of right answers went from {first:.2f} to {last:.2f}.")
+    print(f"\nThe share of correct answers went from {first:.2f} to {last:.2f}.")
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Let a reward model pick the best of several answers.")
+    parser = argparse.ArgumentParser(description="Best-of-n sampling with a reward model.")
     parser.add_argument("--output_dir", default="out")
-    parser.add_argument("--policy", help="what grpo.py has left in out/fine-tuned; unset, it is made again")
-    parser.add_argument("--n", type=int, default=16, help="answers to each question")
+    parser.add_argument("--policy", help="model that grpo.py saved in out/fine-tuned (default: train it)")
+    parser.add_argument("--n", type=int, default=16, help="answers per question")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
 
 def reward_model(start: Path, train: list[dict], out: Path, seed: int) -> PreTrainedModel:
-    """Train a reward model, which begins with the policy's weights, on sorted answers beside the same digits in
-    another order, or with one of them twice."""
+    """Train a reward model, initialized from the policy, to prefer sorted digits.
+
+    The rejected answers have the same digits in a different order, or one digit twice.
+    """
     pick = random.Random(seed)
     rows = []
     for row in train * 60:
@@ -80,7 +82,7 @@ def said(answer: str) -> list[dict]:
 
 
 def scored(judge: PreTrainedModel, tokenizer, prompt: list[dict], answers: list[str]) -> np.ndarray:
-    """The reward model's score of each answer to a prompt."""
+    """The reward of each answer to a prompt."""
     whole = [prompt + said(answer.strip()) for answer in answers]
     rows = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True, padding=True, return_tensors="np")
     return np.asarray(judge(rows["input_ids"], rows["attention_mask"]).logits[:, 0])

@@ -1,4 +1,4 @@
-"""Chats about capitals, made on the spot, and a saved model's answers: what the examples of language models share."""
+"""Shared by the language model examples: chats about capitals, and the answers of a saved model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_options(description: str, epochs: float) -> argparse.Namespace:
 
 
 def chats() -> tuple[list[dict], list[dict]]:
-    """Chats to train on, and those that are kept back: every fourth country in one of the ways to ask."""
+    """Chats to train on, and held-out ones: for every fourth country, one of the questions."""
     train, test = [], []
     for number, (country, city) in enumerate(CAPITALS.items()):
         for way, question in enumerate(ASKED):
@@ -46,12 +46,12 @@ def chats() -> tuple[list[dict], list[dict]]:
 
 
 def texts(rows: list[dict]) -> list[str]:
-    """Everything said in the rows, for the tokenizer to learn from."""
+    """All texts in the rows, to train the tokenizer on."""
     return [message["content"] for row in rows for messages in row.values() for message in messages]
 
 
 def answers(folder: Path, rows: list[dict]) -> list[str]:
-    """The answer of a saved model to the prompt of each row: the likeliest token, again and again, until it ends."""
+    """The greedy answers of a saved model to the prompts of the rows."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder)
     texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
@@ -67,8 +67,8 @@ def answers(folder: Path, rows: list[dict]) -> list[str]:
 
 
 def show(rows: list[dict], column: str, before: list[str], after: list[str]) -> None:
-    """Print answers before and after, and how many are then as the column has them."""
+    """Print the answers before and after training, and how many of the latter match the column."""
     for row, first, last in zip(rows, before, after, strict=True):
         print(f"{row['prompt'][0]['content']}\n  before: {first[:60] or '(nothing)'}\n  after:  {last}")
     right = sum(row[column][0]["content"].lower() == answer.lower() for row, answer in zip(rows, after, strict=True))
-    print(f"\n{right} of {len(rows)} answers are right.")
+    print(f"\n{right} of {len(rows)} answers are correct.")

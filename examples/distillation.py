@@ -1,10 +1,10 @@
-"""Have a small model learn from a larger one to answer in sorted digits, on its own answers. Nothing is downloaded.
+"""Distill a larger model that answers with sorted digits into a small one, on-policy. Nothing is downloaded.
 
     python examples/distillation.py [--output_dir out] [--steps 100] [--seed 42]
 
-Both begin as noise and are fine-tuned on answers of three digits: the teacher's are sorted, the student's are in no
-order. Then the student answers, and at each digit learns how likely the teacher finds every other one. No reward says
-what is right.
+Both start from random weights and are fine-tuned to answer with three digits: the teacher in sorted order, the student
+in random order. Then the student samples answers and learns the teacher's distribution at each token. There is no
+reward.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ def main() -> None:
     trainer = make_trainer(str(student), str(teacher), out, train, test, options)
     trainer.train()
     trainer.save_model(str(out / "final"))
-    print(f"Three trainings in {time.perf_counter() - began:.0f} seconds.\n")
+    print(f"Trained three times in {time.perf_counter() - began:.0f} seconds.\n")
     show_divergence(trainer.state.log_history, out / "divergence.svg")
     known, before, after = (share_sorted(folder, test) for folder in (teacher, student, out / "final"))
-    print(f"Sorted answers to unseen questions: teacher {known:.2f}; student {before:.2f}, and now {after:.2f}.")
+    print(
+        f"Sorted answers to held-out questions: teacher {known:.2f}, student {before:.2f} before and {after:.2f} after."
+    )
     print(f"The model is in {out / 'final'}.")
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Have a small model learn to sort digits from a larger one.")
+    parser = argparse.ArgumentParser(description="Distill a larger model that sorts digits into a small one.")
     parser.add_argument("--output_dir", default="out")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=42)
@@ -51,7 +53,7 @@ def read_options() -> argparse.Namespace:
 def make_trainer(
     student: str, teacher: str, out: Path, train: list[dict], test: list[dict], options: argparse.Namespace
 ) -> DistillationTrainer:
-    """Each step has the student answer 64 questions."""
+    """Each step samples the student's answers to 64 questions."""
     args = DistillationConfig(
         output_dir=str(out),
         max_steps=options.steps,
@@ -79,9 +81,11 @@ def share_sorted(folder: Path, rows: list[dict]) -> float:
 
 
 def show_divergence(history: list[dict], path: Path) -> None:
-    """How far the student is from the teacher, on its own answers to questions that were kept back."""
+    """Plot the divergence of the student from the teacher, on its answers to held-out questions."""
     points = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    curve = Curve("KL(student || teacher) on unseen questions, nats a token", points, 0.0, max(y for _, y in points))
+    curve = Curve(
+        "KL(student || teacher) on held-out questions, nats per token", points, 0.0, max(y for _, y in points)
+    )
     print(text_plot(curve))
     write_svg(path, [curve])
     print(f"\nThe divergence went from {points[0][1]:.2f} to {points[-1][1]:.2f}. Picture: {path}")

@@ -1,9 +1,9 @@
-"""Teach a tiny language model by pairs of answers which of its habits to lose. Nothing is downloaded.
+"""Train a tiny language model with DPO to stop brushing questions off. Nothing is downloaded.
 
     python examples/dpo.py [--output_dir out] [--epochs 10] [--seed 42]
 
-The model begins as noise and is fine-tuned on chats in which most questions are brushed off, so it brushes them off.
-Then direct preference optimisation compares answers with rebuffs, question by question. Some questions are kept back.
+The model starts from random weights and is fine-tuned on chats that brush most questions off, so it learns to do that.
+Then DPO trains it on pairs of an answer and a rebuff to the same question. Some questions are held out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COMMON = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": True,  # leave these two out where there is a GPU or a TPU
+    "use_cpu": True,  # remove these two lines to use a GPU or a TPU
     "bf16": False,
 }
 
 
 def main() -> None:
-    options = read_options("Train a tiny language model on pairs of answers.", epochs=10)
+    options = read_options("Train a tiny language model with DPO.", epochs=10)
     out, began = Path(options.output_dir), time.perf_counter()
     train, test = (pairs(rows) for rows in chats())
     model = fine_tuned(train, test, out, options.seed)
@@ -41,7 +41,7 @@ def main() -> None:
     trainer = make_trainer(str(model), out, train, test, options)
     trainer.train()
     trainer.save_model(str(out / "final"))
-    print(f"Two trainings in {time.perf_counter() - began:.0f} seconds.\n")
+    print(f"Trained twice in {time.perf_counter() - began:.0f} seconds.\n")
     after = answers(out / "final", test)
     show(test, "chosen", before, after)
     counts = [sum(said.lower() == REBUFF.lower() for said in both) for both in (before, after)]
@@ -56,7 +56,7 @@ def pairs(rows: list[dict]) -> list[dict]:
 
 
 def fine_tuned(train: list[dict], test: list[dict], out: Path, seed: int) -> Path:
-    """Where a model is that has learned both kinds of answers, rebuffs twice as often."""
+    """Fine-tune on both kinds of answers, with twice as many rebuffs. Return the folder of the model."""
     start = tiny_model.build(out / "start", texts([*train, *test]), seed=seed)
     sides = ("chosen", "rejected", "rejected")
     rows = [{"prompt": row["prompt"], "completion": row[side]} for row in train for side in sides]
@@ -69,7 +69,7 @@ def fine_tuned(train: list[dict], test: list[dict], out: Path, seed: int) -> Pat
 
 
 def make_trainer(model: str, out: Path, train: list[dict], test: list[dict], options: Namespace) -> DPOTrainer:
-    """Without a `ref_model` the reference is the model as it is now. The loss "sft" keeps chosen answers likely."""
+    """Without a `ref_model`, the reference is the model before training. The "sft" loss keeps chosen answers likely."""
     args = DPOConfig(
         output_dir=str(out),
         num_train_epochs=options.epochs,
@@ -91,14 +91,14 @@ def make_trainer(model: str, out: Path, train: list[dict], test: list[dict], opt
 
 
 def show_rewards(history: list[dict], path: Path) -> None:
-    """Rewards are beta times how much likelier an answer is than under the reference, as a logarithm."""
+    """A reward is beta * log(p / p_ref) of an answer."""
     points = {
         name: [(entry["step"], entry[f"eval_rewards/{name}"]) for entry in history]
         for name in ("chosen", "rejected", "margins")
     }
     values = [value for curve in points.values() for _, value in curve]
     low, high = min(values), max(values)
-    margins = Curve("Rewards of chosen answers, less those of rejected ones", points["margins"], low, high)
+    margins = Curve("Margin: rewards of chosen minus rejected answers", points["margins"], low, high)
     colors = {"chosen": "#1a7f37", "rejected": "#d1242f"}
     sides = [
         Curve(f"Rewards of {name} answers to unseen questions", points[name], low, high, color)
@@ -107,7 +107,7 @@ def show_rewards(history: list[dict], path: Path) -> None:
     print(text_plot(margins))
     write_svg(path, [*sides, margins])
     first, last = points["margins"][0][1], points["margins"][-1][1]
-    print(f"\nMargins went from {first:.2f} to {last:.2f}. Picture: {path}")
+    print(f"\nThe margin went from {first:.2f} to {last:.2f}. Picture: {path}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Teach a tiny language model to answer in sorted digits, by rewards for its own answers. Nothing is downloaded.
+"""Train a tiny language model with GRPO to answer with sorted digits. Nothing is downloaded.
 
     python examples/grpo.py [--output_dir out] [--steps 150] [--seed 42]
 
-The model begins as noise and is fine-tuned on answers of three digits in no order, so that some are sorted by chance.
-Then group relative policy optimisation has it answer each question eight times, and a function of two lines says which
-answers are sorted.
+The model starts from random weights and is fine-tuned to answer with three digits in random order, so some answers are
+sorted by chance. Then GRPO samples eight answers to each question, and a reward function checks which are sorted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ COMMON = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": True,  # leave these two out where there is a GPU or a TPU
+    "use_cpu": True,  # remove these two lines to use a GPU or a TPU
     "bf16": False,
 }
 
@@ -42,7 +41,7 @@ def main() -> None:
     trainer = make_trainer(str(model), out, train, test, options)
     trainer.train()
     trainer.save_model(str(out / "final"))
-    print(f"Two trainings in {time.perf_counter() - began:.0f} seconds.\n")
+    print(f"Trained twice in {time.perf_counter() - began:.0f} seconds.\n")
     after = answers(out / "final", test[:4])
     for row, first, last in zip(test, before, after, strict=False):
         print(f"{row['prompt'][0]['content']:<24} before: {first:<10} after: {last}")
@@ -51,7 +50,7 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Teach a tiny language model to sort digits by rewards.")
+    parser = argparse.ArgumentParser(description="Train a tiny language model with GRPO to sort digits.")
     parser.add_argument("--output_dir", default="out")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=42)
@@ -59,7 +58,7 @@ def read_options() -> argparse.Namespace:
 
 
 def questions() -> tuple[list[dict], list[dict]]:
-    """Prompts to train on, and one in four that is kept back."""
+    """Prompts to train on, and every fifth one held out."""
     rows = [
         {"prompt": [{"role": "user", "content": f"{please} {what}."}]}
         for please, what in itertools.product(
@@ -70,13 +69,13 @@ def questions() -> tuple[list[dict], list[dict]]:
 
 
 def is_sorted(completions, **columns) -> list[float]:
-    """1.0 for an answer of three digits that rise, and of nothing else."""
+    """Reward 1.0 for an answer of exactly three increasing digits."""
     said = [messages[0]["content"].split() for messages in completions]
     return [float(len(digits) == 3 and digits == sorted(set(DIGITS) & set(digits))) for digits in said]
 
 
 def fine_tuned(train: list[dict], out: Path, seed: int, *, in_order: bool = False, **shape: int) -> Path:
-    """Where a model is that answers with three digits, which rise where they are `in_order`."""
+    """Fine-tune to answer with three digits, sorted if `in_order`. Return the folder of the model."""
     start = tiny_model.build(out / "start", [*texts(train), " ".join(DIGITS)], seed=seed, **shape)
     drawn = random.Random(seed)
     rows = []
@@ -98,7 +97,7 @@ def fine_tuned(train: list[dict], out: Path, seed: int, *, in_order: bool = Fals
 def make_trainer(
     model: str, out: Path, train: list[dict], test: list[dict], options: argparse.Namespace
 ) -> GRPOTrainer:
-    """Each step has the model answer eight questions eight times."""
+    """Each step samples eight answers to each of eight questions."""
     args = GRPOConfig(
         output_dir=str(out),
         max_steps=options.steps,
@@ -127,7 +126,7 @@ def texts(rows: list[dict]) -> list[str]:
 
 
 def answers(folder: Path, rows: list[dict]) -> list[str]:
-    """Answers of a saved model, drawn as in training."""
+    """Answers of a saved model, sampled as in training."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder)
     how = {"max_new_tokens": MOST_TOKENS, "do_sample": True, "top_k": 0, "seed": 1}
@@ -135,13 +134,13 @@ def answers(folder: Path, rows: list[dict]) -> list[str]:
 
 
 def show_rewards(history: list[dict], path: Path) -> None:
-    """The mean rewards of answers to questions that were kept back."""
+    """Plot the mean rewards of answers to held-out questions."""
     points = [(entry["step"], entry["eval_reward"]) for entry in history if "eval_reward" in entry]
     trained = [(entry["step"], entry["reward"]) for entry in history if "reward" in entry]
-    unseen = Curve("Share of right answers to unseen questions", points, 0.0, 1.0, "#1a7f37")
+    unseen = Curve("Share of correct answers to held-out questions", points, 0.0, 1.0, "#1a7f37")
     print(text_plot(unseen))
-    write_svg(path, [Curve("Share of right answers while training", trained, 0.0, 1.0), unseen])
-    print(f"\nThe share of right answers went from {points[0][1]:.2f} to {points[-1][1]:.2f}. Picture: {path}")
+    write_svg(path, [Curve("Share of correct answers during training", trained, 0.0, 1.0), unseen])
+    print(f"\nThe share of correct answers went from {points[0][1]:.2f} to {points[-1][1]:.2f}. Picture: {path}")
 
 
 if __name__ == "__main__":

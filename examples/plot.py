@@ -1,4 +1,4 @@
-"""A curve as a picture (SVG, written by hand) and as text, with nothing to install."""
+"""Plot curves as SVG and as text, without dependencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Curve(NamedTuple):
-    """`points` are (step, value) in the order of the steps; the axis runs from `low` to `high`."""
+    """points: (step, value), ordered by step. low, high: limits of the axis."""
 
     title: str
     points: Sequence[tuple[float, float]]
@@ -21,7 +21,7 @@ WIDTH, HEIGHT, MARGIN = 640, 220, 48
 
 
 def write_svg(path: str | Path, curves: Sequence[Curve]) -> Path:
-    """Draw the curves under each other, one panel each."""
+    """Draw each curve in its own panel, stacked vertically."""
     panels = [_panel(curve, index * HEIGHT) for index, curve in enumerate(curves)]
     size = f'width="{WIDTH}" height="{HEIGHT * len(curves)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
@@ -55,7 +55,7 @@ def _panel(curve: Curve, top: float) -> str:
 
 
 def text_plot(curve: Curve, width: int = 56, height: int = 9) -> str:
-    """The curve in `height` lines of characters, for a terminal."""
+    """Plot the curve as text, in `height` lines of `width` characters."""
     last = curve.points[-1][0]
     grid = [[" "] * width for _ in range(height)]
     for step, value in curve.points:

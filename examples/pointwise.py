@@ -1,4 +1,4 @@
-"""Your own trainer: a reward model for completions with a rating. `python examples/pointwise.py [folder]`"""
+"""A custom trainer: a reward model trained on completions with ratings. `python examples/pointwise.py [folder]`"""
 
 from __future__ import annotations
 
@@ -52,12 +52,14 @@ class PointwiseTask(Task):
 
 @dataclass
 class PointwiseConfig(BaseConfig):
-    max_length: int | None = field(default=1024, metadata={"help": "Longest text in tokens; longer ones are dropped."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
+    max_length: int | None = field(
+        default=1024, metadata={"help": "Maximum length in tokens; longer texts are dropped."}
+    )
+    disable_dropout: bool = field(default=True, metadata={"help": "Disable dropout."})
 
 
 class PointwiseTrainer(BaseTrainer):
-    """Trains a sequence classifier with one label to predict ratings."""
+    """Trains a sequence classifier with one output to predict ratings."""
 
     _name, _tag_names = "Pointwise", ["pointwise"]
     config_class = PointwiseConfig
@@ -79,7 +81,7 @@ def main(folder: Path) -> None:
     before = trainer.evaluate()["eval_mse"]
     trainer.train()
     trainer.save_model()
-    print(f"Squared error on unseen rows: {before:.3f}, after training {trainer.evaluate()['eval_mse']:.3f}.")
+    print(f"Squared error on held-out rows: {before:.3f}, after training {trainer.evaluate()['eval_mse']:.3f}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a tiny reward model on the pairs in data/, look at its curve, load it back and score two answers.
+"""Train a tiny reward model on the pairs in data/, plot its accuracy, load it again and score two answers.
 
 python examples/quickstart.py [--output_dir out] [--epochs 4] [--seed 42]
 """
@@ -32,7 +32,7 @@ def main() -> None:
     start = tiny_model.build(out / "start", texts(pairs["train"]))
 
     trainer = make_trainer(str(start), out, pairs["train"], pairs["test"], options)
-    print(f"Training on {len(pairs['train'])} pairs, watching {len(pairs['test'])} others:\n")
+    print(f"Training on {len(pairs['train'])} pairs, evaluating on {len(pairs['test'])} others:\n")
     began = time.perf_counter()
     trainer.train()
     print(f"\n{time.perf_counter() - began:.0f} seconds.\n")
@@ -52,7 +52,7 @@ def read_options() -> argparse.Namespace:
 
 
 def texts(pairs: Dataset) -> list[str]:
-    """Everything said in the pairs, for the tokenizer to learn from."""
+    """All texts in the pairs, to train the tokenizer on."""
     return [message["content"] for row in pairs for column in row.values() for message in column]
 
 
@@ -81,7 +81,7 @@ def make_trainer(model: str, out: Path, train: Dataset, test: Dataset, options: 
 
 
 class Table(TrainerCallback):
-    """Prints one line an evaluation."""
+    """Prints one line per evaluation."""
 
     def __init__(self):
         self.loss = "-"
@@ -101,7 +101,7 @@ class Table(TrainerCallback):
 def show_curve(history: list[dict], path: Path) -> None:
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     accuracies = [(entry["step"], entry["eval_accuracy"]) for entry in history if "eval_accuracy" in entry]
-    accuracy = Curve("Accuracy on unseen pairs", accuracies, 0.2, 1.0)
+    accuracy = Curve("Accuracy on held-out pairs", accuracies, 0.2, 1.0)
     highest = max(loss for _, loss in losses)
     print(text_plot(accuracy))
     print(f"\nFrom {accuracies[0][1]:.2f} to {accuracies[-1][1]:.2f}. Picture: {path}\n")
@@ -109,7 +109,7 @@ def show_curve(history: list[dict], path: Path) -> None:
 
 
 def scores(folder: Path, conversations: list[list[dict]]) -> np.ndarray:
-    """What the saved model gives each conversation, `[rows]`."""
+    """The saved model's score of each conversation, `[rows]`."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     batch = tokenize(tokenizer, conversations)
@@ -126,8 +126,8 @@ def check_saved(folder: Path, test: Dataset, predictions: np.ndarray) -> None:
     conversations = [row["prompt"] + row[answer] for answer in ("chosen", "rejected") for row in test]
     apart = float(np.abs(scores(folder, conversations) - np.asarray(predictions)[:, 0]).max())
     if apart > 1e-4:
-        raise SystemExit(f"{folder} scores {apart:.1e} away from the trainer that saved it, wanted 1e-4.")
-    print(f"Loaded back from {folder}: {len(conversations)} scores, {apart:.0e} off the trainer's at most.\n")
+        raise SystemExit(f"The scores of {folder} differ from the trainer's by {apart:.1e}, expected at most 1e-4.")
+    print(f"Loaded {folder} again: {len(conversations)} scores differ from the trainer's by at most {apart:.0e}.\n")
 
 
 def score_two(folder: Path) -> None:

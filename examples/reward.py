@@ -1,4 +1,4 @@
-"""A reward-modelling script as one writes it for TRL. Only the import differs.
+"""A reward modeling script as for TRL. Only the imports differ.
 
 python examples/reward.py MODEL PAIRS.jsonl OUTPUT_DIR
 """
@@ -24,7 +24,7 @@ def main(model: str, pairs: str, output_dir: str) -> None:
         save_strategy="no",
         logging_steps=5,
         report_to="none",
-        use_cpu=True,  # leave these two out where there is a GPU or a TPU
+        use_cpu=True,  # remove these two lines to use a GPU or a TPU
         bf16=False,
     )
     trainer = RewardTrainer(model=model, args=args, train_dataset=dataset["train"], eval_dataset=dataset["test"])

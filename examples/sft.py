@@ -1,9 +1,9 @@
-"""Fine-tune a tiny language model on a few chats, and look at its answers before and after. Nothing is downloaded.
+"""Fine-tune a tiny language model on a few chats, and compare its answers before and after. Nothing is downloaded.
 
     python examples/sft.py [--output_dir out] [--epochs 40] [--seed 42]
 
-The model knows nothing at first: its weights are noise. It is asked for capitals in four ways; of one country in four,
-one way is kept back, and answered only by a model that has learned what the question means.
+The model starts from random weights. The chats ask for capitals in four ways. For every fourth country, one way is held
+out; only a model that has learned what the question means can answer it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def main() -> None:
     show(test, "completion", before, answers(out / "final", test))
     history = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     first, last = history[0], history[-1]
-    print(f"\nOn {len(test)} questions that were kept back, the loss went from {first['eval_loss']:.2f} to ", end="")
-    right = [entry["eval_mean_token_accuracy"] for entry in (first, last)]
-    print(f"{last['eval_loss']:.2f}, and tokens that are right from {right[0]:.2f} to {right[1]:.2f}. ", end="")
+    print(f"\nOn {len(test)} held-out questions, the loss went from {first['eval_loss']:.2f} to ", end="")
+    accuracy = [entry["eval_mean_token_accuracy"] for entry in (first, last)]
+    print(f"{last['eval_loss']:.2f}, and the token accuracy from {accuracy[0]:.2f} to {accuracy[1]:.2f}. ", end="")
     print(f"The model is in {out / 'final'}.")
 
 
 def make_trainer(model: str, out: Path, train: list[dict], test: list[dict], options: argparse.Namespace) -> SFTTrainer:
-    """Only completions are learned, as the rows have prompts, too."""
+    """The rows have prompts, so only completions are trained on."""
     args = SFTConfig(
         output_dir=str(out),
         num_train_epochs=options.epochs,
@@ -53,7 +53,7 @@ def make_trainer(model: str, out: Path, train: list[dict], test: list[dict], opt
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,  # leave these two out where there is a GPU or a TPU
+        use_cpu=True,  # remove these two lines to use a GPU or a TPU
         bf16=False,
     )
     datasets = {"train_dataset": Dataset.from_list(train), "eval_dataset": Dataset.from_list(test)}

@@ -1,7 +1,7 @@
-"""A llama small enough to train while you wait, built on the spot: nothing is downloaded.
+"""Build a llama that is small enough to train within seconds. Nothing is downloaded.
 
-The folder it leaves is an ordinary Hugging Face checkpoint of a causal language model, except that it knows
-nothing yet: its weights are noise. `RewardTrainer` drops the language head and draws a score head instead.
+The result is an ordinary Hugging Face checkpoint of a causal language model with random weights. `RewardTrainer`
+replaces its language model head by a score head.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ CONFIG = {
 
 
 def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed: int = 0, **shape: int) -> Path:
-    """Write tokenizer, config.json and model.safetensors into `folder`; the tokenizer learns from `texts`. `shape`:
-    entries of CONFIG that are other ones."""
+    """Write a tokenizer, config.json and model.safetensors to `folder`.
+
+    Args:
+        texts: to train the tokenizer on.
+        shape: overrides entries of CONFIG.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size)
@@ -62,7 +66,7 @@ def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A lower-casing byte-pair tokenizer: with so little text, "Start" and "start" had better be one word."""
+    """A lower-casing BPE tokenizer: with so little text, "Start" and "start" should be the same token."""
     inner = Tokenizer(models.BPE())
     inner.normalizer = normalizers.Lowercase()
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -83,7 +87,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def draw_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
-    """Normal noise for every matrix, (out, in), and ones for every norm, under the names of a llama file."""
+    """Normal noise for each matrix `[out, in]` and ones for each norm, under the names of a llama checkpoint."""
     rng = np.random.default_rng(seed)
     width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head

@@ -35,11 +35,12 @@ trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fi
 WORKS, CHANGED, REFUSED = "works", "changed", "refused"
 WANTED = {
     "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
-    "trl.OnlineDPOConfig": (CHANGED, "It can be imported, but not used: it is not built. Near it: GRPOTrainer"),
-    "trl.PPOTrainer": (REFUSED, "it is not built"), "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
-    "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl's"),
-    "trl_jax.data.batch.Batch": (WORKS, ""),
-    "Mine.compute_loss": (CHANGED, "It is in torch"), "Mine.helper": (WORKS, ""),
+    "trl.OnlineDPOConfig": (CHANGED, "but not used: trl_jax does not implement it. Closest: GRPOTrainer"),
+    "trl.PPOTrainer": (REFUSED, "does not implement it"),
+    "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
+    "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl"),
+    "trl_jax.tasks.Batch": (WORKS, ""),
+    "Mine.compute_loss": (CHANGED, "It uses torch"), "Mine.helper": (WORKS, ""),
     "Mine.training_step": (REFUSED, "which trl_jax never calls"),
     "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),
     "SFTConfig(optim='lomo')": (REFUSED, "the nearest that is: adafactor"),
@@ -48,12 +49,12 @@ WANTED = {
     "SFTConfig(packing_strategy='wrapped')": (WORKS, ""), "SFTConfig(packing=...)": (WORKS, ""),
     "SFTConfig(wrong=...)": (REFUSED, "SFTConfig has no argument 'wrong'"),
     "SFTConfig(torch_dtype=...)": (CHANGED, "An old name: use dtype."),
-    "SFTConfig(optim_target_modules=...)": (CHANGED, "Refused, unless it is the default: it belongs to GaLore"),
+    "SFTConfig(optim_target_modules=...)": (CHANGED, "Refused unless it has its default value: it belongs to GaLore"),
     "SFTConfig(warmup_ratio=0.1)": (CHANGED, "use warmup_steps"), "SFTConfig(warmup_steps=0.1)": (WORKS, ""),
     "trl.SFTTrainer": (WORKS, ""), "SFTTrainer(args=...)": (WORKS, ""), "SFTTrainer(peft_config=...)": (WORKS, ""),
     "SFTTrainer(tokenizer=...)": (CHANGED, "pass it as processing_class"),
     "SFTTrainer(max_seq_length=...)": (CHANGED, "use max_length"),
-    "SFTTrainer(packing=...)": (CHANGED, "An argument of SFTConfig now."),
+    "SFTTrainer(packing=...)": (CHANGED, "Now an argument of SFTConfig."),
     "SFTTrainer(dataset_text_fild=...)": (REFUSED, "SFTTrainer has no argument 'dataset_text_fild'"),
 }  # fmt: skip
 
@@ -85,15 +86,15 @@ GRPOTrainer("m", args=GRPOConfig("out", per_device_train_batch_size=1, gradient_
 def test_arguments_of_policies():
     found = {one.what: (one.kind, one.text) for one in findings(read(POLICIES))}
     old = [text for what, (kind, text) in found.items() if what.startswith("RLOOTrainer(") and kind == CHANGED]
-    assert len(old) == 5 and "An old name: pass it as reward_funcs." in old
+    assert len(old) == 5 and "An old name: use reward_funcs." in old
     assert found["GRPOTrainer(tools=...)"] == found["GRPOTrainer(environment_factory=...)"] == (WORKS, "")
     assert found["GRPOConfig(per_device_train_batch_size=1)"] == (WORKS, "")
     assert "own generator" in found["GRPOConfig(use_vllm=True)"][1]
 
 
 @pytest.mark.parametrize("name, verdict", [
-    ("compat_tests/scripts/old_keywords.py", "It runs as it is; 6 of 20 are otherwise here."),
-    ("examples/reward.py", "It runs as it is."), ("compat_tests/tiny.py", "It takes nothing from trl."),
+    ("compat_tests/scripts/old_keywords.py", "The script runs unchanged; 6 of 20 behave differently here."),
+    ("examples/reward.py", "The script runs unchanged."), ("compat_tests/tiny.py", "The script uses nothing from trl."),
 ])  # fmt: skip
 def test_scripts_that_run(name, verdict, capsys):
     assert main(["check", str(ROOT / name)]) == 0
@@ -130,7 +131,7 @@ DistillationConfig(temperature=2.0)
 def test_deep_expressions(text, tmp_path, capsys):
     (tmp_path / "deep.py").write_text(f"import trl\nfrom trl import SFTConfig\n{text}\n")
     assert main(["check", str(tmp_path / "deep.py")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "It runs as it is."
+    assert capsys.readouterr().out.splitlines()[-1] == "The script runs unchanged."
 
 
 def test_expressions_too_deep_for_python_are_an_error_in_one_line(tmp_path, capsys):
@@ -157,4 +158,4 @@ def test_no_script(tmp_path, capsys):
     assert main(["check", str(tmp_path / "none.py")]) == 2
     (tmp_path / "text.py").write_text("no python")
     assert main(["check", str(tmp_path / "text.py")]) == 2
-    assert "is no Python" in capsys.readouterr().err
+    assert "is not valid Python" in capsys.readouterr().err

@@ -131,11 +131,11 @@ def test_env_block(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, message", [
     ("siez: 1", "{path}: unknown key siez: did you mean size?"),
-    ("- 1", "{path} holds a list: wanted flags as keys, such as `max_steps: 10`."),
-    ("", "{path} holds a NoneType: wanted flags as keys, such as `max_steps: 10`."),
-    ("env: 3", "{path}: env=3 is a int: wanted names and values."),
-    ("on: true", "{path}: the keys [True] are not text: wanted names of flags."),
-    ("kind: z", "kind: 'z' in the config file; wanted one of ['x', 'y']."),
+    ("- 1", "{path} contains a list: expected flags as keys, such as `max_steps: 10`."),
+    ("", "{path} contains a NoneType: expected flags as keys, such as `max_steps: 10`."),
+    ("env: 3", "{path}: env=3 is a int: expected names and values."),
+    ("on: true", "{path}: the keys [True] are not text: expected names of flags."),
+    ("kind: z", "kind: 'z' in the config file; expected one of ['x', 'y']."),
 ])  # fmt: skip
 def test_bad_yaml(tmp_path, text, message):
     path = yaml_file(tmp_path, text)
@@ -145,18 +145,18 @@ def test_bad_yaml(tmp_path, text, message):
 
 
 def test_no_yaml(tmp_path):
-    with pytest.raises(ValueError, match="is not YAML"):
+    with pytest.raises(ValueError, match="is not valid YAML"):
         TrlParser(Flags).parse_args_and_config(["--config", yaml_file(tmp_path, "a: [")])
     with pytest.raises(FileNotFoundError, match="--config none.yaml: there is no such file."):
         TrlParser(Flags).parse_args_and_config(["--config", "none.yaml"])
-    with pytest.raises(ValueError, match="--config names no file: write --config FILE.yaml."):
+    with pytest.raises(ValueError, match="--config has no value: write --config FILE.yaml."):
         TrlParser(Flags).parse_args_and_config(["--config"])
 
 
 @pytest.mark.parametrize("args, text", [
     (["--siez", "1"], "unknown argument --siez: did you mean size?"),
     (["--torch-dtype=float32"], "unknown argument --torch_dtype: use dtype."),
-    (["stray"], "unexpected 'stray': a value follows its flag, as in --max_steps 10."),
+    (["stray"], "unexpected 'stray': a value must follow its flag, as in --max_steps 10."),
 ])  # fmt: skip
 def test_unknown_flags(args, text):
     with pytest.raises(ValueError) as error:
@@ -363,7 +363,7 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (
             ["--model_name_or_path", "m", "--dataset_name", "./none.jsonl"],
-            "dataset './none.jsonl': there is no such file or folder, and it is not a Hub id.",
+            "dataset './none.jsonl': no such file or folder, and not a Hub id.",
         ),
         (
             ["--model_name_or_path", "m", "--dataset_name", "pairs", "--dataset_train_split", "all"],
@@ -403,7 +403,7 @@ NOT_HERE = "is not in this release of trl_jax"
 def test_a_mistake_is_told_in_one_line(pairs, args, text, capsys):
     assert main(["reward", *args]) == 2
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", f"trl-jax: error: {text} (TRL_JAX_TRACEBACK=1 shows where.)\n")
+    assert (printed.out, printed.err) == ("", f"trl-jax: error: {text} (TRL_JAX_TRACEBACK=1 shows the traceback.)\n")
 
 
 def a_run_that_raises(error, monkeypatch):
@@ -418,7 +418,7 @@ def a_run_that_raises(error, monkeypatch):
 def test_an_error_prints_as_a_sentence(error, monkeypatch, capsys):
     error.add_note("Row 1 of train_dataset.")
     assert a_run_that_raises(error, monkeypatch) == 2
-    told = "it's not reported Row 1 of train_dataset. (TRL_JAX_TRACEBACK=1 shows where.)"
+    told = "it's not reported Row 1 of train_dataset. (TRL_JAX_TRACEBACK=1 shows the traceback.)"
     assert capsys.readouterr().err == f"trl-jax: error: {told}\n"
 
 
@@ -497,31 +497,34 @@ def test_folders(tmp_path, pairs, streaming):
             "none.jsonl",
             None,
             FileNotFoundError,
-            "dataset 'none.jsonl': there is no such file or folder, and it is not a Hub id.",
+            "dataset 'none.jsonl': no such file or folder, and not a Hub id.",
         ),
         (
             "a/b/c",
             None,
             FileNotFoundError,
-            "dataset 'a/b/c': there is no such file or folder, and it is not a Hub id.",
+            "dataset 'a/b/c': no such file or folder, and not a Hub id.",
         ),
         (
             "empty",
             None,
             FileNotFoundError,
-            "dataset folder empty holds no .jsonl, .json, .parquet, .csv file and was not saved by datasets.",
+            "dataset folder empty has no .jsonl, .json, .parquet, .csv file and was not saved with save_to_disk.",
         ),
         (
             "notes.txt",
             None,
             ValueError,
-            ("dataset file notes.txt ends in '.txt': wanted .jsonl, .json, .parquet, .csv, or one of them .gz."),
+            (
+                "dataset file notes.txt ends in '.txt': expected .jsonl, .json, .parquet, .csv, or one of these with "
+                ".gz."
+            ),
         ),
         (
             "zero.jsonl",
             None,
             ValueError,
-            "dataset file zero.jsonl is empty: wanted rows to train on.",
+            "dataset file zero.jsonl is empty.",
         ),
         (
             "zero.jsonl",

@@ -39,7 +39,7 @@ def test_a_script_under_both(tmp_path, capsys):
     ways = ["--steps", "3", "--json", str(tmp_path / "both.json"), "--picture", str(tmp_path / "both.svg")]
     assert main(["compare", *ways, str(tmp_path / "script.py"), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "SFTTrainer, step by step" and lines[-1].startswith("The same run to ")
+    assert lines[0] == "SFTTrainer, step by step" and lines[-1].startswith("The runs agree: ")
     both = json.loads((tmp_path / "both.json").read_text())
     theirs, ours = (Record(**both[side]) for side in ("trl", "trl_jax"))
     assert [log["step"] for log in theirs.logs] == [1, 2, 3] and len(theirs.seconds) == len(ours.seconds) == 3
@@ -125,8 +125,8 @@ def record(losses=(2.0, 1.0), rows=((1, 2), (3,)), **others):
 
 
 OTHER = [
-    (record(rows=((3,), (1, 2))), "the first batch has the same rows in another order"),
-    (record(rows=((1, 2), (3, 4))), "row 1 of the first batch has other tokens from place 1 on: [] under TRL (1 "
+    (record(rows=((3,), (1, 2))), "the first batch has the same rows in a different order"),
+    (record(rows=((1, 2), (3, 4))), "row 1 of the first batch has different tokens from position 1 on: [] under TRL (1 "
      "tokens), [4] under trl_jax (2)"),
     (record(losses=(2.0, 1.1)), "the loss of step 2 is 1 under TRL and 1.1 under trl_jax"),
     (record(losses=(2.0,)), "TRL took 2 steps, trl_jax 1"),
@@ -137,14 +137,14 @@ OTHER = [
 
 @pytest.mark.parametrize("other, where", OTHER)
 def test_where_runs_differ_first(other, where):
-    assert report(record(), other)[-1].startswith(f"Another run: {where}. ")
+    assert report(record(), other)[-1].startswith(f"The runs differ: {where}. ")
 
 
 def test_rounding_is_no_difference():
     near = record(losses=(2.0, 1.0000004))._replace(seconds=[9.0, 0.5], memory=50.0)
     assert first_difference(record(), near) == ""
     assert report(record(), near)[-1] == (
-        "The same run to 4e-07 in the loss, 4e-07 in all numbers; 4.0x faster, 0.5x the memory."
+        "The runs agree: the loss to 4e-07, all logged numbers to 4e-07; 4.0x faster, 0.5x the memory."
     )
     assert report(near, record())[-1].endswith("; 4.0x slower, 2.0x the memory.")
     assert picture(record(), near).startswith("<svg")
@@ -153,15 +153,15 @@ def test_rounding_is_no_difference():
 def test_two_runs_without_a_finite_loss():
     nan = record(losses=(math.nan, math.nan))
     nan = nan._replace(logs=[log | {"grad_norm": math.nan} for log in nan.logs])
-    assert report(nan, nan)[-1].startswith("The same run to 0e+00 in the loss") and picture(nan, nan) is None
+    assert report(nan, nan)[-1].startswith("The runs agree: the loss to 0e+00,") and picture(nan, nan) is None
 
 
 def test_a_script_that_one_side_does_not_run():
     lines = report(Record(error="TypeError: no argument max_seq_length"), record())
     assert lines[1].startswith("step 1  loss 2") and lines[-1] == (
-        "Under TRL it does not train: TypeError: no argument max_seq_length The numbers are trl_jax's."
+        "The script does not train under TRL: TypeError: no argument max_seq_length The numbers are those of trl_jax."
     )
-    assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are TRL's.")
+    assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are those of TRL.")
 
 
 def test_what_a_script_says_is_printed_without_control_characters_and_tokens(tmp_path):
@@ -175,4 +175,4 @@ def test_bad_words(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "none.py")]) == 2
     (tmp_path / "script.py").write_text("print(1)")
     assert main(["compare", "--steps", "0", str(tmp_path / "script.py")]) == 2
-    assert "--steps 0: wanted 1 or more." in capsys.readouterr().err
+    assert "--steps 0: expected at least 1." in capsys.readouterr().err

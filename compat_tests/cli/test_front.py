@@ -110,9 +110,9 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
         "NotImplementedError GKDTrainer of TRL's is not built in trl_jax. Near it: DistillationTrainer, where",
-        "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Near it: RewardTra",
+        "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Closest: RewardTra",
         "ModuleNotFoundError trl.trainer.base_trainer is not part of trl_jax, and trl is not installed. trl_j",
-        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Near it: no n",
+        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Closest: no n",
     ], done.stderr
 
 
@@ -299,7 +299,7 @@ def test_the_data_of_scripts_of_2024():
     assert module.SFTScriptArguments() == module.SFTScriptArguments(rows, gradient_checkpointing_use_reentrant=False)
     truth = FrontModule("trl.env_utils").strtobool
     assert truth("1") is truth("Yes") is True and truth("0") is truth("OFF") is False
-    with pytest.raises(ValueError, match="^Invalid truth value 'maybe': wanted yes or no"):
+    with pytest.raises(ValueError, match="^Invalid truth value 'maybe': expected yes or no"):
         truth("maybe")
 
 

@@ -81,11 +81,11 @@ def test_a_run_that_was_cut_off_goes_on(folder, source, tmp_path, monkeypatch, c
     with monkeypatch.context() as patched:
         patched.setattr(generate.Completer, "__call__", stopped)
         assert main(["generate", folder, source, "-o", str(out), *SAMPLED]) == 130
-    assert "3 rows are completed and stay in" in capsys.readouterr().err and not out.exists()
+    assert "3 rows are completed and kept in" in capsys.readouterr().err and not out.exists()
     begun = []
     monkeypatch.setattr(generate.Completer, "__call__", lambda *given: begun.append(given[1]) or inner(*given))
     assert main(["generate", folder, source, "-o", str(out), *SAMPLED, "--seed", "1"]) == 2
-    assert "was begun by another run, which differs in --seed" in capsys.readouterr().err
+    assert "belongs to a run with a different --seed" in capsys.readouterr().err
     assert main(["generate", folder, source, "-o", str(out), *SAMPLED]) == 0
     assert begun == [3] and out.read_bytes() == whole.read_bytes()
 
@@ -105,7 +105,7 @@ def test_lines_of_stdin_go_to_stdout(folder, monkeypatch, capsys):
         (["--temperature"], "--temperature has no value."),
         (["--do_sample", "--temperature", "-1"], "`temperature` (=-1.0) has to be a strictly positive float"),
         (["--num_beams", "3"], "num_beams=3 is not in this release of trl_jax: there are no beams"),
-        (["--batch_size", "0"], "--batch_size 0: wanted at least 1."),
+        (["--batch_size", "0"], "--batch_size 0: expected at least 1."),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
@@ -116,9 +116,9 @@ def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"txt": "a"}, "in.jsonl, line 2 holds txt: wanted prompt or messages or text."),
-        ({"prompt": "a", "completion": "b"}, "line 2 has a column 'completion' already, where the result would go"),
-        ({"prompt": ""}, "line 2 has a prompt of no tokens. Write at least one word, or leave the row out."),
+        ({"txt": "a"}, "in.jsonl, line 2 has the columns txt: expected prompt or messages or text."),
+        ({"prompt": "a", "completion": "b"}, "line 2 already has a column 'completion', where the result would go"),
+        ({"prompt": ""}, "line 2 has an empty prompt. Write at least one word, or remove the row."),
         ({"prompt": 3}, "line 2: the prompt is 3: wanted a string, or messages"),
         ({"messages": []}, "line 2: the prompt is []: wanted a string, or messages"),
     ],
@@ -132,7 +132,7 @@ def test_an_output_without_a_file_and_a_file_that_is_not_there(folder, tmp_path,
     assert main(["generate", folder, "-o", str(tmp_path / "out")]) == 2
     assert "--output needs a FILE of rows" in capsys.readouterr().err
     assert main(["generate", folder, str(tmp_path / "none")]) == 2
-    assert "there is no such file of rows to complete" in capsys.readouterr().err
+    assert "none: no such file." in capsys.readouterr().err
 
 
 def test_flags_are_fields():

@@ -153,4 +153,4 @@ def test_few_bits_by_their_old_names(checkpoint, tmp_path):
     pytest.importorskip("bitsandbytes")
     done = run(tmp_path, FEW_BITS, str(checkpoint(head="causal")))
     assert done.stdout.splitlines() == ["Linear4bit", "Linear8bitLt", "Linear"], done.stderr[-2000:]
-    assert "load_in_4bit of from_pretrained: write quantization_config=BitsAndBytesConfig(...)." in done.stderr
+    assert "load_in_4bit of from_pretrained: use quantization_config=BitsAndBytesConfig(...)." in done.stderr

@@ -32,7 +32,7 @@ def test_simulated_devices_from_the_shell(checkpoint, tmp_path):
         capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "on cpu:2: 2 device(s), simulated, of no size; mesh fsdp:2." in done.stdout
+    assert "on cpu:2: 2 device(s), simulated, memory unknown; mesh fsdp:2." in done.stdout
     found = json.loads(written.read_text())
     gathered = [one for one in found["compiled"]["cost"]["collectives"] if one["kind"] == "all-gather"]
     assert sum(one["bytes"] for one in gathered) > 2 * found["memory"]["parameters"]  # forward and backward
@@ -44,7 +44,7 @@ def test_suggestions_from_the_shell(checkpoint, capsys):
     flags = f"--model_name_or_path {checkpoint()} --topology a100:1 --max_length 50000 --per_device_train_batch_size 2"
     assert main(["plan", *flags.split()]) == 0
     told = capsys.readouterr().out
-    assert "It does not fit by arithmetic alone" in told
+    assert "It does not fit by estimate alone" in told
     assert "- --per_device_train_batch_size 1 --gradient_accumulation_steps 2: It" in told
     assert "- --max_length 25000: It fits" in told
     for flag in ("--suggestions", "--levers"):  # the second is its former name
@@ -58,17 +58,17 @@ def test_rows_of_a_file_tell_the_lengths(checkpoint, capsys, tmp_path):
     flags = f"--model_name_or_path {checkpoint()} --topology h100:1 --dataset_name {rows}"
     assert main(["plan", *flags.split(), "--per_device_train_batch_size", "4", "--batch_layout", "padded"]) == 0
     told = capsys.readouterr().out
-    assert "Lengths of steps: 32" in told or "Lengths of steps: 64" in told
-    assert "(x" in told and "It fits by arithmetic alone" in told
+    assert "Row lengths: 32" in told or "Row lengths: 64" in told
+    assert "(x" in told and "It fits by estimate alone" in told
 
 
 def test_mistakes_are_told_in_a_line(checkpoint, capsys):
     assert main(["plan", "--model_name_or_path", str(checkpoint()), "--topology", "v9:1"]) == 2
-    assert "--topology v9:1 is unknown. Known are v5e:AxB" in capsys.readouterr().err
+    assert "--topology v9:1 is unknown. Known: v5e:AxB" in capsys.readouterr().err
     assert main(["plan", "--topology", "v5e:2x2", "--max_length", "64"]) == 2
     assert "--model_name_or_path is missing" in capsys.readouterr().err
     assert main(["plan", "--topology", "v5e:2x2", "--model_name_or_path", "x", "--load_in_4bit"]) == 2
-    assert "--load_in_4bit and --load_in_8bit want --use_peft" in capsys.readouterr().err
+    assert "--load_in_4bit and --load_in_8bit need --use_peft" in capsys.readouterr().err
 
 
 def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint, tmp_path):
@@ -109,5 +109,5 @@ def test_what_a_plan_does_not_look_at_is_named(checkpoint, capsys):
     assert main(["plan", *flags.split(), "--batch_layout", "padded"]) == 0
     told = capsys.readouterr()
     named = "--eval_steps, --push_to_hub, --resume_from_checkpoint, --save_steps"
-    assert f"A plan is of a step and of a pass of evaluation; no part in it have {named}." in told.err
-    assert "Evaluation: a pass of 16 x 64 tokens a device" in told.out and " train) on h100:1" in told.out
+    assert f"The plan covers a step and an evaluation pass; it does not depend on {named}." in told.err
+    assert "Evaluation: a pass of 16 x 64 tokens per device" in told.out and " trained) on h100:1" in told.out

@@ -73,9 +73,12 @@ def test_without_an_output_rows_go_to_stdout(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ('{"txt": "a"}', "in.jsonl, line 1 holds txt: wanted text, messages, chosen and rejected, or prompt and one"),
-        ("{", "line 1 is not JSON: Expecting property name enclosed in double quotes in column 2. Wanted one row"),
-        ("[1]", 'line 1 holds a list: wanted a row, as in {"text": "..."}.'),
+        (
+            '{"txt": "a"}',
+            "in.jsonl, line 1 has the columns txt: expected text, messages, chosen and rejected, or prompt and one",
+        ),
+        ("{", "line 1 is not JSON: Expecting property name enclosed in double quotes in column 2. Expected one row"),
+        ("[1]", 'line 1 contains a list: expected a row, such as {"text": "..."}.'),
     ],
 )
 def test_lines_that_are_no_rows(folder, tmp_path, capsys, line, text):
@@ -88,7 +91,7 @@ def test_env_names_versions_devices_and_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(env, "OPTIONAL", {"nowhere_to_be_found": "do wonders"})
     assert main(["env"]) == 0
     told = capsys.readouterr().out
-    assert "- nowhere_to_be_found: not installed; it would do wonders" in told
+    assert "- nowhere_to_be_found: not installed; needed to do wonders" in told
     assert "- devices: 1 x cpu (cpu)" in told and "- jax: 0." in told
 
 

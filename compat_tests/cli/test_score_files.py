@@ -71,7 +71,7 @@ def cut_off(scored, tmp_path, monkeypatch):
         Spy(patched, until=4)
         status, told = scored(preference_rows(10), "--batch_size", "2")
     partial = tmp_path / "out.jsonl.partial"
-    assert status == 130 and f"4 rows are scored and stay in {partial}: the same command goes on behind them." in told
+    assert status == 130 and f"4 rows are scored and kept in {partial}. Run the same command to continue." in told
     assert not (tmp_path / "out.jsonl").exists()
     with open(partial, "ab") as file:
         file.write(partial.read_bytes()[:20])
@@ -94,7 +94,7 @@ def test_a_file_that_is_there_stays_and_is_replaced_where_asked_for(content, sco
     out = tmp_path / "out.jsonl"
     out.write_bytes(content)
     status, told = scored([{"text": "x"}])
-    assert status == 2 and f"--output {out} is there already. Name another --output, or pass --overwrite" in told
+    assert status == 2 and f"--output {out} already exists. Choose another --output, or pass --overwrite" in told
     assert out.read_bytes() == content
     assert scored(None, "--overwrite")[0] == 0 and [row["text"] for row in read(out)] == ["x"]
 
@@ -118,7 +118,7 @@ def test_the_rows_to_score_are_no_output(out, overwrite, scored, tmp_path):
     (tmp_path / "link.jsonl").symlink_to("in.jsonl")
     (tmp_path / "hard.jsonl").hardlink_to(source)
     status, told = scored(None, *overwrite, out=out)
-    assert status == 2 and "is the file of rows to score. Name another --output." in told
+    assert status == 2 and "is the file of rows to score. Choose another --output." in told
     assert source.read_bytes() == lines(preference_rows(3))
 
 
@@ -129,13 +129,13 @@ def test_rows_of_another_run_are_not_gone_on_with(cut_off, scored, folder, tmp_p
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     rows = preference_rows(10)
     for told_of, run in (
-        ("differs in MODEL/config.json. Run with what it was begun with", lambda: scored(model=other)),
-        ("differs in --dtype.", lambda: scored(None, "--dtype", "bfloat16")),
-        ("differs in --trust_remote_code.", lambda: scored(None, "--trust_remote_code")),
-        ("differs in FILE.", lambda: scored([*rows[:9], {"text": "x"}])),
+        ("MODEL/config.json. Use the same settings to resume", lambda: scored(model=other)),
+        ("--dtype.", lambda: scored(None, "--dtype", "bfloat16")),
+        ("--trust_remote_code.", lambda: scored(None, "--trust_remote_code")),
+        ("FILE.", lambda: scored([*rows[:9], {"text": "x"}])),
     ):
         status, told = run()
-        assert status == 2 and f"{cut_off} was begun by another run, which {told_of}" in told
+        assert status == 2 and f"{cut_off} belongs to a run with a different {told_of}" in told
         assert cut_off.read_bytes() == kept
     spy = Spy(monkeypatch)
     assert scored(rows, "--overwrite", model=other)[0] == 0 and spy.rows == 10
@@ -146,16 +146,19 @@ def test_rows_of_another_run_are_not_gone_on_with(cut_off, scored, folder, tmp_p
 def test_files_of_the_users_own_are_not_taken_for_a_runs(name, overwrite, scored, tmp_path):
     (tmp_path / name).write_text("mine")
     status, told = scored([{"text": "x"}], *overwrite)
-    assert status == 2 and f"{tmp_path / name} is in the way, and out.jsonl.partial.mark does not say" in told
+    assert status == 2 and f"{tmp_path / name} is in the way: according to out.jsonl.partial.mark" in told
     assert (tmp_path / name).read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("change", "told_of"),
     [
-        (lambda row: {"chosen": row["chosen"], "rejected": row["rejected"]}, "chosen_reward is None, wanted a score."),
-        (lambda row: row | {"rejected_reward": None}, "rejected_reward is None, wanted a score."),
-        (lambda row: row | {"chosen": "other"}, "holds another row than"),
+        (
+            lambda row: {"chosen": row["chosen"], "rejected": row["rejected"]},
+            "chosen_reward is None, expected a score.",
+        ),
+        (lambda row: row | {"rejected_reward": None}, "rejected_reward is None, expected a score."),
+        (lambda row: row | {"chosen": "other"}, "does not match"),
     ],
 )
 def test_a_line_without_its_score_does_not_count_as_done(change, told_of, cut_off, scored):
@@ -164,7 +167,7 @@ def test_a_line_without_its_score_does_not_count_as_done(change, told_of, cut_of
     cut_off.write_bytes(lines(done))
     status, told = scored()
     assert status == 2 and f"{cut_off}, line 3" in told and told_of in told
-    assert "Remove out.jsonl.partial to begin anew" in told and cut_off.read_bytes() == lines(done)
+    assert "Remove out.jsonl.partial to start over" in told and cut_off.read_bytes() == lines(done)
 
 
 def test_any_text_that_json_can_hold_is_scored_and_gone_on_with(scored, tmp_path, monkeypatch):
@@ -181,16 +184,22 @@ def test_any_text_that_json_can_hold_is_scored_and_gone_on_with(scored, tmp_path
 @pytest.mark.parametrize(
     ("line", "told_of"),
     [
-        (b'{"text": "a", "reward": 1}', "has a column 'reward' already, where the result would go. Rename that column"),
-        (b'{"chosen": "a", "rejected": "b", "chosen_reward": 1}', "has a column 'chosen_reward' already"),
-        (b'{"text": "\\ud83d"}', "holds '\\ud83d', half of a character: wanted whole ones."),
+        (
+            b'{"text": "a", "reward": 1}',
+            "already has a column 'reward', where the result would go. Rename or remove that column",
+        ),
+        (b'{"chosen": "a", "rejected": "b", "chosen_reward": 1}', "already has a column 'chosen_reward'"),
+        (b'{"text": "\\ud83d"}', "contains '\\ud83d', an unpaired surrogate. Export"),
         ('{"text": "é"}'.encode("latin-1"), "is not UTF-8: byte 0xe9 in column 11. Save the file as UTF-8"),
         ('{"text": "a"}'.encode("utf-16"), "is not UTF-8: byte 0xff in column 1."),
-        ('{"text": "a"}'.encode("utf-16-be"), "Wanted one row a line. It has NUL bytes: save the file as UTF-8."),
-        (b'{"text": "a", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested deeper than Python reads JSON."),
+        ('{"text": "a"}'.encode("utf-16-be"), "Expected one row per line. It has NUL bytes: save the file as UTF-8."),
+        (
+            b'{"text": "a", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "is nested too deeply for Python's JSON parser.",
+        ),
         (b'{"text": "a", "b": 1' + b"0" * 5000 + b"}", "is not JSON: Exceeds the limit"),
         (b'{"text": 5}', "column 'chosen': found 5 (int), wanted a string"),
-        (b"{}", "holds nothing: wanted text, messages"),
+        (b"{}", "has the columns (none): expected text, messages"),
     ],
 )
 def test_a_bad_row_is_named_before_any_is_scored(line, told_of, scored, tmp_path, monkeypatch):
@@ -204,7 +213,7 @@ def test_a_text_that_is_too_long_is_named(scored, checkpoint, tmp_path):
     status, told = scored(
         [{"text": "a"}, {"text": "long " * 600}], model=checkpoint("gpt2", num_hidden_layers=1), out="gpt2.jsonl"
     )
-    assert status == 2 and "in.jsonl, line 2 has" in told and "but the model has positions for 512. Cut the" in told
+    assert status == 2 and "in.jsonl, line 2 has" in told and "but the model supports at most 512. Shorten" in told
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl"]  # nothing was scored, so nothing stays
 
 
@@ -217,7 +226,7 @@ def test_a_score_that_is_no_number_is_not_written(scored, tmp_path, monkeypatch)
     monkeypatch.setattr(score.Scorer, "_ids", lambda self, row: [[1]])
     monkeypatch.setattr(PreTrainedModel, "__call__", lambda *given: ScoreOutput([[float("nan")]] * len(given[1])))
     status, told = scored([{"text": "a"}])
-    assert status == 2 and "in.jsonl, line 1: reward is nan, wanted a finite number." in told
+    assert status == 2 and "in.jsonl, line 1: reward is nan, expected a finite number." in told
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl"]
 
 
@@ -230,7 +239,7 @@ def test_rows_that_change_while_they_are_scored_are_told_of(scored, tmp_path, mo
 
     monkeypatch.setattr(score.Scorer, "__call__", changing)
     status, told = scored([{"text": "a"}])
-    assert status == 2 and "in.jsonl was changed while it was scored." in told
+    assert status == 2 and "in.jsonl changed while it was being scored." in told
     assert not (tmp_path / "out.jsonl").exists() and read(tmp_path / "out.jsonl.partial")[0]["text"] == "a"
 
 
@@ -253,7 +262,7 @@ def test_a_full_disk_is_told_with_the_file_and_rows_stay(cut_off, scored, monkey
 
     monkeypatch.setattr(rows, "open", opening, raising=False)
     status, told = scored()
-    assert status == 2 and f"No space left on device: '{cut_off}'" in told and "4 rows are scored and stay" in told
+    assert status == 2 and f"No space left on device: '{cut_off}'" in told and "4 rows are scored and kept" in told
     monkeypatch.undo()
     assert scored()[0] == 0
 
@@ -262,8 +271,8 @@ def test_a_full_disk_is_told_with_the_file_and_rows_stay(cut_off, scored, monkey
     ("out", "told_of"),
     [
         ("no/where.jsonl", "there is no folder"),
-        (".", "is no regular file. Leave --output out to write to stdout."),
-        ("/dev/null", "is no regular file."),
+        (".", "is not a regular file. Omit --output to write to stdout."),
+        ("/dev/null", "is not a regular file."),
     ],
 )
 def test_outputs_that_cannot_be(out, told_of, scored, tmp_path):
@@ -304,4 +313,4 @@ def test_an_adapters_own_tokenizer_and_files_count(scored, folder, tmp_path, mon
         tmp_path / "adapter"
     )
     status, told = scored(model=tmp_path / "adapter", out="new.jsonl")
-    assert status == 2 and "differs in ADAPTER/adapter_model.safetensors." in told
+    assert status == 2 and "a different ADAPTER/adapter_model.safetensors." in told

@@ -153,7 +153,7 @@ def test_a_dataset_file_without_rows_is_named(content, tmp_path):
     for suffix in ("jsonl", "parquet"):
         path = tmp_path / f"rows.{suffix}"
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"rows.{suffix} holds no rows that can be read as .{suffix}"):
+        with pytest.raises(ValueError, match=f"rows.{suffix} cannot be read as .{suffix}"):
             load_splits(str(path))
 
 

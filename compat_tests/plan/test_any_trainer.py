@@ -83,7 +83,7 @@ def test_a_loss_of_a_scripts_own_is_not_planned(run, tmp_path):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             raise AssertionError("nothing is computed")
 
-    with pytest.raises(ValueError, match="OwnLoss overrides compute_loss: a plan is of the task's own loss"):
+    with pytest.raises(ValueError, match="OwnLoss overrides compute_loss, which a plan cannot include"):
         plan(replace(run, trainer=OwnLoss), config(tmp_path), topology("h100:1"))
 
 
@@ -100,7 +100,7 @@ def test_the_page_plans_it(checkpoint, monkeypatch, capsys, tmp_path):
     [block] = pages.blocks(Path(__file__).resolve().parents[2] / "docs" / "pages" / "plans.md", "python")
     code = block.code.replace("Qwen/Qwen3-0.6B", str(checkpoint())).replace("v5e:2x2", "h100:1")
     exec(code, {})
-    assert "It fits by arithmetic alone" in capsys.readouterr().out
+    assert "It fits by estimate alone" in capsys.readouterr().out
 
 
 def test_a_language_models_head_is_counted_at_its_targets():
@@ -166,10 +166,10 @@ def test_flags_of_another_trainer_are_unknown(in_table, checkpoint, capsys):
 def test_a_trainer_that_there_is_not(checkpoint, capsys, tmp_path):
     flags = ["plan", "--model_name_or_path", str(checkpoint()), "--topology", "h100:1"]
     assert main([*flags, "--trainer", "sorcery"]) == 2
-    assert "--trainer sorcery is unknown: wanted one of reward" in capsys.readouterr().err
+    assert "--trainer sorcery is unknown: expected one of reward" in capsys.readouterr().err
     (tmp_path / "plan.yaml").write_text("trainer: [reward]\n")
     assert main([*flags, "--config", str(tmp_path / "plan.yaml")]) == 2
-    assert "--trainer ['reward'] is unknown: wanted one of reward" in capsys.readouterr().err
+    assert "--trainer ['reward'] is unknown: expected one of reward" in capsys.readouterr().err
 
 
 def test_arguments_that_a_config_lacks_are_not_missed(tmp_path):

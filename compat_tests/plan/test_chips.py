@@ -17,13 +17,13 @@ def test_a_name_means_so_many_devices(name, devices, platform):
 
 @pytest.mark.parametrize("name", ["v9:2x2", "v5e", "v5e:", "v5e:4x", "v5e:0x4", "V5E:2x2", "v5e:2x2:1"])
 def test_a_name_that_means_nothing_gets_the_list(name):
-    with pytest.raises(ValueError, match="is unknown. Known are v5e:AxB .16 GiB and 197 bfloat16 TFLOP/s a chip."):
+    with pytest.raises(ValueError, match="is unknown. Known: v5e:AxB .16 GiB and 197 bfloat16 TFLOP/s per chip."):
         topology(name)
 
 
 @pytest.mark.parametrize(("name", "example"), [("v5e:8", "v5e:2x2"), ("v5p:2x2", "v5p:2x2x2"), ("h100:2x4", "h100:2")])
 def test_a_shape_with_another_number_of_axes_gets_an_example(name, example):
-    with pytest.raises(ValueError, match=f"wanted a shape as in {example}. Known are"):
+    with pytest.raises(ValueError, match=f"expected a shape such as {example}. Known:"):
         topology(name)
 
 

@@ -118,7 +118,8 @@ def test_it_is_told_once_and_evaluates_where_completions_were_shown(folders, tmp
         trainer.generate_completions(sampling=True)
     told = [str(one.message) for one in seen if one.filename == __file__ and one.category is FutureWarning]
     assert len(told) == 2 and told[0].startswith(
-        "RLOOTrainer(config=, policy=, reward_model=) is its form up to TRL 0.21. Pass args=, model= and reward_funcs=;"
+        "RLOOTrainer(config=, policy=, reward_model=) is the constructor of TRL up to 0.21. Use args=, model= and "
+        "reward_funcs=;"
     )
     assert "num_iterations=1 (was 4), max_completion_length=512 (was 53), temperature=1.0 (was 0.7)" in told[0]
     assert "it evaluates. Call evaluate()" in told[1] and "eval_reward" in trainer.state.log_history[-1]
@@ -134,8 +135,8 @@ def test_what_cannot_be(folders, tmp_path):
             trl_jax.RLOOTrainer(*given, **named, train_dataset=rows)
 
     fails(TypeError, "^The first argument is a RLOOConfig, as .* Pass it as args=", args, None, model)
-    fails(TypeError, "^config and args are one argument. Leave config out.$", config=args, args=args, model=model)
-    fails(ValueError, "cannot be the same object. Leave ref_policy out", policy=model, ref_policy=model)
+    fails(TypeError, "^config and args are the same argument. Remove config.$", config=args, args=args, model=model)
+    fails(ValueError, "cannot be the same object. Remove ref_policy", policy=model, ref_policy=model)
     fails(ValueError, r"^data_collator=.*\(\.\.\.\) is not in this release", policy=model, data_collator=MissingEos)
     fails(TypeError, "no argument 'judge'", model, length_reward, args, judge=1)
 

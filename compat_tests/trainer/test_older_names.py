@@ -94,7 +94,7 @@ def test_texts_without_an_answer_are_counted(tmp_path, caplog):
 @pytest.mark.parametrize("given, error, text", [
     ({"mlm": True}, ValueError, r"^DataCollatorForCompletionOnlyLM\(mlm=...\) is not in this release"),
     ({"ignore_index": 0}, ValueError, "ignore_index"), ({"padding_free": True}, ValueError, "padding_free=True"),
-    ({"tokenizer": None}, TypeError, "misses tokenizer="), ({"response_template": []}, ValueError, "has no tokens"),
+    ({"tokenizer": None}, TypeError, "needs tokenizer="), ({"response_template": []}, ValueError, "has no tokens"),
 ])  # fmt: skip
 def test_bad_words_of_the_collator(given, error, text):
     options = {"response_template": [5], "tokenizer": tiny_tokenizer()} | given
@@ -140,7 +140,7 @@ def test_texts_of_one_length():
         num_of_sequences=1,
     )  # fmt: skip
     assert len(list(itertools.islice(endless, 40))) == 40
-    with pytest.raises(ValueError, match="dataset_text_field='text', or formatting_func="):
+    with pytest.raises(ValueError, match="needs dataset_text_field=, such as 'text'"):
         trl_jax.ConstantLengthDataset(tokenizer, [])
 
 

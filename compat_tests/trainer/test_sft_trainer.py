@@ -87,13 +87,15 @@ def test_keywords_of_earlier_releases(folder, tmp_path):
     with pytest.warns(FutureWarning) as told:
         trainer = trl_jax.SFTTrainer(str(folder), args, train_dataset=rows, **given)
     texts = [str(warning.message) for warning in told]
-    for said in ("max_seq_length is an argument of SFTConfig now: pass SFTConfig(max_length=...).",
-                 "packing is an argument of SFTConfig now: pass SFTConfig(packing=...).",
+    for said in ("max_seq_length is an argument of SFTConfig now: use SFTConfig(max_length=...).",
+                 "packing is an argument of SFTConfig now: use SFTConfig(packing=...).",
                  "dataset_batch_size has no effect any more; leave it out: TRL no longer has it."):  # fmt: skip
         assert said in texts
     assert (trainer.args.max_length, trainer.args.seed, trainer.args.packing) == (16, 3, True)
     assert trainer.train_dataset.column_names == ["input_ids", "labels", "seq_lengths"]
-    with pytest.raises(TypeError, match=r"packing=True has no configuration to go to: pass SFTConfig\(packing=True\)."):
+    with pytest.raises(
+        TypeError, match=r"packing=True is an argument of SFTConfig now: pass args=SFTConfig\(packing=True\)."
+    ):
         trl_jax.SFTTrainer(str(folder), train_dataset=rows, packing=True)
 
 

@@ -313,7 +313,7 @@ def test_arguments_by_their_old_names(folder, tmp_path):
     assert trainer.processing_class is trainer.tokenizer is tokenizer
     assert (trainer.args.max_length, trainer.args.seed, trainer.args.learning_rate) == (40, 7, 5e-5)
     assert not trainer.args.bf16
-    with pytest.raises(TypeError, match="tokenizer and processing_class are one argument"):
+    with pytest.raises(TypeError, match="tokenizer and processing_class are the same argument"):
         make(trl_jax, folder, tmp_path, tokenizer=tokenizer, processing_class=tokenizer)
     with pytest.raises(TypeError, match="RewardTrainer has no argument 'eval_datset': did you mean eval_dataset?"):
         make(trl_jax, folder, tmp_path, eval_datset=table(4))

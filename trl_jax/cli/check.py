@@ -1,4 +1,4 @@
-"""`trl-jax check`: what a TRL script needs, read from its source without running it."""
+"""`trl-jax check`: read a TRL script without running it, and report what works, changes or is refused here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TRAINERS, TrainerNames
 from trl_jax.trainer.overrides import NEAR
 
-# ----------------------------------------------------------------------------------------------------
-# The command `trl-jax check`: reads a TRL script without running it, and says what works, what is otherwise here, and
-# what is refused.
+# The command
 
 
 class Parser(CleanParser):
@@ -36,55 +34,54 @@ class Parser(CleanParser):
 def make_parser(prog: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Read a TRL script, run nothing of it, and say of every name it takes from trl, every argument and "
-        "every method it overrides whether it works, means something else here, or is refused.",
-        epilog="Values that only a run would know, rows and checkpoints among them, are not judged: "
+        description="Read a TRL script without running it, and report for every name imported from trl, every "
+        "argument and every overridden method whether it works, behaves differently here, or is refused.",
+        epilog="Values that are known only when the script runs, such as datasets and checkpoints, are not checked: "
         "`trl-jax compare` runs the first steps.",
     )
-    parser.add_argument("script", help="a script that imports trl, or trl_jax")
+    parser.add_argument("script", help="a script that imports trl or trl_jax")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print the findings, a line each, and what they come to.
+    """Print one line per finding, and a verdict.
 
     Raises:
         FileNotFoundError: there is no such script.
-        ValueError: it is no Python.
+        ValueError: the script is not valid Python.
     """
     if not Path(args.script).is_file():
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     try:
         uses = read(Path(args.script).read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:  # not UTF-8, or null bytes
-        raise ValueError(f"{args.script} is no Python: {error}") from None
+    except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, or null bytes
+        raise ValueError(f"{args.script} is not valid Python: {error}") from None
     except (RecursionError, MemoryError):
-        raise ValueError(f"{args.script}: its expressions are nested too deeply to be read.") from None
+        raise ValueError(f"{args.script}: an expression is nested too deeply to read.") from None
     print("\n".join(map(cleaned, report(findings(uses)))))
 
 
 def report(found: list[Finding]) -> list[str]:
-    """A line for each finding, in the order of the script, and the verdict."""
+    """One line per finding, in the order of the script, and the verdict."""
     if not found:
-        return ["It takes nothing from trl."]
+        return ["The script uses nothing from trl."]
     lines = [f"{one.line:5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
     changed, refused = (sum(one.kind == kind for one in found) for kind in ("changed", "refused"))
     if refused:
         are, them = ("is", "it") if refused == 1 else ("are", "them")
-        verdict = f"{refused} of {len(found)} {are} refused: change {them} as it says, then run it."
+        verdict = f"{refused} of {len(found)} {are} refused: change {them} as described, then run the script."
     elif changed:
-        verdict = f"It runs as it is; {changed} of {len(found)} {'is' if changed == 1 else 'are'} otherwise here."
+        verdict = f"The script runs unchanged; {changed} of {len(found)} behave{'s' * (changed == 1)} differently here."
     else:
-        verdict = "It runs as it is."
+        verdict = "The script runs unchanged."
     return [*lines, "", verdict]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Judges a script's names, arguments and methods, by doing on nothing what the script does with them.
+# Findings: construct the configs and subclasses of the script, without model or data, and see what happens
 
 
 class Finding(NamedTuple):
-    """The verdict on one thing. `text`: how it is "changed", or why it is "refused" and what to write."""
+    """The verdict on one name, argument or method. `text` says what changes, or why it is refused and what to write."""
 
     line: int
     what: str
@@ -94,12 +91,12 @@ class Finding(NamedTuple):
 
 _OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
 _OF_CONFIG = {names.config: names for names in TRAINERS.values()}
-_IN_JAX = "Write it in jax.numpy: it is compiled with the model and its gradient."
-_IN_TORCH = "It is in torch, which gets the outputs of each batch and gives their gradient. "
+_IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
+_IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
 
 
 def findings(uses: Uses) -> list[Finding]:
-    """All findings, in the order of lines."""
+    """All findings, ordered by line."""
     touched = {call.name for call in uses.calls} | {subclass.base for subclass in uses.subclasses}
     found = [_of_name(name, name.name in touched) for name in uses.names]
     used = [names for call in uses.calls if (names := _OF_TRAINER.get(call.name))]
@@ -119,16 +116,16 @@ def findings(uses: Uses) -> list[Finding]:
 def _of_name(name: Name, touched: bool) -> Finding:
     what = f"{name.module}.{name.name}"
     if name.name in NEAR and name.module.removesuffix(".trainer") in PACKAGES:
-        near = f" Near it: {NEAR[name.name]}." if NEAR[name.name] else ""
+        near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
         kind = "refused" if touched else "changed"
-        return Finding(name.line, what, kind, f"It can be imported, but not used: it is not built.{near}")
+        return Finding(name.line, what, kind, f"It can be imported but not used: trl_jax does not implement it.{near}")
     own = [name.module] if name.module.partition(".")[0] == "trl_jax" else []
     modules = (*MODULES["trl"], *MODULES.get(name.module, ()), *own)
     if any(hasattr(importlib.import_module(module), name.name) for module in modules if find_spec(module)):
         return Finding(name.line, what, "works")
     if name.module in ("trl", "trl_jax"):
         return Finding(name.line, what, "refused", f"There is no such name: {way_out(name.name, _names())}")
-    text = "Not in trl_jax: under python -m trl_jax it is the installed trl's."
+    text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
     return Finding(name.line, what, "changed", text)
 
 
@@ -138,10 +135,10 @@ def _names() -> list[str]:
 
 
 def _alone(config: type) -> type:
-    """The same config, which neither joins other processes nor asks JAX for devices.
+    """The same config class, except that it neither joins other processes nor asks JAX for devices.
 
-    How many devices the run has is not known here. Sizes that depend on it are refused only if they fit neither one
-    device nor as many as a prompt has completions.
+    The number of devices is not known here. Batch sizes that depend on it are refused only if they fit neither one
+    device nor num_generations devices.
     """
 
     def settle_sizes(self: Any) -> None:
@@ -166,7 +163,7 @@ def _alone(config: type) -> type:
 
 
 def _of_config(call: Call, config: type) -> Iterator[Finding]:
-    """Construct the config with each argument whose value is written in the script."""
+    """Construct the config once per argument whose value the script spells out, then with all of them together."""
     known, config = config, _alone(config)
     given = {name: value for name, value in call.arguments.items() if value is not UNKNOWN}
     fitting: dict[str, Any] = {}
@@ -176,7 +173,7 @@ def _of_config(call: Call, config: type) -> Iterator[Finding]:
         if found.kind == "refused":
             together = _tried(call.line, found.what, partial(config, **{"output_dir": "out"} | given))
             found = together if together.kind != "refused" else found
-            if found.kind == "changed" and name not in found.text:  # it is told of another argument
+            if found.kind == "changed" and name not in found.text:  # the warning is about another argument
                 found = Finding(call.line, found.what, "works")
         if found.kind != "refused":
             fitting[name] = value
@@ -189,7 +186,7 @@ def _of_config(call: Call, config: type) -> Iterator[Finding]:
 
 
 def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
-    """An argument whose value only a run would know: whether there is one of that name."""
+    """Check the name of an argument whose value is known only when the script runs."""
     what, known = f"{call.name}({name}=...)", {field.name for field in fields(config)}
     if name in RENAMED and name not in known:
         return Finding(call.line, what, "changed", f"An old name: {RENAMED[name]}")
@@ -198,7 +195,7 @@ def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
         return Finding(call.line, what, "refused", text)
     line = config.argument_table().get(name)
     if line is not None and line.how == "refused":
-        return Finding(call.line, what, "changed", f"Refused, unless it is the default: {line.why}")
+        return Finding(call.line, what, "changed", f"Refused unless it has its default value: {line.why}")
     return Finding(call.line, what, "works")
 
 
@@ -215,14 +212,14 @@ def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
         elif name == "tokenizer":
             yield Finding(call.line, what, "changed", "An old name: pass it as processing_class.")
         elif name in of_config or name in RENAMED:
-            text = f"An argument of {names.config} now." if name in of_config else f"An old name: {RENAMED[name]}"
+            text = f"Now an argument of {names.config}." if name in of_config else f"An old name: {RENAMED[name]}"
             yield Finding(call.line, what, "changed", text)
         else:
             yield Finding(call.line, what, "refused", f"{call.name} has no argument {name!r}: {way_out(name, known)}")
 
 
 def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
-    """Make a class with each of the methods."""
+    """Define a subclass once per method, with that method alone."""
     trainer = names.load_trainer()
     for method, line in subclass.methods.items():
         what = f"{subclass.name}.{method}"
@@ -238,7 +235,7 @@ def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
         warnings.simplefilter("always")
         try:
             do()
-        except Exception as error:  # whatever it is, the script would get it, too
+        except Exception as error:  # the script would get the same error, whatever it is
             return Finding(line, what, "refused", _first(error))
     texts = [" ".join(str(warning.message).split()) for warning in told]
     return Finding(line, what, "changed", " ".join(dict.fromkeys(texts))) if texts else Finding(line, what, "works")
@@ -248,17 +245,16 @@ def _first(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reads what a script takes from trl from its source.
+# Reading: what a script uses of trl
 
 
 PACKAGES = ("trl", "trl_jax")
-_DEEPEST = 50  # levels of an expression that are read
-UNKNOWN = object()  # a value that only a run would know
+_DEEPEST = 50  # levels of an expression; a deeper one counts as UNKNOWN
+UNKNOWN = object()  # a value that is known only when the script runs
 
 
 class Name(NamedTuple):
-    """A name that is taken from a module of trl."""
+    """A name that the script imports from a module of trl, or reads as its attribute."""
 
     line: int
     module: str
@@ -266,7 +262,7 @@ class Name(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of one of trl's names, or of transformers' TrainingArguments, with its keyword arguments."""
+    """A call of a class or function of trl, or of transformers' TrainingArguments, with its keyword arguments."""
 
     line: int
     name: str
@@ -274,7 +270,7 @@ class Call(NamedTuple):
 
 
 class Subclass(NamedTuple):
-    """A class of the script's on one of trl's names, with the lines of its methods and those that use torch."""
+    """A subclass of a class of trl. methods: name -> line. in_torch: the names of those that use torch."""
 
     line: int
     name: str
@@ -284,7 +280,7 @@ class Subclass(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """All of a script's, each in the order of lines."""
+    """Everything a script uses of trl, each list ordered by line."""
 
     names: list[Name]
     calls: list[Call]
@@ -295,12 +291,12 @@ def read(source: str) -> Uses:
     """Read a script.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: the source is not valid Python.
     """
     tree = ast.parse(source)
     reader = _Reader()
-    nodes = list(ast.walk(tree))  # not by recursion: expressions may be deep
-    for node in nodes:  # imports first: a class may come before one
+    nodes = list(ast.walk(tree))  # iterative: a deep expression would exceed the recursion limit
+    for node in nodes:  # imports first: walk() visits those inside functions late
         if isinstance(node, ast.ImportFrom | ast.Import):
             reader.visit(node)
     for node in nodes:
@@ -323,12 +319,12 @@ def read(source: str) -> Uses:
 
 
 class _Reader(ast.NodeVisitor):
-    """Finds what names mean."""
+    """Resolves the names in a script to names of trl."""
 
     def __init__(self):
         self.names: list[Name] = []
-        self._meaning: dict[str, str] = {}  # of names in the script that are trl's, or TrainingArguments
-        self._modules: dict[str, str] = {}  # of modules of trl
+        self._meaning: dict[str, str] = {}  # name in the script -> name in trl, or TrainingArguments
+        self._modules: dict[str, str] = {}  # name in the script -> module of trl
         self._torch: set[str] = set()
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
@@ -357,7 +353,7 @@ class _Reader(ast.NodeVisitor):
             self.names.append(Name(node.lineno, module, node.attr))
 
     def name_of(self, node: ast.expr) -> str | None:
-        """The name of trl's that an expression means; None for others."""
+        """The name in trl that an expression refers to, or None."""
         if isinstance(node, ast.Name):
             return self._meaning.get(node.id)
         if isinstance(node, ast.Attribute) and self._module_of(node.value) is not None:

@@ -1,4 +1,4 @@
-"""`trl-jax compare`: the first steps of a script under TRL and under trl_jax, side by side."""
+"""`trl-jax compare`: run the first steps of a script under TRL and under trl_jax, and compare their numbers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from trl_jax.core.curves import Curve, points_of, svg
 from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import CleanParser, cleaned
 
-# ----------------------------------------------------------------------------------------------------
-# The command `trl-jax compare`: a script's first steps under TRL and under trl_jax, and how far they are apart.
-
-
 SIDES = ("trl", "trl_jax")
 _OWN = ("--steps", "--json", "--picture")
 
 
 class Parser(CleanParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[argparse.Namespace]:
-        """Its own flags may stand right behind the script, too, before the script's; a first `--` ends them."""
+        """Parse this command's flags, before the script or right after it; what follows belongs to the script.
+
+        A `--` ends this command's flags.
+        """
         own, ended, rest = self._own(argv)
         if not rest or (rest[0].startswith("-") and not ended):
-            return (self.parse_args(argv),)  # --help, or what is wrong
+            return (self.parse_args(argv),)  # --help, or an error
         script, *flags = rest
         behind, _, flags = ([], True, flags) if ended else self._own(flags)
         args = self.parse_args([*own, *behind, "--", script])
@@ -39,7 +38,7 @@ class Parser(CleanParser):
         return (args,)
 
     def _own(self, argv: list[str]) -> tuple[list[str], bool, list[str]]:
-        """The flags of the command that a line begins with, whether `--` ends them, and the rest of the line."""
+        """Split the command's own leading flags off: those flags, whether `--` ends them, and the rest."""
         end = 0
         while end < len(argv) and argv[end].partition("=")[0] in _OWN:
             end += 1 if "=" in argv[end] else 2
@@ -52,17 +51,17 @@ class Parser(CleanParser):
 def make_parser(prog: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Run the first steps of a TRL script under TRL and under trl_jax, with the same seed, and show how "
-        "far their numbers are apart, how long a step takes, and how much memory.",
-        epilog="Flags of the script stand behind it, after those of this command or after `--`. Nothing is saved, "
-        "evaluated, tracked or pushed: output_dir is a temporary folder. The script ends after those steps of its "
-        "first train().",
+        description="Run the first steps of a TRL script under TRL and under trl_jax with the same seed, and report "
+        "how much their numbers differ, how long a step takes, and how much memory it needs.",
+        epilog="The script's own flags follow the script, after the flags of this command or after `--`. Nothing is "
+        "saved, evaluated, tracked or pushed, and output_dir is a temporary folder. The script ends when its first "
+        "train() has taken these steps.",
     )
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers there")
-    parser.add_argument("--picture", metavar="FILE.svg", help="draw loss and gradient norm of both there")
-    parser.add_argument("script", help="a script that imports trl, or trl_jax")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="its own flags")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers to this file")
+    parser.add_argument("--picture", metavar="FILE.svg", help="plot loss and gradient norm of both runs to this file")
+    parser.add_argument("script", help="a script that imports trl or trl_jax")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's own flags")
     return parser
 
 
@@ -71,12 +70,12 @@ def main(args: argparse.Namespace) -> None:
 
     Raises:
         FileNotFoundError: there is no such script.
-        ValueError: steps below 1, or the script trains under neither of the two.
+        ValueError: --steps is below 1, or the script trains under neither library.
     """
     if not Path(args.script).is_file():
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     if args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: wanted 1 or more.")
+        raise ValueError(f"--steps {args.steps}: expected at least 1.")
     records = {}
     for side in SIDES:
         print(f"{args.steps} steps under {side} ...", file=sys.stderr, flush=True)
@@ -89,13 +88,13 @@ def main(args: argparse.Namespace) -> None:
     if args.picture:
         drawn = picture(*records.values())
         if drawn is None:
-            print(f"{args.picture} was not written: no loss of either run is a finite number.", file=sys.stderr)
+            print(f"{args.picture} was not written: neither run logged a finite number.", file=sys.stderr)
         else:
             write_whole(Path(args.picture), drawn)
 
 
 def run(side: str, script: str, flags: list[str], steps: int) -> Record:
-    """Run the script's first steps in a process of their own."""
+    """Run the script's first steps in a separate process."""
     with tempfile.TemporaryDirectory(prefix="trl-jax-compare-") as folder:
         out = Path(folder) / "record.json"
         command = [sys.executable, "-m", "trl_jax.cli.compare_child", side, str(out), str(steps), script, *flags]
@@ -104,15 +103,13 @@ def run(side: str, script: str, flags: list[str], steps: int) -> Record:
         if out.is_file():
             return Record(**json.loads(out.read_text(encoding="utf-8")))
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    said = cleaned(lines[-1]) if lines else f"it ended with status {done.returncode} and trained nothing"
-    return Record(error=said if done.returncode else "the script ended and called no train()")
+    said = cleaned(lines[-1]) if lines else f"the script exited with status {done.returncode} before it trained"
+    return Record(error=said if done.returncode else "the script ended without calling train()")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Two records of a script's first steps side by side: a table, and what it comes to in one line.
+# Comparison of two records
 
-
-_SAME = 1e-3  # losses that differ by less, in parts of their size, are of one run: sums in another order
+_SAME = 1e-3  # relative; a smaller difference of losses is rounding, from sums in a different order
 _PANELS = {"loss": "loss (grey: TRL, blue: trl_jax)", "grad_norm": "gradient norm", "reward": "reward"}
 _COLORS = ("#8c959f", "#1f6feb")
 
@@ -121,9 +118,12 @@ class Record(NamedTuple):
     """The numbers of a script's first steps under one library.
 
     Attributes:
-        trainer: its class. logs: the numbers of each step, with the step. seconds: of each step, the first with what
-            comes before it. memory: the most that the process held, in MB. rows: token ids of the first batch.
-        error: why it did not train; "" where it did.
+        trainer: name of its class.
+        logs: the logged numbers of each step, and the step.
+        seconds: duration of each step; the first includes setup.
+        memory: peak memory of the process, in MB.
+        rows: token ids of the first batch.
+        error: why it did not train; "" if it did.
     """
 
     trainer: str = ""
@@ -135,16 +135,16 @@ class Record(NamedTuple):
 
 
 def report(theirs: Record, ours: Record) -> list[str]:
-    """The lines of the comparison, the verdict last. One of the two may have an error."""
+    """The lines of the comparison, the verdict last. At most one of the two has an error."""
     if theirs.error or ours.error:
         side, error, record = ("TRL", theirs.error, ours) if theirs.error else ("trl_jax", ours.error, theirs)
         other = "trl_jax" if theirs.error else "TRL"
-        return [*_alone(record), f"Under {side} it does not train: {error} The numbers are {other}'s."]
+        return [*_alone(record), f"The script does not train under {side}: {error} The numbers are those of {other}."]
     return [*_table(theirs, ours), "", *_costs(theirs, ours), "", _verdict(theirs, ours)]
 
 
 def differences(theirs: Record, ours: Record) -> dict[str, float]:
-    """The largest difference of each number that both logged, in parts of its size where that is above 1."""
+    """The largest difference of each number that both logged; relative if the number is above 1, else absolute."""
     found: dict[str, float] = {}
     for a, b in zip(theirs.logs, ours.logs, strict=False):
         for name in (name for name in a if name in b and name != "step"):
@@ -153,16 +153,17 @@ def differences(theirs: Record, ours: Record) -> dict[str, float]:
 
 
 def first_difference(theirs: Record, ours: Record) -> str:
-    """Where two runs differ first: the rows of the first batch, or a step."""
+    """Where two runs first differ: in the rows of the first batch, or at a step. "" if they do not."""
     if theirs.rows and ours.rows and theirs.rows != ours.rows:
         if sorted(theirs.rows) == sorted(ours.rows):
-            return "the first batch has the same rows in another order"
+            return "the first batch has the same rows in a different order"
         for number, (a, b) in enumerate(zip_longest(theirs.rows, ours.rows, fillvalue=[])):
             if a != b:
                 place = next((at for at, both in enumerate(zip_longest(a, b)) if both[0] != both[1]), 0)
                 return (
-                    f"row {number} of the first batch has other tokens from place {place} on: {a[place : place + 6]} "
-                    f"under TRL ({len(a)} tokens), {b[place : place + 6]} under trl_jax ({len(b)})"
+                    f"row {number} of the first batch has different tokens from position {place} on: "
+                    f"{a[place : place + 6]} under TRL ({len(a)} tokens), "
+                    f"{b[place : place + 6]} under trl_jax ({len(b)})"
                 )
     for a, b in zip(theirs.logs, ours.logs, strict=False):
         if _apart(a["loss"], b["loss"]) > _SAME:
@@ -171,7 +172,7 @@ def first_difference(theirs: Record, ours: Record) -> str:
 
 
 def picture(theirs: Record, ours: Record) -> str | None:
-    """Loss, gradient norm and reward of both, as SVG; None where neither logged a finite number."""
+    """Loss, gradient norm and reward of both as SVG; None if neither logged a finite number."""
     panels = {}
     for name, title in _PANELS.items():
         both = zip(_COLORS, (theirs, ours), strict=True)
@@ -182,14 +183,14 @@ def picture(theirs: Record, ours: Record) -> str | None:
 
 
 def _apart(a: float, b: float) -> float:
-    """The difference in parts of `a`, or of 1 where that is larger; infinite where only one is NaN or infinite."""
+    """|a - b| / max(1, |a|); infinite if only one of them is finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(1.0, abs(a)) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def _table(theirs: Record, ours: Record) -> list[str]:
-    head = "step  loss TRL    trl_jax     apart    grad_norm TRL  trl_jax     apart"
+    head = "step  loss TRL    trl_jax     diff     grad_norm TRL  trl_jax     diff"
     lines = [f"{theirs.trainer}, step by step", head]
     for a, b in zip(theirs.logs, ours.logs, strict=False):
         parts = [f"{a['step']:4.0f}"]
@@ -201,16 +202,16 @@ def _table(theirs: Record, ours: Record) -> list[str]:
     missing = sorted({name for log in theirs.logs for name in log} - {name for log in ours.logs for name in log})
     apart = sorted(((value, name) for name, value in others.items() if value), reverse=True)
     alike = f"{len(others) - len(apart)} other numbers are equal"
-    lines.append(", ".join([alike, *(f"{name} is at most {value:.1e} apart" for value, name in apart)]))
-    return lines + ([f"logged by TRL alone: {', '.join(missing)}"] if missing else [])
+    lines.append(", ".join([alike, *(f"{name} differs by at most {value:.1e}" for value, name in apart)]))
+    return lines + ([f"logged by TRL only: {', '.join(missing)}"] if missing else [])
 
 
 def _costs(theirs: Record, ours: Record) -> list[str]:
     rows = [
-        ("", "TRL", "trl_jax", "times"),
-        ("seconds a step, median after the first", *_costs_of(_step, theirs, ours)),
-        ("seconds to the first step's end", *_costs_of(lambda record: record.seconds[0], theirs, ours)),
-        ("most memory, MB", *_costs_of(lambda record: record.memory, theirs, ours)),
+        ("", "TRL", "trl_jax", "ratio"),
+        ("seconds per step, median after the first", *_costs_of(_step, theirs, ours)),
+        ("seconds until the first step ends", *_costs_of(lambda record: record.seconds[0], theirs, ours)),
+        ("peak memory, MB", *_costs_of(lambda record: record.memory, theirs, ours)),
     ]
     return [f"{name:40}{a:>10}{b:>10}{c:>8}" for name, a, b, c in rows]
 
@@ -228,7 +229,7 @@ def _alone(record: Record) -> list[str]:
     lines = [f"{record.trainer}, step by step"]
     for log in record.logs:
         lines.append("  ".join(f"{name} {value:.6g}" for name, value in log.items() if name in ("step", *_PANELS)))
-    return [*lines, f"{_step(record):.3g} s a step after the first, {record.memory:.0f} MB"]
+    return [*lines, f"{_step(record):.3g} s per step after the first, {record.memory:.0f} MB"]
 
 
 def _verdict(theirs: Record, ours: Record) -> str:
@@ -240,5 +241,5 @@ def _verdict(theirs: Record, ours: Record) -> str:
     if not where and len(theirs.logs) != len(ours.logs):
         where = f"TRL took {len(theirs.logs)} steps, trl_jax {len(ours.logs)}"
     if where:
-        return f"Another run: {where}. {costs}"
-    return f"The same run to {found['loss']:.0e} in the loss, {max(found.values()):.0e} in all numbers; {costs}"
+        return f"The runs differ: {where}. {costs}"
+    return f"The runs agree: the loss to {found['loss']:.0e}, all logged numbers to {max(found.values()):.0e}; {costs}"

@@ -1,6 +1,6 @@
-"""Runs a script under one of the two libraries until its first train() has taken some steps, and writes them down.
+"""Run a script under TRL or trl_jax until its first train() has taken some steps, and record their numbers.
 
-python -m trl_jax.cli.compare_child SIDE RECORD.json STEPS SCRIPT.py [its flags]
+python -m trl_jax.cli.compare_child SIDE RECORD.json STEPS SCRIPT.py [flags of the script]
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from trl_jax.cli.compare import Record
 
-# Written into the script's arguments, so that nothing of its own is touched and every step is logged.
+# Overrides the script's arguments, so that it writes nothing outside the temporary folder and logs every step.
 FORCED = {
     "push_to_hub": False, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False,
     "load_best_model_at_end": False, "logging_strategy": "steps", "logging_steps": 1, "logging_first_step": False,
     "disable_tqdm": True, "include_num_input_tokens_seen": "no",
 }  # fmt: skip
-_RATES = ("_runtime", "_per_second", "step_time")  # names of times end in one of these
+_RATES = ("_runtime", "_per_second", "step_time")  # endings of the names of times and rates
 
 
 def main(side: str, record: str, steps: str, script: str, *flags: str) -> None:
@@ -46,7 +46,7 @@ def main(side: str, record: str, steps: str, script: str, *flags: str) -> None:
 
 
 def _watch_trl(steps: int, write: Callable[[Record], None], folder: Path) -> None:
-    """Watch transformers' trainer; a script that imports trl_jax finds trl there."""
+    """Watch transformers' Trainer, and let a script that imports trl_jax get trl."""
     import transformers
     import trl
 
@@ -68,7 +68,7 @@ def _watch_trl(steps: int, write: Callable[[Record], None], folder: Path) -> Non
 
 
 def _force(arguments: type, folder: Path) -> None:
-    """Have a class of arguments begin with `FORCED`."""
+    """Patch a class of training arguments so that `FORCED` overrides what the script sets."""
     plain = arguments.__post_init__
 
     @functools.wraps(plain)
@@ -80,7 +80,7 @@ def _force(arguments: type, folder: Path) -> None:
 
 
 def _watch(trainer: type, steps: int, write: Callable[[Record], None], rows: Callable[[Any], list]) -> None:
-    """Have a class of trainers end the process after some steps of train(), which are written down."""
+    """Patch a trainer class so that its first train() takes `steps` steps, writes the record and ends the process."""
     from transformers import TrainerCallback
 
     plain = trainer.train
@@ -119,14 +119,14 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
 
 
 def _our_rows(trainer: Any) -> list[list[int]]:
-    """Token ids of the first batch of the dataset; none where a run makes its rows itself."""
+    """Token ids of the first batch of the dataset; none in online training."""
     from trl_jax.trainer.online import RolloutTrainer
 
     return [] if isinstance(trainer, RolloutTrainer) else rows_of(next(iter(trainer.get_train_dataloader())))
 
 
 def rows_of(inputs: Any) -> list[list[int]]:
-    """The token ids of a batch, without its padding."""
+    """The token ids of a batch, without padding."""
     if not isinstance(inputs, dict) or "input_ids" not in inputs or "attention_mask" not in inputs:
         return []
     rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The `trl-jax` command. Each subcommand imports what it needs when it runs."""
+"""The `trl-jax` command. Each subcommand has TRL's flags and YAML, and imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,23 @@ from trl_jax.cli.torch_cuda import of_script
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
 from trl_jax.core.trainers import TRAINERS
 
-# ----------------------------------------------------------------------------------------------------
-# The commands of `trl-jax`: TRL's flags and YAML. Each command imports what it needs when it runs.
-
-
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
-    "check": "read a TRL script, and say what of it works",
-    "compare": "a script's first steps under TRL and under trl_jax, side by side",
-    "plan": "will my run fit on these devices? Compiles its step for devices you do not have",
+    "check": "report what works in a TRL script, without running it",
+    "compare": "compare the first steps of a script under TRL and under trl_jax",
+    "plan": "check whether a run fits on devices that you do not have",
     "generate": "complete the prompts of a file with a language model",
-    "chat": "talk to a language model",
-    "score": "score the answers of a file with a reward model",
+    "chat": "chat with a language model",
+    "score": "score the completions of a file with a reward model",
     "env": "print versions and devices",
 }
-_ABOUT_SCRIPTS = ("check", "compare")  # whose modules know how scripts are run, and are in this room
-# Errors of a wrong flag, file, value or metric's name are printed in a line, which also says how to see the traceback:
-# they may come from a mistake of our own, too. Others keep their traceback.
+_IN_CLI = ("check", "compare")  # these modules are in cli/, the others in scripts/
+# Errors that a wrong flag, file or value causes are printed in one line. The line also says how to see the traceback,
+# because a bug of ours may raise them too. Other errors keep their traceback.
 USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake of the user's (one line on stderr), 130 interrupted."""
+    """Run a command. Exit status: 0 success, 2 user error (one line on stderr), 130 interrupted."""
     typed = argv is None
     argv = list(sys.argv[1:] if typed else argv)
     parser = _parser()
@@ -54,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.modules["trl_jax.mesh.processes"].announce_end(error)
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
-        print(f"trl-jax: error: {_one_line(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
+        print(f"trl-jax: error: {_one_line(error)} (TRL_JAX_TRACEBACK=1 shows the traceback.)", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("trl-jax: interrupted", file=sys.stderr)
@@ -63,22 +59,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(command: str, argv: list[str], typed: bool) -> None:
-    # transformers advises to install torch at import; nothing here needs it.
+    # Without this, transformers advises on import to install torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     script = importlib.import_module(module_of(command))
     arguments = script.make_parser(prog=f"trl-jax {command}").parse_args_and_config(argv)
-    if typed:  # trackers keep the command line with a run
+    if typed:  # trackers record the command line
         sys.argv[1:] = masked_flags(sys.argv[1:])
     script.main(*arguments)
 
 
 def module_of(command: str) -> str:
-    """The module that a command runs."""
-    return f"trl_jax.{'cli' if command in _ABOUT_SCRIPTS else 'scripts'}.{command}"
+    """The module of a command."""
+    return f"trl_jax.{'cli' if command in _IN_CLI else 'scripts'}.{command}"
 
 
 def _one_line(error: Exception) -> str:
-    """The error's text and notes in one line; a KeyError's own str() would quote its text."""
+    """The error's text and notes in one line, without the quotes of a KeyError's str()."""
     text = " ".join(map(str, error.args)) if isinstance(error, KeyError) else str(error)
     return cleaned(" ".join(" ".join([text, *vars(error).get("__notes__", ())]).split()))
 
@@ -91,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = CleanParser(
         prog="trl-jax",
         description="Train and use models in JAX, with TRL's flags.",
-        epilog=("`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows an error's origin."),
+        epilog=(
+            "`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows the traceback of an error."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"trl-jax {_version()}")
     commands = parser.add_subparsers(parser_class=argparse.ArgumentParser, dest="command", metavar="COMMAND")
@@ -104,32 +102,26 @@ def _version() -> str:
     try:
         return metadata.version("trl_jax")
     except metadata.PackageNotFoundError:
-        return "(run from its source, not installed)"
+        return "(run from source, not installed)"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
-# ----------------------------------------------------------------------------------------------------
-# A note on the error that ends a script, where transformers 5 is likely to be the reason.
-
+# A hint for scripts that fail because transformers 5 changed the result of apply_chat_template
 
 _TEMPLATE = (
     "The script calls apply_chat_template without return_dict. Since transformers 5 this gives a dictionary of "
     "input_ids and attention_mask; return_dict=False gives the token ids alone, as it did before."
 )
-_told: set[str] = set()  # the notes that the script has earned so far
+_hints: set[str] = set()  # to add to an error that ends the script
 
 
 def watching_templates(plain: Callable) -> Callable:
-    """A tokenizer's apply_chat_template that remembers whether a script takes its default result, which changed."""
+    """Wrap a tokenizer's apply_chat_template to notice a script that relies on its default result, which changed."""
 
     @functools.wraps(plain)
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
         by_script = of_script(sys._getframe(1).f_code.co_filename)
         if by_script and options.get("tokenize", True) and "return_dict" not in options:
-            _told.add(_TEMPLATE)
+            _hints.add(_TEMPLATE)
         return plain(self, *args, **options)
 
     return apply_chat_template
@@ -137,10 +129,14 @@ def watching_templates(plain: Callable) -> Callable:
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """Add the notes to an error of a kind that a result of another form gives."""
+    """Add the hints to an error that a result of an unexpected type can cause."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
-        for note in _told:
-            error.add_note(note)
+        for hint in _hints:
+            error.add_note(hint)
         raise
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

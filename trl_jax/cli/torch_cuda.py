@@ -1,7 +1,7 @@
-"""Words of scripts for GPUs, where torch has none: `.to("cuda")` stays on the CPU, and torch.cuda's questions get an
-answer with which a script goes on. JAX chooses the device that it trains on.
+"""Answer a script's GPU calls when torch has no GPU: `.to("cuda")` stays on the CPU, and torch.cuda's queries return
+values that let the script continue. JAX chooses the device that it trains on.
 
-Libraries that ask torch.cuda go on hearing the truth: they would put tensors there.
+Only scripts get these answers. Libraries still see that torch has no GPU; otherwise they would put tensors there.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NOTHING = ("empty_cache", "ipc_collect", "init", "manual_seed", "manual_seed_al
             "reset_max_memory_cached", "reset_peak_memory_stats", "set_device", "set_per_process_memory_fraction",
             "synchronize")  # fmt: skip
 _ZERO = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
-_CAPABILITY = (8, 0)  # the first with bfloat16, which JAX has on every device
+_CAPABILITY = (8, 0)  # the first compute capability with bfloat16, which JAX supports on every device
 _PLACEMENT = ("device_map", "max_memory", "offload_folder")
-# The last three were phi-2's, while its code lay on the Hub.
+# The last three are options of phi-2's former remote code.
 _KERNELS = {"use_flash_attention_2", "flash_attn", "flash_rotary", "fused_dense"}
 
 
 def answer(torch: ModuleType) -> None:
-    """Answer torch's words of GPUs from now on, unless torch has one."""
+    """Patch torch to answer GPU calls from now on, unless it has a GPU."""
     if torch.cuda.is_available():
         return
     answers = {
@@ -48,27 +48,27 @@ def answer(torch: ModuleType) -> None:
     answers |= dict.fromkeys(_NOTHING) | dict.fromkeys(_ZERO, 0)
     for name, value in (answers | {"is_available": True, "device_count": 1}).items():
         setattr(torch.cuda, name, _answering(getattr(torch.cuda, name), value, quietly=name in _NOTHING))
-    torch.set_default_device = _passing_over_cuda(torch.set_default_device)
+    torch.set_default_device = _skipping_cuda(torch.set_default_device)
     torch.Generator = _generator_on_cpu(torch.Generator)
     torch.load = _loading_onto_cpu(torch.load)
-    torch.cuda.device = _Device  # which pipelines of transformers enter, too
-    _on_cpu(torch).__enter__()  # for as long as the process lives
+    torch.cuda.device = _Device  # transformers' pipelines enter it too
+    _on_cpu(torch).__enter__()  # for the rest of the process
 
 
 def answer_bf16(module: ModuleType) -> None:
-    """Let transformers take bf16=True where torch has no GPU: JAX has bfloat16 on every device."""
+    """Make transformers accept bf16=True when torch has no GPU: JAX supports bfloat16 on every device."""
     module.is_torch_bf16_gpu_available = lambda: True
 
 
 def answer_tf32(module: ModuleType) -> None:
-    """Let transformers take tf32=True where torch has no GPU: JAX computes, so torch's precision stays as it is."""
+    """Make transformers accept tf32=True when torch has no GPU. JAX computes, so torch's precision is left alone."""
     module.is_torch_tf32_available = lambda: True
     module.enable_tf32 = lambda enable: None
 
 
 def load_anywhere(kind: type) -> None:
-    """Let `from_pretrained` and `from_config` of a class of transformers, and of those derived from it that have copies
-    of them, take words of GPUs where torch has none."""
+    """Make `from_pretrained` and `from_config` of a class of transformers, and of subclasses that define their own,
+    ignore GPU options when torch has no GPU."""
     for name in {"from_pretrained", "from_config"} & vars(kind).keys():
         setattr(kind, name, classmethod(_loading(vars(kind)[name].__func__)))
     for derived in kind.__subclasses__():
@@ -84,8 +84,7 @@ def _loading(plain: Callable) -> Callable:
 
 
 def _quantized_as_today(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a `quantization_config` in the place of `load_in_4bit` and `load_in_8bit`, as they were called
-    until 2025."""
+    """The arguments with `load_in_4bit` and `load_in_8bit`, removed in transformers 5, as a `quantization_config`."""
     bits = {name: kwargs[name] for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
     if not bits:
         return kwargs
@@ -94,49 +93,49 @@ def _quantized_as_today(kwargs: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in kwargs.items() if name not in bits}
     if any(bits.values()) and kept.get("quantization_config") is None:
         kept["quantization_config"] = BitsAndBytesConfig(**bits)
-    logger.warning("%s of from_pretrained: write quantization_config=BitsAndBytesConfig(...).", " and ".join(bits))
+    logger.warning("%s of from_pretrained: use quantization_config=BitsAndBytesConfig(...).", " and ".join(bits))
     return kept
 
 
 def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without a placement and without FlashAttention and other kernels, which are GPUs'."""
+    """The arguments without device placement, FlashAttention and other GPU kernels."""
     import torch
 
-    if torch.cuda.is_available():  # asked by a library, so the truth
+    if torch.cuda.is_available():  # this call comes from a library file, so it is not patched
         return kwargs
     gone = {name for name in _PLACEMENT if kwargs.get(name) not in (None, "cpu")} | _KERNELS
     if "flash" in str(kwargs.get("attn_implementation")):
         gone.add("attn_implementation")
     if gone & kwargs.keys():
-        _tell()
+        _warn()
     return {name: value for name, value in kwargs.items() if name not in gone}
 
 
 def _answering(truth: Callable, value: Any, *, quietly: bool) -> Callable:
-    """A function that gives a script this value, and everyone else the truth."""
+    """A function that returns `value` to a script, and calls `truth` for everyone else."""
 
     @functools.wraps(truth)
     def answered(*args: Any, **kwargs: Any) -> Any:
         if not of_script(sys._getframe(1).f_code.co_filename):
             return truth(*args, **kwargs)
         if not quietly:
-            _tell()
+            _warn()
         return value
 
     return answered
 
 
 def of_script(file: str) -> bool:
-    """Whether a file is no library's."""
+    """Whether a file belongs to the user's script, not to a library."""
     path = Path(file)
     return not ("site-packages" in file or path.is_relative_to(_PACKAGE) or path.is_relative_to(_STANDARD))
 
 
-def _passing_over_cuda(plain: Callable) -> Callable:
+def _skipping_cuda(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def set_default_device(device: Any) -> None:
         if _is_cuda(device):
-            _tell()
+            _warn()
         else:
             plain(device)
 
@@ -144,7 +143,7 @@ def _passing_over_cuda(plain: Callable) -> Callable:
 
 
 def _generator_on_cpu(plain: type) -> type:
-    """torch's class of random generators; one that is asked for on a GPU is the CPU's."""
+    """torch.Generator, which creates a CPU generator when asked for one on a GPU."""
 
     class Called(type(plain)):
         def __call__(cls, device: Any = "cpu") -> Any:
@@ -157,7 +156,7 @@ def _generator_on_cpu(plain: type) -> type:
 
 
 class _Device(contextlib.nullcontext):
-    """torch.cuda.device, which has a GPU compute for a while; there is none to do so."""
+    """Stands in for torch.cuda.device, and does nothing."""
 
 
 def _loading_onto_cpu(plain: Callable) -> Callable:
@@ -171,22 +170,22 @@ def _loading_onto_cpu(plain: Callable) -> Callable:
 
 
 def _or_cpu(device: Any) -> Any:
-    """The device; the CPU in the place of a GPU."""
+    """The device, or the CPU instead of a GPU."""
     if not _is_cuda(device):
         return device
-    _tell()
+    _warn()
     return "cpu"
 
 
 def _on_cpu(torch: ModuleType) -> Any:
-    """torch's mode in which tensors that are asked onto a GPU stay on the CPU."""
+    """A torch function mode that keeps tensors on the CPU when they are sent to a GPU."""
     from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             kwargs = {} if kwargs is None else kwargs
             if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-                _tell()
+                _warn()
                 return args[0]
             if "device" in kwargs:
                 kwargs = kwargs | {"device": _or_cpu(kwargs["device"])}
@@ -210,13 +209,13 @@ def _properties() -> SimpleNamespace:
 
 
 def _memory() -> int:
-    """Bytes of this computer's memory."""
+    """Bytes of this machine's RAM."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache
-def _tell() -> None:
+def _warn() -> None:
     logger.warning(
-        "torch has no GPU here: what the script says of cuda, device_map and FlashAttention is answered on the CPU, "
+        "torch has no GPU here: cuda, device_map and FlashAttention in the script are ignored or answered on the CPU, "
         "and JAX chooses the device that it trains on."
     )

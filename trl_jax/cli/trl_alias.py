@@ -1,4 +1,7 @@
-"""Make `import trl` find trl_jax, and adjust what scripts import from torch and transformers."""
+"""Make `import trl` find trl_jax, and patch torch, transformers and peft for scripts written for TRL.
+
+Used by `python -m trl_jax` and `trl_jax.install`, never by `import trl_jax`.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,7 @@ from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, WHERE
 from trl_jax.legacy.arguments import modern_flags
 
-# ----------------------------------------------------------------------------------------------------
-# Puts a package `trl` before the installed one: our names replace TRL's, and the others stay the installed trl's.
-
-
-# TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
+# TRL's module -> our modules that replace its names, in order of precedence. Other names come from the installed trl.
 MODULES: dict[str, tuple[str, ...]] = {
     "trl": ("trl_jax",),
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
@@ -59,20 +58,22 @@ _PACKAGES = (
     "trl", "trl.commands", "trl.experimental", "trl.extras", "trl.scripts", "trl.trainer",
     *(f"trl.experimental.{name}" for name in EXPERIMENTAL),
 )  # fmt: skip
-_RATHER_THEIRS = {"add_response_schema"}  # ours knows fewer templates than the installed trl's
-_FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
+_PREFER_THEIRS = {"add_response_schema"}  # ours knows fewer templates than the installed trl
+_TRL_VERSION = "1.16.0"  # the release of TRL whose API trl_jax has
 _IN_CHILDREN = Path(__file__).parent / "children"
 
 
 def install() -> None:
-    """Let `import trl` find trl_jax from now on, in this process and in the Python processes it starts: for notebooks,
-    in the first cell. `python -m trl_jax` does it for scripts."""
+    """Make `import trl` find trl_jax, in this process and in the Python processes that it starts.
+
+    Call it in the first cell of a notebook; `python -m trl_jax` calls it for scripts.
+    """
     if any(isinstance(finder, Front) for finder in sys.meta_path):
         return
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         del sys.modules[name]
     sys.meta_path.insert(0, Front())
-    for name in ADJUSTMENTS.keys() & sys.modules.keys():  # a notebook may have imported them before
+    for name in ADJUSTMENTS.keys() & sys.modules.keys():  # imported before, for example in a notebook
         ADJUSTMENTS[name](sys.modules[name])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(_IN_CHILDREN) not in paths:
@@ -80,7 +81,7 @@ def install() -> None:
 
 
 class Front(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES`; others of trl are found where trl is installed."""
+    """Finds the modules of `MODULES` and `ADJUSTMENTS`. Other modules of trl are those of the installed trl, if any."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname in ADJUSTMENTS:
@@ -105,16 +106,16 @@ class Front(MetaPathFinder, Loader):
         return FrontModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names are imported when they are first used."""
+        """Do nothing: names are imported on first use."""
 
 
 class FrontModule(ModuleType):
-    """A module of TRL's whose names come from ours, and the rest from the installed trl."""
+    """A module of trl: our names first, the rest from the installed trl."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "trl" and _real_spec("trl") is None:
-            return _FOLLOWED
-        theirs = name.startswith("__") or (name in _RATHER_THEIRS and _real_spec("trl") is not None)
+            return _TRL_VERSION
+        theirs = name.startswith("__") or (name in _PREFER_THEIRS and _real_spec("trl") is not None)
         value = _NOWHERE if theirs else self._ours(name)
         if value is _NOWHERE:
             value = self._theirs(name)
@@ -126,15 +127,15 @@ class FrontModule(ModuleType):
             return importlib.import_module(inner)
         for module in MODULES[self.__name__]:
             ours = importlib.import_module(module)
-            # Names that our module imported for itself are no names of TRL's.
+            # Excludes what our module itself imports.
             if name in _public(ours):
                 return getattr(ours, name)
         return _NOWHERE
 
     def _theirs(self, name: str) -> Any:
-        """The name of the installed trl's, or a placeholder of one that TRL had or has and nobody builds here."""
+        """The name in the installed trl, or a placeholder for a name of TRL that trl_jax does not implement."""
         found = _NOWHERE if _real_spec(self.__name__) is None else _of_real(self.__name__, name)
-        if found is _NOWHERE:  # a module of trl's that trl itself imported, while this one was aside
+        if found is _NOWHERE:  # a submodule that trl itself imported
             found = sys.modules.get(f"{self.__name__}.{name}", _NOWHERE)
         if found is not _NOWHERE:
             return found
@@ -145,9 +146,9 @@ class FrontModule(ModuleType):
         if name in NEAR:
             return placeholder(name)
         names = sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))})
-        close = ", ".join(difflib.get_close_matches(name, names, n=3)) or "no name is like it"
+        close = ", ".join(difflib.get_close_matches(name, names, n=3)) or "no similar name"
         without = "" if _real_spec("trl") else ", and trl is not installed"
-        raise ImportError(f"{self.__name__} has no {name} in trl_jax{without}. Near it: {close}.")
+        raise ImportError(f"{self.__name__} has no {name} in trl_jax{without}. Closest: {close}.")
 
 
 def _of_real(fullname: str, name: str) -> Any:
@@ -162,7 +163,7 @@ _REAL: dict[str, ModuleType] = {}
 
 
 def _public(module: ModuleType) -> set[str]:
-    """The public names of our module: those it lists, or else all that this package defines."""
+    """The public names of our module: its `__all__` or lazy names, else every class and function of this package."""
     if "__all__" in vars(module):
         return set(module.__all__)
     if "_WHERE" in vars(module):
@@ -186,7 +187,7 @@ def _real_spec(fullname: str) -> ModuleSpec | None:
 
 
 def _real(fullname: str) -> ModuleType:
-    """The installed trl's module, kept out of sys.modules, so that its own imports of trl find the front."""
+    """The module of the installed trl, kept out of sys.modules so that its own imports of trl find `Front`."""
     if fullname not in _REAL:
         spec = _real_spec(fullname)
         module = importlib.util.module_from_spec(spec)
@@ -194,20 +195,19 @@ def _real(fullname: str) -> ModuleType:
         sys.modules[fullname] = module
         try:
             spec.loader.exec_module(module)
-            _REAL[fullname] = sys.modules[fullname]  # trl's packages put another in their own place
+            _REAL[fullname] = sys.modules[fullname]  # trl's packages replace themselves with lazy modules
         finally:
             if front is not None:
                 sys.modules[fullname] = front
     return _REAL[fullname]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Modules of torch and transformers that scripts import, adjusted when they are: to know old names of arguments, and
-# words of GPUs on a computer without one.
+# Patches of torch, transformers and peft, applied when a script imports them: they translate old argument names, and
+# answer GPU calls on a machine without one.
 
 
 class Adjusting(Loader):
-    """Loads a module of ADJUSTMENTS, and adjusts it."""
+    """Loads a module of ADJUSTMENTS, then patches it."""
 
     def __init__(self, real: Loader):
         self._real = real
@@ -216,12 +216,12 @@ class Adjusting(Loader):
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._real  # as others will look for it
+        module.__spec__.loader = module.__loader__ = self._real  # importlib and inspect expect the real loader
         self._real.exec_module(module)
         ADJUSTMENTS[module.__name__](module)
 
 
-def _let_arguments_be_old(module: ModuleType) -> None:
+def _accept_old_arguments(module: ModuleType) -> None:
     kind = module.TrainingArguments
     plain = kind.__init__
     known = inspect.signature(plain).parameters
@@ -229,37 +229,37 @@ def _let_arguments_be_old(module: ModuleType) -> None:
     @functools.wraps(plain)
     def init(self, *args: Any, **kwargs: Any) -> None:
         kwargs, environment, notes = translated(kwargs, known)
-        _tell(environment, notes)
+        _warn(environment, notes)
         plain(self, *args, **kwargs)
 
     kind.__init__ = init
 
 
-def _let_flags_be_old(module: ModuleType) -> None:
+def _accept_old_flags(module: ModuleType) -> None:
     kind = module.HfArgumentParser
     plain, plain_init = kind.parse_args_into_dataclasses, kind.__init__
 
     @functools.wraps(plain_init)
     def init(self, dataclass_types: Any = None, **options: Any) -> None:
-        from trl_jax.scripts.utils import without_doubles  # which imports what is adjusted here
+        from trl_jax.scripts.utils import without_doubles  # imports the module that is patched here
 
         kinds = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
         plain_init(self, without_doubles(kinds), **options)
 
     @functools.wraps(plain)
     def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
-        from trl_jax.scripts.utils import take_bare  # which imports what is adjusted here
+        from trl_jax.scripts.utils import take_bare  # imports the module that is patched here
 
         take_bare(self._actions)
         names = {action.dest for action in self._actions}
         flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
-        _tell(environment, notes)
+        _warn(environment, notes)
         return plain(self, flags, *others, **options)
 
     kind.__init__, kind.parse_args_into_dataclasses = init, parse
 
 
-def _tell(environment: dict[str, str], notes: list[str]) -> None:
+def _warn(environment: dict[str, str], notes: list[str]) -> None:
     os.environ.update(environment)
     for note in notes:
         warnings.warn(note, FutureWarning, stacklevel=3)
@@ -268,18 +268,17 @@ def _tell(environment: dict[str, str], notes: list[str]) -> None:
 def _arguments(module: ModuleType) -> None:
     torch_cuda.answer_bf16(module)
     torch_cuda.answer_tf32(module)
-    _let_arguments_be_old(module)
+    _accept_old_arguments(module)
 
 
 def _tokenizers(module: ModuleType) -> None:
-    _let_tokenizers_encode(module)
+    _restore_encode_plus(module)
     kind = module.PreTrainedTokenizerBase
     kind.apply_chat_template = watching_templates(kind.apply_chat_template)
 
 
-def _let_tokenizers_encode(module: ModuleType) -> None:
-    """Give tokenizers `encode_plus` and `batch_encode_plus` again, which transformers 5 no longer has: to call the
-    tokenizer was always the same."""
+def _restore_encode_plus(module: ModuleType) -> None:
+    """Restore `encode_plus` and `batch_encode_plus`, which transformers 5 removed; both equal calling the tokenizer."""
 
     def encode(self, text: Any, *args: Any, **options: Any) -> Any:
         return self(text, *args, **options)
@@ -289,13 +288,13 @@ def _let_tokenizers_encode(module: ModuleType) -> None:
             setattr(module.PreTrainedTokenizerBase, name, encode)
 
 
-def _take_our_adapters(module: ModuleType) -> None:
-    """Let `peft.get_peft_model` take a LoraConfig of ours, as `trl.get_peft_config` returns it."""
+def _accept_our_adapters(module: ModuleType) -> None:
+    """Make `peft.get_peft_model` accept our LoraConfig, which `trl.get_peft_config` returns."""
     plain = module.get_peft_model
 
     @functools.wraps(plain)
     def get_peft_model(model: Any, peft_config: Any, *args: Any, **options: Any) -> Any:
-        from trl_jax.hub.torch_objects import as_pefts  # and much with it
+        from trl_jax.hub.torch_objects import as_pefts  # slow to import
 
         return plain(model, as_pefts(peft_config), *args, **options)
 
@@ -304,11 +303,11 @@ def _take_our_adapters(module: ModuleType) -> None:
         package.get_peft_model = get_peft_model
 
 
-# A module's name -> what is done to it after it was imported.
+# Module -> the patch applied after it is imported.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
-    "peft.mapping_func": _take_our_adapters,
+    "peft.mapping_func": _accept_our_adapters,
     "torch": torch_cuda.answer,
-    "transformers.hf_argparser": _let_flags_be_old,
+    "transformers.hf_argparser": _accept_old_flags,
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: torch_cuda.load_anywhere(module._BaseAutoModelClass),
     "transformers.tokenization_utils_base": _tokenizers,

@@ -1,4 +1,4 @@
-"""Argument names of TRL before 1.0 and of transformers before 5."""
+"""Accept argument names and constructors of TRL before 1.0 and transformers before 5, with a FutureWarning."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from transformers import TrainingArguments
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.renamed import GONE_FROM_TRL, OTHERWISE, RENAMED, translated, way_out
 
-# ----------------------------------------------------------------------------------------------------
-# Old names of arguments on command lines.
+# Flags
 
 
 def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Translate old names of flags, `--warmup_ratio 0.1` and `--warmup-ratio=0.1`, as `translated` does those of
-    keyword arguments.
+    """Translate old names of flags, such as `--warmup_ratio 0.1`, as `translated` does for keyword arguments.
 
     Args:
-        flags: of a command line.
-        known: today's names, with underscores.
+        flags: the command line.
+        known: the current names, with underscores.
 
     Returns:
-        The flags, those that were translated last; environment variables to set; and a warning for each old name.
+        The flags, translated ones last; environment variables to set; and a warning for each old name.
 
     Raises:
         TypeError: as `translated`.
@@ -37,7 +35,7 @@ def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dic
     known, kept, old = set(known), [], {}
     given: dict[str, Any] = {}
     for name, words in _split(flags):
-        name, words = _denied(name, words, known)
+        name, words = _without_negation(name, words, known)
         if name in RENAMED and name not in known:
             old[name] = words
         else:
@@ -54,12 +52,12 @@ def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dic
 
 
 def is_of_training(known: Iterable[str]) -> bool:
-    """Whether a parser with these names has a trainer's arguments, whose old names are known."""
+    """Whether a parser with these names has training arguments."""
     return "output_dir" in known
 
 
 def _split(flags: list[str]) -> list[tuple[str | None, list[str]]]:
-    """The flags, each with its values, by name; None for values in front of the first."""
+    """Split into (name, flag and its values). The name is None for values before the first flag."""
     parts: list[tuple[str | None, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
@@ -71,8 +69,8 @@ def _split(flags: list[str]) -> list[tuple[str | None, list[str]]]:
     return parts
 
 
-def _denied(name: str | None, words: list[str], known: set[str]) -> tuple[str | None, list[str]]:
-    """`--no_something` as `--something false`: parsers have that flag where the default is true, which was once."""
+def _without_negation(name: str | None, words: list[str], known: set[str]) -> tuple[str | None, list[str]]:
+    """Turn `--no_x` into `--x false`. A parser has `--no_x` only if x defaults to True, and some defaults changed."""
     if name is None or name in known or not name.startswith("no_") or name[3:] not in known or len(words) > 1:
         return name, words
     return (name, words) if "=" in words[0] else (name[3:], [f"--{name[3:]}", "false"])
@@ -83,7 +81,7 @@ def _text(value: Any) -> str:
 
 
 def _value(words: list[str]) -> Any:
-    """The value of a flag: text, but for truths and None; a flag without a value means True."""
+    """Parse the value of a flag: a boolean, None, or text. A flag without a value means True."""
     _, equals, first = words[0].partition("=")
     values = ([first] if equals else []) + words[1:]
     if not values:
@@ -92,12 +90,11 @@ def _value(words: list[str]) -> Any:
     return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Fields that TRL's RLOOConfig had up to 0.21, whose meaning needs more than another name.
+# Fields that RLOOConfig had up to TRL 0.21 and that are more than an old name
 
 
 class OldArguments(Protocol):
-    """The arguments that these fields are settled with."""
+    """The arguments that these fields need."""
 
     missing_eos_penalty: float | None
     total_episodes: int | None
@@ -109,28 +106,27 @@ class OldArguments(Protocol):
 
 
 def warn(args: OldArguments, stacklevel: int) -> None:
-    """Warn of those that are set.
+    """Warn about the fields that are set.
 
     Args:
-        stacklevel: of the line that made the config, counted from the caller of this function.
+        stacklevel: of the line that creates the config, counted from the caller of this function.
     """
     if args.missing_eos_penalty is not None:
         text = (
-            f"missing_eos_penalty={args.missing_eos_penalty:g} is of TRL up to 0.21, and honoured: a reward function "
-            "takes it off where a completion has no end of text. Write such a function."
+            f"missing_eos_penalty={args.missing_eos_penalty:g} is an argument of TRL up to 0.21. It still works: it is "
+            "subtracted from the reward of a completion without an EOS token. Use a reward function for this."
         )
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
     if args.total_episodes is not None:
         text = (
-            f"total_episodes={args.total_episodes} is of TRL up to 0.21, and honoured: so many completions are "
-            "written, and max_steps follows from it. Use max_steps, or num_train_epochs."
+            f"total_episodes={args.total_episodes} is an argument of TRL up to 0.21. It still works: it sets max_steps "
+            "so that as many completions are generated. Use max_steps, or num_train_epochs."
         )
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 
 
 def settle_steps(args: OldArguments) -> None:
-    """Set max_steps by the completions that are written in all: each generation is as many steps as it is cut into,
-    times num_iterations."""
+    """Set max_steps from total_episodes. A generation takes steps_per_generation * num_iterations micro-batches."""
     if args.total_episodes is None:
         return
     generations = -(-args.total_episodes // args.generation_batch_size)
@@ -138,19 +134,17 @@ def settle_steps(args: OldArguments) -> None:
     args.max_steps = -(-micro_batches // args.gradient_accumulation_steps)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arguments of trainers by the names they had, and the class of `args` they took, in earlier releases of TRL.
-
+# Arguments of trainers
 
 _GONE = {*GONE_FROM_TRL.split(), *OTHERWISE}
 
 
 def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Make a trainer's `__init__` take `tokenizer=` and arguments that have moved, each with a FutureWarning.
+    """Make a trainer's `__init__` accept `tokenizer=` and arguments that have moved, each with a FutureWarning.
 
     Args:
-        moved: names of arguments, old or today's, that are the configuration's now.
-        first: (trainer, positional arguments, arguments by name) -> those by name: translates a form of its own.
+        moved: names, old or current, of arguments that have moved to the config.
+        first: (trainer, args, kwargs) -> kwargs, which translates an old constructor of this trainer.
     """
     return functools.partial(_wrapped, frozenset(moved), first)
 
@@ -164,9 +158,9 @@ def _wrapped(moved: frozenset[str], first: Callable | None, init: Callable) -> C
             kwargs = first(self, args, kwargs)
         if "tokenizer" in kwargs:
             if "processing_class" in kwargs:
-                raise TypeError("tokenizer and processing_class are one argument. Leave tokenizer out.")
+                raise TypeError("tokenizer and processing_class are the same argument. Remove tokenizer.")
             kwargs["processing_class"] = kwargs.pop("tokenizer")
-            tell("tokenizer is an old name: pass it as processing_class.")
+            tell("tokenizer is an old name: use processing_class.")
         for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
             for note in translated({name: kwargs.pop(name)}, ())[2]:
                 tell(note)
@@ -183,37 +177,37 @@ def _wrapped(moved: frozenset[str], first: Callable | None, init: Callable) -> C
 def _with_moved(
     kind: type[BaseConfig], given: dict[str, Any], args: tuple, kwargs: dict[str, Any], at: int
 ) -> tuple[tuple, dict[str, Any]]:
-    """The trainer's arguments with a copy of its configuration, the one `at` this place, that has the values."""
+    """The trainer's arguments, with the values set on a copy of its config. at: position of the config in `args`."""
     names = [f.name for f in fields(kind)]
     now, _, _ = translated(given, names)
     config = args[at] if len(args) > at else kwargs.get("args")
     written = ", ".join(f"{name}={value!r}" for name, value in now.items())
     if config is None:
-        raise TypeError(f"{written} has no configuration to go to: pass {kind.__name__}({written}).")
+        raise TypeError(f"{written} is an argument of {kind.__name__} now: pass args={kind.__name__}({written}).")
     changed = copy.copy(as_config(config, kind))
     for name, value in now.items():
         setattr(changed, name, value)
     for old in given:
         new = translated({old: given[old]}, names)[0]
-        tell(f"{old} is an argument of {kind.__name__} now: pass {kind.__name__}({', '.join(new)}=...).", above=1)
+        tell(f"{old} is an argument of {kind.__name__} now: use {kind.__name__}({', '.join(new)}=...).", above=1)
     if len(args) > at:
         return (*args[:at], changed, *args[at + 1 :]), kwargs
     return args, kwargs | {"args": changed}
 
 
 def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
-    """Return a `kind` as it is, and make one of the TrainingArguments that scripts for early TRL pass.
+    """Convert TrainingArguments, which scripts for early TRL pass, to `kind`. A `kind` is returned as it is.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: args is neither.
     """
     if isinstance(args, kind):
         return args
     if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
-        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {kind.__name__}.")
+        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: expected a {kind.__name__}.")
     warnings.warn(
-        f"args is a TrainingArguments: its values were taken over, with {kind.__name__}'s defaults for the rest. Pass "
-        f"a {kind.__name__}.",
+        f"args is a TrainingArguments: its values are used, with {kind.__name__}'s defaults for the rest. Pass a "
+        f"{kind.__name__}.",
         FutureWarning,
         stacklevel=4,
     )
@@ -222,5 +216,9 @@ def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
 
 
 def tell(text: str, above: int = 0) -> None:
-    """A FutureWarning at the line that calls a wrapped constructor; `above`: functions between the wrapper and this."""
+    """Issue a FutureWarning at the line that calls a wrapped constructor.
+
+    Args:
+        above: number of functions between the wrapper and the caller of this function.
+    """
     warnings.warn(text, FutureWarning, stacklevel=3 + above)

@@ -1,4 +1,4 @@
-"""Data collators and datasets of TRL before 1.0."""
+"""Data collators, ConstantLengthDataset and formatting functions of TRL before 1.0."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ from trl_jax.data.chat_templates import apply_chat_template
 from trl_jax.data.sft import AnswerMarks, answer_labels
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling, as_kind, padded
 
-# ----------------------------------------------------------------------------------------------------
-# TRL's ConstantLengthDataset, of its early releases.
-
 
 class ConstantLengthDataset:
-    """Texts laid end to end and cut into rows of `seq_length` tokens: what TRL up to 0.19 packed with.
+    """Concatenated texts, cut into rows of `seq_length` tokens: the packing of TRL up to 0.19.
 
-    Made, it is a `datasets.IterableDataset` of rows with `input_ids` and `labels`, for SFTTrainer with
-    `dataset_kwargs={"skip_prepare_dataset": True}` and `max_steps`, or to look at.
+    Calling the class returns a `datasets.IterableDataset` of rows with `input_ids` and `labels`. Pass it to SFTTrainer
+    with `dataset_kwargs={"skip_prepare_dataset": True}` and `max_steps`.
 
     Args:
-        tokenizer: of the texts.
-        dataset: rows, read from the beginning again with `infinite`.
-        dataset_text_field: column of the text. formatting_func: makes the text of a row, in its place.
-        seq_length: tokens of a row; the last ones, which are fewer, are left out.
-        num_of_sequences, chars_per_token: rows' worth of characters that are read, and shuffled, together.
-        eos_token_id: between texts, where the tokenizer has none.
-        shuffle: rows that were read together.
-        append_concat_token: whether `eos_token_id` stands behind each text. add_special_tokens: whether the
-            tokenizer's own are added.
+        dataset: the rows. With `infinite`, they are repeated without end.
+        dataset_text_field: column of the text.
+        formatting_func: row -> text, instead of dataset_text_field.
+        seq_length: tokens per row; a shorter remainder is dropped.
+        num_of_sequences, chars_per_token: texts are read until they have about num_of_sequences * seq_length tokens,
+            and their rows are shuffled together.
+        eos_token_id: separates texts if the tokenizer has no EOS token.
+        shuffle: whether to shuffle the rows that were read together.
+        append_concat_token: whether to append the EOS token to each text.
+        add_special_tokens: whether the tokenizer adds its special tokens.
 
     Raises:
-        ValueError: neither dataset_text_field nor formatting_func.
+        ValueError: neither dataset_text_field nor formatting_func is given.
     """
 
     def __new__(
@@ -57,7 +55,7 @@ class ConstantLengthDataset:
         add_special_tokens: bool = True,
     ) -> IterableDataset:
         if dataset_text_field is None and formatting_func is None:
-            raise ValueError("ConstantLengthDataset: pass dataset_text_field='text', or formatting_func=.")
+            raise ValueError("ConstantLengthDataset needs dataset_text_field=, such as 'text', or formatting_func=.")
         text_of = formatting_func or (lambda row: row[dataset_text_field])
         end = eos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         most = int(seq_length * chars_per_token * num_of_sequences)
@@ -77,7 +75,7 @@ class ConstantLengthDataset:
 
 
 def _read(dataset: Iterable, text_of: Callable, most: int, infinite: bool) -> Iterator[list[str]]:
-    """Texts of at least `most` characters together; the last ones, or without end."""
+    """Lists of texts with at least `most` characters in total; the last list may have fewer."""
     texts: list[str] = []
     while True:
         for row in dataset:
@@ -91,25 +89,24 @@ def _read(dataset: Iterable, text_of: Callable, most: int, infinite: bool) -> It
         yield texts
 
 
-# ----------------------------------------------------------------------------------------------------
-# Collators of early TRL that scripts still pass to a trainer.
+# Collators
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Trains on answers alone, found by the text that they begin behind: TRL's collator up to 0.19, for SFTTrainer.
+    """Masks everything except answers, which follow a template text: a collator of TRL up to 0.19, for SFTTrainer.
 
-    A call gives `input_ids`, `labels` and `attention_mask` as DataCollatorForLanguageModeling does. A token that is the
-    pad token is no target, wherever it stands, as in TRL.
+    A call returns `input_ids`, `labels` and `attention_mask`, as DataCollatorForLanguageModeling does. As in TRL, a
+    token with the id of the pad token is never a target.
 
     Args:
-        response_template: a text, or its token ids, behind which an answer begins.
-        instruction_template: a text, or its token ids, with which a question begins, at which an answer ends; None: a
-            text has one answer, behind the last response_template.
-        tokenizer: gives the ids of templates and the pad token.
+        response_template: text or token ids right before an answer.
+        instruction_template: text or token ids at the start of a question, where an answer ends. None: a text has one
+            answer, after the last response_template.
+        tokenizer: encodes the templates and gives the pad token.
         pad_to_multiple_of, return_tensors: as in DataCollatorForLanguageModeling.
 
     Raises:
-        ValueError: mlm, another ignore_index than -100, padding_free, or a template without tokens.
+        ValueError: mlm, padding_free or an ignore_index other than -100 is given, or a template has no tokens.
     """
 
     def __init__(
@@ -126,11 +123,11 @@ class DataCollatorForCompletionOnlyLM:
         refused = {"mlm": mlm, "padding_free": padding_free, "ignore_index": ignore_index != IGNORED}
         if asked := [name for name, given in refused.items() if given]:
             raise ValueError(
-                f"DataCollatorForCompletionOnlyLM({asked[0]}=...) is not in this release of trl_jax: leave it out; "
-                "texts without padding are SFTConfig(padding_free=True) with rows of 'prompt' and 'completion'."
+                f"DataCollatorForCompletionOnlyLM({asked[0]}=...) is not in this release of trl_jax. Remove it; to "
+                "train without padding, use SFTConfig(padding_free=True) with 'prompt' and 'completion' columns."
             )
         if tokenizer is None:
-            raise TypeError("DataCollatorForCompletionOnlyLM misses tokenizer=: it gives the ids of response_template.")
+            raise TypeError("DataCollatorForCompletionOnlyLM needs tokenizer=, which encodes response_template.")
         self.response_template, self.instruction_template = response_template, instruction_template
         self.tokenizer, self.pad_to_multiple_of = tokenizer, pad_to_multiple_of
         response = _ids("response_template", response_template, tokenizer)
@@ -148,25 +145,25 @@ class DataCollatorForCompletionOnlyLM:
 def _ids(name: str, template: str | Sequence[int], tokenizer: Any) -> tuple[int, ...]:
     ids = tokenizer.encode(template, add_special_tokens=False) if isinstance(template, str) else template
     if not len(ids):
-        raise ValueError(f"{name}={brief(template)} has no tokens: pass the text that comes before each answer.")
+        raise ValueError(f"{name}={brief(template)} has no tokens: pass the text before each answer.")
     return tuple(int(token) for token in ids)
 
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Rows with `input_ids_chosen`, `input_ids_rejected` and maybe `margin` to padded arrays: RewardTrainer's collator
-    of TRL up to 0.19.
+    """Pads rows with `input_ids_chosen`, `input_ids_rejected` and optionally `margin`: RewardTrainer's collator of TRL
+    up to 0.19.
 
-    A call gives `input_ids_chosen`, `attention_mask_chosen` and the same of `rejected`, int64 `[P, T]` each with a T of
-    its own; float32 `margin` `[P]`; and `return_loss`.
+    A call returns `input_ids_*` and `attention_mask_*` for `chosen` and `rejected`, int64 `[P, T]` with a different T
+    for each side; `margin`, float32 `[P]`; and `return_loss`.
 
     Args:
         tokenizer: gives the pad token.
-        padding: True; rows are padded to the longest.
+        padding: True or "longest"; rows are padded to the longest.
         pad_to_multiple_of, return_tensors: as in DataCollatorForPreference.
 
     Raises:
-        ValueError: another padding.
+        ValueError: any other padding.
     """
 
     tokenizer: Any
@@ -177,7 +174,7 @@ class RewardDataCollatorWithPadding:
 
     def __post_init__(self):
         if self.padding not in (True, "longest"):
-            raise ValueError(f"padding={self.padding!r}: rows are padded to the longest. Leave it out.")
+            raise ValueError(f"padding={self.padding!r} is not supported: rows are padded to the longest. Remove it.")
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = {}
@@ -192,9 +189,7 @@ class RewardDataCollatorWithPadding:
         return as_kind(self.return_tensors, batch) | {"return_loss": True}
 
 
-# ----------------------------------------------------------------------------------------------------
-# The functions of `trl.extras.dataset_formatting`, which write rows as text for `formatting_func` or `Dataset.map`.
-
+# Formatting functions of `trl.extras.dataset_formatting`
 
 Formatting = Callable[[dict[str, Any]], str | list[str]]
 
@@ -202,11 +197,11 @@ Formatting = Callable[[dict[str, Any]], str | list[str]]
 def conversations_formatting_function(
     tokenizer: Any, messages_field: Literal["messages", "conversations"], tools: list | None = None
 ) -> Formatting:
-    """A function that writes the conversation of a row, or those of a batch, in the tokenizer's chat template.
+    """Make a function that formats the conversation of a row, or those of a batch, with the chat template.
 
     Args:
-        messages_field: the column of the messages, each with a `role` and a `content`.
-        tools: described to the template.
+        messages_field: the column of the messages.
+        tools: passed to the template.
     """
 
     def format_dataset(examples: dict[str, Any]) -> str | list[str]:
@@ -220,8 +215,8 @@ def conversations_formatting_function(
 
 
 def instructions_formatting_function(tokenizer: Any) -> Formatting:
-    """A function that writes `prompt` and `completion` of a row, or those of a batch, as a user's message and the
-    answer, in the tokenizer's chat template."""
+    """Make a function that formats `prompt` and `completion` of a row, or those of a batch, as a user message and the
+    answer, with the chat template."""
 
     def written(prompt: str, completion: str) -> str:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
@@ -235,7 +230,7 @@ def instructions_formatting_function(tokenizer: Any) -> Formatting:
 
 
 def get_formatting_func_from_dataset(dataset: Any, tokenizer: Any, tools: list | None = None) -> Formatting | None:
-    """The function of these two that fits a dataset's columns; None where none does."""
+    """The formatting function for a dataset's columns; None if neither fits."""
     for field in ("messages", "conversations"):
         if field in dataset.column_names:
             return conversations_formatting_function(tokenizer, field, tools)

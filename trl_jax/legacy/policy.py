@@ -1,4 +1,4 @@
-"""Reward functions and arguments of GRPO and RLOO before TRL 1.0."""
+"""The constructor and the reward models of RLOOTrainer up to TRL 0.21."""
 
 from __future__ import annotations
 
@@ -18,29 +18,25 @@ from trl_jax.legacy.arguments import tell
 from trl_jax.rollout.rewards import RewardModel, is_model, reward_model
 from trl_jax.trainer.overrides import check_collator
 
-# ----------------------------------------------------------------------------------------------------
-# The constructor that RLOOTrainer had in TRL up to 0.21: a config, a policy, its reference and a reward model.
-
-
 _RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
-# Each argument of that form -> what to write today.
-OLD_ARGUMENTS = {old: f"pass it as {new}." for old, new in _RENAMED.items()} | {
-    "ref_policy": "it is the reference. Without it, the model as it is before training is.",
-    "data_collator": "leave it out: prompts are padded when they are completed.",
+# Old argument -> what to use now.
+OLD_ARGUMENTS = {old: f"use {new}." for old, new in _RENAMED.items()} | {
+    "ref_policy": "it is the reference model. By default, that is the model before training.",
+    "data_collator": "remove it: generation pads the prompts.",
 }
 _DEFAULTS = (
-    "What the config does not set has today's defaults: num_iterations=1 (was 4), max_completion_length=512 (was 53), "
-    "temperature=1.0 (was 0.7). The end of text ends a completion, as stop_token='eos' asked for, and an epoch "
-    "completes each prompt num_generations times (was once)."
+    "Arguments that the config does not set have the current defaults: num_iterations=1 (was 4), "
+    "max_completion_length=512 (was 53), temperature=1.0 (was 0.7). The EOS token ends a completion, as with "
+    "stop_token='eos', and an epoch completes each prompt num_generations times (was once)."
 )
 
 
 def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by today's names, with one FutureWarning for all; the reference is left with the trainer.
+    """Translate the old arguments, with one FutureWarning for all. A reference model is stored on the trainer.
 
     Raises:
-        TypeError: an argument by its old and its new name, or the config in the place of the model.
-        ValueError: the policy is its own reference, or there is a collator of the script's own.
+        TypeError: an argument is given by its old and its new name, or the config is passed as the first argument.
+        ValueError: policy and ref_policy are the same object, or there is a custom data collator.
     """
     if args and isinstance(args[0], TrainingArguments):
         raise TypeError(
@@ -54,20 +50,20 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
     collator, reference = kept.pop("data_collator", None), kept.pop("ref_policy", None)
     if type(collator).__name__ != "DataCollatorWithPadding":
         check_collator(collator, ())
-    by_name = isinstance(reference, str | os.PathLike)  # which is read twice
+    by_name = isinstance(reference, str | os.PathLike)  # a checkpoint, which is loaded separately
     if reference is not None and not by_name and reference is kept.get("model"):
         raise ValueError(
-            "`policy` and `ref_policy` cannot be the same object. Leave ref_policy out: the model as it is before "
-            "training is then the reference."
+            "`policy` and `ref_policy` cannot be the same object. Remove ref_policy: the reference is then the model "
+            "before training."
         )
     if reference is not None:
         trainer._ref_model = reference
     if "reward_model" in given:
         tokenizer = kept.get("processing_class", kept.get("tokenizer"))
-        kept["reward_funcs"] = _judge(trainer, given["reward_model"], tokenizer)
+        kept["reward_funcs"] = _reward_source(trainer, given["reward_model"], tokenizer)
     tell(
-        f"RLOOTrainer({', '.join(f'{name}=' for name in old)}) is its form up to TRL 0.21. Pass args=, model= and "
-        f"reward_funcs=; the reference is the model as it is before training. {_DEFAULTS}",
+        f"RLOOTrainer({', '.join(f'{name}=' for name in old)}) is the constructor of TRL up to 0.21. Use args=, model= "
+        f"and reward_funcs=; the reference is the model before training. {_DEFAULTS}",
         above=1,
     )
     return kept
@@ -76,13 +72,15 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     for old, new in _RENAMED.items():
         if old in given and new in given:
-            raise TypeError(f"{old} and {new} are one argument. Leave {old} out.")
+            raise TypeError(f"{old} and {new} are the same argument. Remove {old}.")
     return {_RENAMED.get(name, name): value for name, value in given.items()}
 
 
-def _judge(trainer: Any, given: Any, tokenizer: Any) -> Any:
-    """Make of `reward_model` what judges as it did: a model by the policy's own tokens, a function by whole texts,
-    unless it is written for today's call."""
+def _reward_source(trainer: Any, given: Any, tokenizer: Any) -> Any:
+    """Wrap `reward_model` to score as in TRL 0.21: a model reads the policy's tokens, a function gets whole texts.
+
+    A function with the current signature is returned as it is.
+    """
     if not is_model(given):
         if not callable(given) or takes_completions(given):
             return given
@@ -106,15 +104,14 @@ def _decoded(trainer: Any, ids: list[list[int]]) -> list[str]:
     return trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Judges of completions in RLOOTrainer up to TRL 0.21: a model or a function, and a penalty for want of an end.
+# Rewards of RLOOTrainer up to TRL 0.21
 
 
 @dataclass
 class TokenScores:
-    """A reward model that reads the policy's own tokens: those of the prompt and all that was written, the end too.
+    """A reward model that reads the policy's tokens: the prompt and the completion, including EOS.
 
-    prompt_ids: prompts -> their tokens.
+    prompt_ids: prompts -> token ids.
     """
 
     model: RewardModel
@@ -130,9 +127,9 @@ class TokenScores:
 
 @dataclass
 class TextScores:
-    """A function of texts, each a prompt with its completion, without special tokens.
+    """A reward function of whole texts: prompt and completion, without special tokens.
 
-    decode: tokens of texts -> the texts.
+    decode: token ids -> texts.
     """
 
     function: Callable[[list[str]], Any]
@@ -149,9 +146,9 @@ class TextScores:
 
 @dataclass
 class MissingEos:
-    """Takes `penalty` off where a completion has no end.
+    """A reward of -penalty for completions without an EOS token.
 
-    eos: the id that ends a text.
+    eos: returns the id of the EOS token.
     """
 
     penalty: float
@@ -164,7 +161,7 @@ class MissingEos:
 
 
 def takes_completions(function: Callable[..., Any]) -> bool:
-    """Whether a function is written for today's call, by keyword."""
+    """Whether a function has the current signature, with keyword arguments."""
     parameters = inspect.signature(function).parameters
     return "completions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 

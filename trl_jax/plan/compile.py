@@ -1,4 +1,4 @@
-"""Compile the step of a planned run for devices that need not be there."""
+"""Compile the programs of a planned run for devices that this machine does not have."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax.experimental import topologies
 from trl_jax.plan import gpu, hlo
 from trl_jax.plan.chips import Topology
 
-# libtpu asks the machine which TPU it has. These answer where there is none; compilation is for the topology asked for.
+# libtpu queries which TPU the machine has. These answer on a machine without one; the compile target is independent.
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_TOO_LARGE = (  # libtpu's errors after compiling and, for temporaries alone, before
+_TOO_LARGE = (  # libtpu's errors: after compiling and, for temporaries alone, before
     r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
     r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
 )
@@ -30,12 +30,15 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Compiled(NamedTuple):
-    """The compiler's figures of a step; bytes are those of one device.
+    """The compiler's figures for a program. Bytes are per device.
 
-    seconds: how long compilation took. peak: the most bytes alive at once, arguments included. arguments: bytes of the
-    step's arguments, padded as the device lays them out. allocated: the sum of its temporary buffers, some of which
-    share memory one after another. fits: the verdict, None where there is no limit. room: of a GPU, what a program has
-    there; of a TPU, where it does not fit, what the compiler had: peak is what it wanted then, and the rest is None.
+    seconds: compile time.
+    peak: the most bytes alive at once, including arguments.
+    arguments: bytes of the arguments, with the padding of the device's layouts.
+    allocated: sum of the temporary buffers, some of which reuse the same memory.
+    fits: None if there is no memory limit.
+    room: on a GPU, the bytes that a program may use. On a TPU, set only if the program does not fit: what was
+        available, while `peak` is what was required and the remaining fields are None.
     """
 
     seconds: float
@@ -48,35 +51,35 @@ class Compiled(NamedTuple):
 
     @property
     def temporary(self) -> int | None:
-        """Bytes alive at the peak besides the arguments; None where they are not known."""
+        """Bytes alive at the peak, without the arguments; None if unknown."""
         return None if self.arguments is None else self.peak - self.arguments
 
 
 def no_compiler(topology: Topology) -> str | None:
-    """The reason why this machine cannot compile for the topology; None where it can."""
+    """Why this machine cannot compile for the topology; None if it can."""
     if topology.platform == "gpu":
         return gpu.no_compiler(topology)
     if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        return 'TPUs\' compiler is not installed: pip install "trl_jax[tpu]"'
+        return 'The TPU compiler is not installed: pip install "trl_jax[tpu]"'
     return None
 
 
 def prepare(topology: Topology) -> None:
-    """Make JAX use this machine's CPU, as many simulated devices as a `cpu:A` topology has.
+    """Make JAX use this machine's CPU, with as many simulated devices as a `cpu:A` topology has.
 
     Call it before JAX looks for devices.
     """
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # the plan reports how long compilation takes
+    jax.config.update("jax_enable_compilation_cache", False)  # the plan reports the compile time
     if topology.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", topology.devices)
     elif topology.platform == "gpu":
         gpu.prepare()
 
 
-@dataclass(frozen=True)  # no tuple: NumPy would take it for a row of an array
+@dataclass(frozen=True)  # not a tuple: NumPy would treat it as a row of an array
 class DeviceStub:
-    """A device with no more than a mesh asks of it, where nothing is compiled."""
+    """A device with just what a mesh needs, for plans that compile nothing."""
 
     id: int
     platform: str
@@ -85,16 +88,16 @@ class DeviceStub:
 
 
 def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
-    """Devices of the topology to compile for, or stubs to lay shapes out on where there is no compiler.
+    """Devices of the topology to compile for, or stubs if there is no compiler.
 
     Raises:
-        ValueError: the compiler knows no such topology, or JAX has fewer devices already.
+        ValueError: the compiler does not know the topology, or JAX has already started with fewer devices.
     """
     if topology.platform == "cpu":
         found = jax.devices("cpu")
         if len(found) < topology.devices:
             raise ValueError(
-                f"{topology.name}: JAX has started with {len(found)} CPU device(s). Call "
+                f"{topology.name}: JAX has already started with {len(found)} CPU device(s). Call "
                 f"trl_jax.plan.compile.prepare first, or set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
             )
@@ -111,12 +114,12 @@ def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
             platform="tpu", topology_name=topology.name, chips_per_host_bounds=chips_per_host
         )
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"--topology {topology.name}: the TPU compiler knows no such shape: {error}") from error
+        raise ValueError(f"--topology {topology.name}: the TPU compiler does not know this shape: {error}") from error
     return found.devices
 
 
 def of_refusal(error: str) -> tuple[int, int] | None:
-    """Parse the bytes wanted and the bytes available out of the compiler's error; None for another error."""
+    """Parse the bytes required and available from the compiler's error; None for any other error."""
     for pattern in _TOO_LARGE:
         if match := re.search(pattern, error):
             used, room = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
@@ -125,12 +128,12 @@ def of_refusal(error: str) -> tuple[int, int] | None:
 
 
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
-    """The figures of a traced step that is compiled for the topology; see `compiled_program`."""
+    """Compile a traced program for the topology, and return the figures alone."""
     return compiled_program(traced, topology)[0]
 
 
 def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Compiled, jax.stages.Compiled | None]:
-    """Compile a traced program for the topology; None where it needs more memory than there is.
+    """Compile a traced program for the topology. The program is None if it does not fit into memory.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
@@ -146,11 +149,13 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
         return Compiled(time.monotonic() - start, found[0], False, found[1]), None
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    # The CPU's compiler reports no peak, and that of a TPU includes what is offloaded to the host.
+    # The CPU compiler reports no peak, and a TPU's peak includes what is offloaded to the host.
     summed = topology.chip is None or memory.host_temp_size_in_bytes > 0
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # of which no argument gives the memory
+    results = (
+        memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )  # results that do not reuse the memory of a donated argument
     peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
-    room = gpu.room(topology) if on_gpu else None  # XLA compiles for GPUs whatever there is room for
+    room = gpu.room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit
     fits = fits if room is None else peak <= room
     return Compiled(seconds, peak, fits, room, arguments, allocated, cost), program

@@ -1,4 +1,4 @@
-"""Estimate memory and FLOPs of a step by arithmetic."""
+"""Estimate memory and FLOPs of a step from shapes. `trl-jax plan` prints them next to the compiler's figures."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from trl_jax.nn.recurrent import CHUNK
 from trl_jax.plan.chips import Chip
 from trl_jax.plan.compile import Compiled
 
-# ----------------------------------------------------------------------------------------------------
-# Memory of a step by arithmetic, which `trl-jax plan` prints next to the compiler's figures.
+FLOAT32 = 4  # bytes
 
 
-FLOAT32 = 4
+# Memory
 
 
 class Memory(NamedTuple):
-    """Bytes of one device.
+    """Bytes per device.
 
-    gradients: twice that where several passes a step are summed. copies: layers' weights in the dtype of computation.
-    gathered: one layer's weights, all-gathered over fsdp, and their gradient. kept: activations for the backward pass,
-    and what all layers are given.
-    working: activations of one layer while it is computed, again and backward. outside: weights outside the layers
-    (embedding, head), all-gathered; when they are needed, nothing of the layers is left.
+    gradients: doubled if a step sums several passes.
+    copies: the layers' weights cast to the compute dtype.
+    gathered: one layer's weights all-gathered over fsdp, and their gradients.
+    kept: activations saved for the backward pass, and inputs shared by all layers.
+    working: activations of one layer during its backward pass, including recomputed ones.
+    outside: all-gathered weights outside the layers (embedding, head). Nothing of the layers is alive at that time.
     """
 
     parameters: int
@@ -58,12 +58,12 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most bytes at once."""
+        """Peak bytes."""
         return self.arguments + self.temporary
 
 
 class StepArguments(NamedTuple):
-    """The arguments of a step as shapes with shardings."""
+    """The arguments of a step, as shapes with shardings."""
 
     params: dict[str, jax.ShapeDtypeStruct]
     state: Any
@@ -76,9 +76,11 @@ class StepArguments(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The (packed) rows that one device computes at once, `[rows, length]`; a step has `passes` of them.
+    """The (packed) rows that one device computes at once, `[rows, length]`.
 
-    sharing: devices that divide the heads and channels of these rows. striped: devices that divide their tokens.
+    passes: per step.
+    sharing: number of devices that heads and channels are sharded over.
+    striped: number of devices that tokens are sharded over.
     """
 
     passes: int
@@ -89,12 +91,12 @@ class Pass(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that this device computes of a pass."""
+        """Tokens of a pass that one device computes."""
         return self.rows * self.length // self.striped
 
 
 def on_device(leaves: Any) -> int:
-    """Bytes on one device of shapes with shardings."""
+    """Bytes per device of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)
     )
@@ -111,17 +113,20 @@ def memory(
     remat: bool | str,
     platform: str,
 ) -> Memory:
-    """The memory of a step; `gradients` is their bytes on one device, `remat` is as in `models.stack`."""
+    """The memory of a step. gradients: bytes per device. remat: as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else FLOAT32
-    outputs = outputs_of_layer(maps, arch) // one.sharing  # activations of a token in one layer
+    outputs = outputs_of_layer(maps, arch) // one.sharing  # activations per token and layer
     products = one.tokens * outputs * width
     kept = one.tokens * arch.hidden_size * FLOAT32 + (0 if remat else products)
-    alone = _weights(arguments.batch, one, arch, width) + (products if remat else 0)  # of a layer not computed again
+    alone = _weights(arguments.batch, one, arch, width) + (
+        products if remat else 0
+    )  # of a layer that is not recomputed
     outside = {path: leaf for path, leaf in arguments.params.items() if not in_a_stack(path)}
     return _common(arguments, one, arch, maps, width)._replace(
         gradients=gradients * min(one.passes, 2),
         gathered=gathered(arguments, arch, width, gradients=True),
-        kept=(2 if remat == "offloaded" else arch.num_layers) * kept  # one on its way out, one on its way in
+        kept=(2 if remat == "offloaded" else arch.num_layers)
+        * kept  # one being copied to the host, one being copied back
         + (layers_alone(arch) if platform == "cpu" else 0) * alone
         + 2 * _between_layers(one, arch, width),
         working=2 * (products + _texts(arguments.batch, one, arch, width))
@@ -132,7 +137,7 @@ def memory(
 
 
 def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str) -> Memory:
-    """The memory of a pass of evaluation during training, the optimizer's state included."""
+    """The memory of an evaluation pass during training, including the optimizer state."""
     width = 2 if dtype == "bfloat16" else FLOAT32
     outputs = outputs_of_layer(maps, arch) // one.sharing
     outside = {path: leaf for path, leaf in (arguments.frozen | arguments.params).items() if not in_a_stack(path)}
@@ -148,21 +153,23 @@ def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequ
 
 
 def outputs_of_layer(maps: Sequence[Map], arch: Any) -> int:
-    """Numbers that the matrices of a layer give for a token, on the average of all layers."""
+    """Outputs of a layer's matrices per token, averaged over layers."""
     return sum(each.layers * each.used * each.outputs for each in maps) // arch.num_layers
 
 
 def layers_alone(arch: Any) -> int:
-    """Layers whose neighbours are of another kind, so that their scan has one turn. XLA dissolves such a loop, and for
-    CPUs finds that what is to be computed again is there, whatever `jax.checkpoint` asks for: of these layers all is
-    kept, attention weights too."""
+    """Number of layers whose neighbors are of a different kind, so that their scan has one iteration.
+
+    XLA unrolls such a loop. On CPUs it then merges the recomputation that `jax.checkpoint` asks for with the forward
+    pass, so that all activations of these layers are saved, including attention weights.
+    """
     counts = [run.count for run in arch.runs] if "kinds" in vars(arch) else [arch.num_layers]
     return sum(count == 1 for count in counts)
 
 
 def _between_layers(one: Pass, arch: Any, width: int) -> int:
-    """Bytes of what layers are given beside the residual stream: embeddings of their own, which are made for all of
-    them at once, and keys and values that later layers reuse."""
+    """Bytes of what layers read besides the residual stream: per-layer embeddings, computed for all layers at once, and
+    keys and values that later layers reuse."""
     if "kinds" not in vars(arch):
         return 0
     own = 0 if arch.layer_embedding is None else arch.num_layers * arch.layer_embedding.channels
@@ -172,7 +179,7 @@ def _between_layers(one: Pass, arch: Any, width: int) -> int:
 
 
 def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], width: int) -> Memory:
-    """The memory that a step and an evaluation both need; the rest is zero."""
+    """The memory that a step and an evaluation have in common; the other fields are zero."""
     floats = [leaf for _, leaf in arguments.layers if leaf.dtype == np.float32]
     return Memory(
         parameters=on_device((arguments.params, arguments.frozen)),
@@ -188,7 +195,7 @@ def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map],
 
 
 def gathered(arguments: StepArguments, arch: Any, width: int, *, gradients: bool) -> int:
-    """Bytes of one layer's sharded weights all-gathered and, of those that train, their gradients."""
+    """Bytes of one layer's all-gathered weights, and of the gradients of those that train."""
     total = 0
     for path, leaf in arguments.layers:
         stored = leaf.dtype.itemsize
@@ -198,7 +205,7 @@ def gathered(arguments: StepArguments, arch: Any, width: int, *, gradients: bool
 
 
 def _whole(leaves: Iterable[Any]) -> int:
-    """Bytes of the weights sharded over fsdp, once they are all-gathered."""
+    """Bytes of the weights that are sharded over fsdp, after all-gathering."""
     return sum(
         on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
         for leaf in leaves
@@ -207,33 +214,35 @@ def _whole(leaves: Iterable[Any]) -> int:
 
 
 def _weights(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Bytes of one layer's attention weights on padded rows, in float32 and in the dtype of computation. Zero where
-    attention runs along packed rows: there only a block exists at once."""
+    """Bytes of one layer's attention weights on padded rows, in float32 and in the compute dtype.
+
+    Zero if attention runs along packed rows, where only one block is in memory at a time.
+    """
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
     return heads * keys_of_row(length, causal=True) * (FLOAT32 + width)
 
 
 def _scores(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Bytes of one layer's attention weights on padded rows, and of the gradients of one block."""
+    """Bytes of one layer's attention weights on padded rows, and of the gradients of one block of queries."""
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
     return _weights(batch, one, arch, width) + 2 * heads * QUERY_BLOCK * length * FLOAT32
 
 
 def _block(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Bytes of the scores of one block of queries on padded rows, without a backward pass."""
+    """Bytes of the scores of one block of queries on padded rows, in a forward pass."""
     rows, length = _rows(batch, one)
     return row_block(rows * arch.num_heads // one.sharing // one.striped, length, width)
 
 
 def row_block(heads: int, length: int, width: int) -> int:
-    """Bytes of the scores of a block of queries of so many rows' heads."""
+    """Bytes of the scores of one block of queries. heads: of all rows together."""
     return heads * min(QUERY_BLOCK, length) * length * (FLOAT32 + width)
 
 
 def _rows(batch: Batch, one: Pass) -> tuple[int, int]:
-    """Number and length of the rows that attention reads on a device; (0, 0) where it runs along packed rows."""
+    """Number and length of the rows that attention reads on a device; (0, 0) if it runs along packed rows."""
     if batch.packed is None:
         return one.rows, one.length
     if batch.packed.texts is None:
@@ -243,8 +252,7 @@ def _rows(batch: Batch, one: Pass) -> tuple[int, int]:
 
 
 def _texts(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Bytes of queries, keys, values and results of one layer, where packed texts are laid out as rows for
-    attention."""
+    """Bytes of one layer's queries, keys, values and outputs, if packed texts are unpacked to rows for attention."""
     if batch.packed is None or batch.packed.texts is None:
         return 0
     heads = arch.num_heads + arch.num_key_heads
@@ -252,20 +260,21 @@ def _texts(batch: Batch, one: Pass, arch: Any, width: int) -> int:
 
 
 def _keys(one: Pass, arch: Any, width: int) -> int:
-    """Bytes of one layer's keys and values of all tokens, and their gradients, where tokens are striped over
-    devices."""
+    """Bytes of one layer's keys and values of all tokens, and their gradients, if tokens are sharded."""
     if one.striped == 1:
         return 0
     return 4 * one.rows * one.length * arch.num_key_heads // one.sharing * arch.head_dim * width
 
 
-# ----------------------------------------------------------------------------------------------------
-# FLOPs of a step by arithmetic, which `trl-jax plan` prints next to the compiler's figures.
+# FLOPs
 
 
 class Map(NamedTuple):
-    """A matrix `[outputs, inputs]` of so many layers. used: how many of it a token goes through, top_k for experts.
-    trains: whether it has a gradient."""
+    """A matrix `[outputs, inputs]` of each of `layers` layers.
+
+    used: how many copies a token goes through; top_k for experts, else 1.
+    trains: whether it has a gradient.
+    """
 
     outputs: int
     inputs: int
@@ -275,37 +284,42 @@ class Map(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers that a token is multiplied by, in all layers."""
+        """Multiplications per token, in all layers."""
         return self.layers * self.used * self.outputs * self.inputs
 
 
 def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> list[Map]:
-    """The layers' matrices among these shapes by path: stacked weights `[L, out, in]` or, of experts, `[L, E, out,
-    in]`; and the one that makes the embeddings of all layers.
+    """The matrices of the layers: stacked weights `[L, out, in]` or, for experts, `[L, E, out, in]`; and the projection
+    that computes per-layer embeddings.
 
     Args:
         arch: the model's `Arch`.
-        trained: the paths that train.
+        shapes: path -> array or shape.
+        trained: paths of the parameters that train.
     """
     stacked = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
-    matrices = [(path, leaf) for path, leaf in stacked if not path.endswith("_bias")]  # those that experts have
+    matrices = [
+        (path, leaf) for path, leaf in stacked if not path.endswith("_bias")
+    ]  # biases of experts have three axes too
     maps = [Map(*leaf.shape[-2:], _used(path, leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
     before = [(path, leaf) for path, leaf in shapes.items() if path.endswith(".layer_embed.projection.weight")]
     return maps + [Map(*leaf.shape, 1, path in trained, 1) for path, leaf in before]
 
 
 def _used(path: str, leaf: Any, arch: Any) -> int:
-    of_experts = leaf.ndim == 4 and (".mlp." in path or ".moe." in path)  # others with four axes are of convolutions
+    of_experts = leaf.ndim == 4 and (
+        ".mlp." in path or ".moe." in path
+    )  # other weights with four axes belong to convolutions
     return arch.experts.top_k if of_experts else 1
 
 
 def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:
     """FLOPs of a step's matrix products on all devices together.
 
-    Forward, two for each weight and token (Kaplan et al. 2020) and two for each product of a query with a key or a
-    value. Backward, twice that, or once for frozen weights; and once more where layers are computed again. Attention is
-    always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows.
-    Scans of layers with a state are, too.
+    Forward: two per weight and token (Kaplan et al. 2020), and two per product of a query with a key or a value.
+    Backward: twice that, or once for frozen weights; and the forward pass again with remat. Attention is always
+    recomputed because its weights are never saved: all of it on padded rows, only the scores on packed rows. Scans of
+    recurrent layers are always recomputed too.
     """
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.size for each in maps)
     forward = 2 * times * math.prod(batch.tokens.shape)
@@ -316,10 +330,10 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
 
 
 def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, heads: int = 1) -> int:
-    """FLOPs of a reference's forward pass with its head over the batch of a step, on all devices together.
+    """FLOPs of a reference model's forward pass over the batch of a step, on all devices together.
 
     Args:
-        maps, arch, causal: the reference's.
+        maps, arch, causal: of the reference model.
         heads: how often its head is computed.
     """
     times = sum(each.size for each in maps)
@@ -329,12 +343,12 @@ def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: boo
 
 
 def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
-    """FLOPs of a forward pass's products of queries with keys and values."""
+    """FLOPs of attention in a forward pass, without projections."""
     return 4 * attended_keys(batch, causal) * _attending_channels(arch)
 
 
 def _attending_channels(arch: Any) -> int:
-    """Channels of all query heads of all layers."""
+    """Channels of all query heads, summed over the layers with attention."""
     if "kinds" not in vars(arch) or arch.kinds is None:
         return arch.num_layers * channels_of(arch)
     attending = (kind for kind in arch.kinds if attends(kind))
@@ -342,7 +356,7 @@ def _attending_channels(arch: Any) -> int:
 
 
 def _recurrent_flops(batch: Batch, arch: Any) -> int:
-    """FLOPs of a forward pass's scans of layers with a state."""
+    """FLOPs of the scans of recurrent layers in a forward pass."""
     packed, chunk = batch.packed, min(CHUNK, batch.tokens.shape[-1])
     states = 1 if packed is None or (packed.prompt is None and packed.context is None) else 2
     tokens = math.prod(batch.tokens.shape) // batch.tokens.shape[-1] * (-(-batch.tokens.shape[-1] // chunk) * chunk)
@@ -352,15 +366,15 @@ def _recurrent_flops(batch: Batch, arch: Any) -> int:
 
 
 def _of_delta(facts: Any, chunk: int, states: int) -> int:
-    """FLOPs a token of a gated delta rule: products within a chunk, the triangular system of each head (half of a
-    product), and the states that are read by keys and queries and written."""
+    """FLOPs per token of the gated delta rule: products within a chunk, the triangular solve of each head (half a
+    product), and reads of the state by keys and queries and its update."""
     within = chunk * (3 * facts.value_dim + states * facts.key_dim)
     of_value_head = within + states * 6 * facts.key_dim * facts.value_dim
     return facts.key_heads * 4 * chunk * facts.key_dim + facts.value_heads * of_value_head
 
 
 def _of_state_space(facts: Any, chunk: int, states: int) -> int:
-    """FLOPs a token of a state space: products within a chunk, and the states that are read and written."""
+    """FLOPs per token of a state space layer: products within a chunk, and reading and updating the state."""
     of_head = 2 * facts.head_dim * (chunk + 2 * states * facts.state_dim)
     return facts.groups * 2 * chunk * facts.state_dim + facts.heads * of_head
 
@@ -370,13 +384,13 @@ def _targets(batch: Batch) -> int:
 
 
 def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
-    """FLOPs of a language model's head in a step, on all devices together; 0 under a score head, which has one row.
+    """FLOPs of a language model's head in a step, on all devices together; 0 for a score head, which is negligible.
 
-    At each target four products with the vocabulary: logits, the same again in the backward pass, the gradient of the
-    hidden state and, unless the table is frozen, that of the table.
+    Each target takes four products with the vocabulary: logits, their recomputation in the backward pass, the gradient
+    of the hidden state and, unless the head is frozen, the gradient of its weights.
 
     Args:
-        trained: the parameters that train, by path.
+        trained: path -> parameter, of those that train.
     """
     if batch.targets is None:
         return 0
@@ -386,19 +400,19 @@ def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
 
 
 def attention_layers(arch: Any) -> int:
-    """Layers that attend."""
+    """Number of layers with attention."""
     if "kinds" not in vars(arch) or arch.kinds is None:
         return arch.num_layers
     return layers_with(arch, "attention")
 
 
 def attends(kind: Any) -> bool:
-    """Whether a layer of this kind attends, alone or beside another mixer."""
+    """Whether a layer of this kind has attention, alone or together with another mixer."""
     return kind.mixer is not None and "attention" in kind.mixer.split("+")
 
 
 def layers_with(arch: Any, mixer: str) -> int:
-    """Layers with this mixer, alone or beside another, of a model that names the kinds of its layers."""
+    """Number of layers with this mixer, alone or together with another. `arch.kinds` must not be None."""
     return sum(kind.mixer is not None and mixer in kind.mixer.split("+") for kind in arch.kinds)
 
 
@@ -408,26 +422,26 @@ def channels_of(arch: Any) -> int:
 
 
 def attended_keys(batch: Batch, causal: bool) -> int:
-    """Number of (query, key) products of a step: on padded rows by blocks of queries, on packed rows exactly."""
+    """Number of (query, key) products in a step: per block of queries on padded rows, exact on packed rows."""
     *rows, length = batch.tokens.shape
     if batch.packed is not None:
         products = np.asarray(batch.packed.end) - np.asarray(batch.packed.first)
         if batch.packed.context is not None:
             products = products + np.asarray(batch.packed.context_end) - np.asarray(batch.packed.context)
-        if not causal:  # each of n tokens attends to all n, not only to those up to itself
+        if not causal:  # every token attends to all n, not only to those up to itself
             return int(2 * products.sum() - (products > 0).sum())
         return int(products.sum())
     return math.prod(rows) * keys_of_row(length, causal)
 
 
 def keys_of_row(length: int, causal: bool) -> int:
-    """Number of (query, key) products of one padded row, block by block of queries."""
+    """Number of (query, key) products of one padded row, per block of queries."""
     ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
     return sum((end - start) * (end if causal else length) for start, end in zip([0, *ends], ends, strict=False))
 
 
 class Bound(NamedTuple):
-    """Lower bounds on the seconds of a step by a chip's published figures: of compute, memory and links."""
+    """Lower bounds in seconds on the time of a step, from the chip's peak compute, memory bandwidth and links."""
 
     compute: float
     memory: float
@@ -439,10 +453,10 @@ class Bound(NamedTuple):
 
 
 def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
-    """The bound of a compiled step whose results take `outputs` bytes a device.
+    """The bound of a compiled step whose results take `outputs` bytes per device.
 
-    Products run at the peak of bfloat16; arguments are read once, results written once, temporaries both; collectives
-    use all links at once, one direction each.
+    It assumes products at peak bfloat16 speed; that arguments are read once, results written once, and temporaries
+    both; and collectives that use all links at once, in one direction.
     """
     moved = compiled.arguments + outputs + 2 * compiled.temporary
     sent = sum(one.sent for one in compiled.cost.collectives)

@@ -1,4 +1,4 @@
-"""Plan the generation of completions."""
+"""Plan generation: made-up completions for online training, the memory of a generation, and its two programs."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_writt
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training.state import RunState
 
-# ----------------------------------------------------------------------------------------------------
-# The rows of a run that writes them itself, made up: all completions are as long as they may be.
+TOKEN = 0  # the token id of made-up completions
+_SCORES = 4  # arrays of logits' size that sampling holds at once: logits, weights, exponentials and random bits
 
 
-TOKEN = 0  # that completions are made of
+# Rollouts with completions of the maximum length
 
 
 class LongestWriter:
-    """Gives every prompt completions of `tokens` tokens.
+    """Replaces the policy in a rollout: every completion has `tokens` tokens.
 
     Attributes:
-        longest: tokens of the longest prompt so far.
+        longest: length of the longest prompt so far, in tokens.
     """
 
     def __init__(self, ids_of: Any, tokens: int):
@@ -81,39 +81,39 @@ class LongestWriter:
 
 
 def further_arguments(args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """The trainer's teacher, or its reward functions, as many as there are weights of them; each gives 0."""
+    """The trainer's teacher, or reward functions that return 0, one per reward weight."""
     if "reward_weights" not in vars(args):
         return {"teacher_model": teacher}
 
-    def nothing(completions: list, **columns: Any) -> list[float]:
+    def zero(completions: list, **columns: Any) -> list[float]:
         del columns
         return [0.0] * len(completions)
 
-    return {"reward_funcs": [nothing] * len(args.reward_weights or (1.0,))}
+    return {"reward_funcs": [zero] * len(args.reward_weights or (1.0,))}
 
 
 def longest_prompts(args: BaseConfig, count: int) -> Dataset:
-    """So many prompts, which `with_longest_completions` takes for texts of `args.max_prompt_length` tokens that begin
-    differently.
+    """Make up `count` prompts. `with_longest_completions` expands each to `args.max_prompt_length` tokens.
 
     Raises:
-        ValueError: nothing bounds prompts.
+        ValueError: max_prompt_length is None.
     """
     if args.max_prompt_length is None:
         raise ValueError(
-            "max_prompt_length=None bounds no prompt: pass --max_prompt_length, or --dataset_name for real lengths."
+            "max_prompt_length=None leaves the length of prompts open: pass --max_prompt_length, or --dataset_name to "
+            "use real lengths."
         )
     return Dataset.from_dict({"prompt": list(map(str, range(count)))})
 
 
 def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestWriter:
-    """Have a trainer's rollout take made-up completions, of no reward, in the place of the policy's.
+    """Make a trainer's rollout use made-up completions instead of the policy's.
 
     Args:
-        made_up: whether prompts are those of `longest_prompts`.
+        made_up: whether the prompts are from `longest_prompts`.
 
     Returns:
-        The writer that the rollout has now.
+        The rollout's new writer.
     """
     run = trainer.parts.run
     source, args = run.rollout, run.args
@@ -125,12 +125,12 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
 
 
 def most_new_tokens(run: RunState) -> int:
-    """Tokens of the longest completion."""
+    """Maximum length of a completion, in tokens."""
     return (run.args.generation_kwargs or {}).get("max_new_tokens") or run.args.max_completion_length
 
 
 def sizes(run: RunState, *, evaluates: bool) -> list[Size]:
-    """The generation of training and, where there is one, that of an evaluation's batch."""
+    """The sizes of a training generation and, if the run evaluates, of an evaluation batch's generation."""
     task, prompt_length = run.task, run.virtual.count + run.rollout.rollout.writer.longest
     groups = [(task.cycle.prompts, task.num_generations)]
     if evaluates:
@@ -140,7 +140,7 @@ def sizes(run: RunState, *, evaluates: bool) -> list[Size]:
 
 
 def begun(source: RolloutSteps) -> RolloutSteps:
-    """The steps of the first epoch."""
+    """Start the steps of the first epoch."""
     source.begin()
     source.set_epoch(0)
     return source
@@ -154,15 +154,11 @@ def _no_logps(model: str, prompts: Ids, completions: Ids, completion_mask: Seque
     return [np.zeros(len(own), np.float32) for own in completions]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The generation of a run that writes its rows itself: the memory of its two programs, and its cache.
-
-
-_SCORES = 4  # arrays of all completions' scores at once: logits, weights, exponentials and the bits they are made of
+# Memory
 
 
 class Size(NamedTuple):
-    """completions: of `prompts` prompts. prompt_places, new_places: tokens of each that the cache has room for."""
+    """The size of a generation. prompt_places, new_places: tokens per prompt and completion that the cache can hold."""
 
     prompts: int
     completions: int
@@ -171,43 +167,45 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, prompts: int, group: int, prompt_length: int, new_tokens: int) -> Size:
-        """The room that a generation makes for prompts and completions of at most these lengths."""
+        """The size for prompts and completions of at most these lengths, which are rounded up."""
         return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
 
     def divided(self, shards: int) -> Size:
-        """As so many devices, or groups of them, divide it evenly: completions of a prompt may lie on several, of which
-        each has the prompt."""
+        """The size when divided evenly over `shards` devices. Completions of one prompt may be on several of them, each
+        of which then has the prompt."""
         group = self.completions // self.prompts
         parts = part_of_group(self.prompts, group, shards)
         prompts = -(-self.prompts * parts // shards) * shards
         return self._replace(prompts=prompts, completions=prompts * (group // parts))
 
     def of_each(self, shards: int) -> Size:
-        """The part of one of these."""
+        """The size on one of `shards` devices."""
         all_of_them = self.divided(shards)
         sizes = {"prompts": all_of_them.prompts // shards, "completions": all_of_them.completions // shards}
         return self._replace(**sizes)
 
     @classmethod
     def parsed(cls, text: str) -> Size:
-        """Of "64x256+128": 64 prompts of 256 tokens, and a completion of 128 for each.
+        """Parse "64x256+128": 64 prompts of 256 tokens, with a completion of 128 tokens each.
 
         Raises:
-            ValueError: it is not of that form.
+            ValueError: the text does not have that form.
         """
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if found is None or "0" in (numbers := [number.lstrip("0") or "0" for number in found.groups()]):
-            raise ValueError(f"{text!r}: wanted prompts x tokens of each + tokens of its completion, as in 64x256+128.")
+            raise ValueError(f"{text!r}: expected PROMPTSxTOKENS+NEW_TOKENS, such as 64x256+128.")
         prompts, length, new = map(int, numbers)
         return cls.of(prompts, 1, length, new)
 
 
 class GenerationMemory(NamedTuple):
-    """Bytes of one device.
+    """Bytes per device.
 
-    parameters, moments: of the run, the reference among them. copies: of the weights, in the type of computation or
-    layer by layer. cache: keys and values of all tokens. prefill: what the prompts take, their keys and values among
-    it. decode: what a step takes besides the cache.
+    parameters, moments: of the run, including a reference model.
+    copies: copies of the weights, cast to the compute dtype or split by layer.
+    cache: keys and values of all tokens.
+    prefill: memory of the prompts' pass, including their keys and values.
+    decode: memory of a decoding step, besides the cache.
     """
 
     parameters: int
@@ -219,16 +217,17 @@ class GenerationMemory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most bytes at once."""
+        """Peak bytes."""
         return self.parameters + self.moments + self.copies + max(self.prefill, self.cache + self.decode)
 
 
 class Generation(NamedTuple):
     """The largest generation of a run, on one device.
 
-    compiled: the figures of that of its two programs which takes more; None where nothing was compiled. decode: those
-    of the program of a token; None where it was not compiled.
-    beside: bytes that are there, but no argument of these programs. evaluates: whether it is of an evaluation.
+    compiled: figures of the program that needs more memory, prefill or decode; None if nothing was compiled.
+    decode: figures of the decoding program; None if it was not compiled.
+    beside: bytes in memory that are not arguments of these programs.
+    evaluates: whether it belongs to an evaluation.
     """
 
     size: Size
@@ -240,8 +239,8 @@ class Generation(NamedTuple):
 
 
 def cache_bytes(arch: Any, size: Size, dtype: str, tensor: int = 1) -> int:
-    """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what
-    other layers keep for each completion; on one of the `tensor` devices that divide the heads."""
+    """Bytes of a generation's cache: keys and values, once per prompt and once per completion, and the states of other
+    layers per completion. tensor: number of devices that heads are sharded over."""
     keys_values = sum(_key_value_channels(arch, kind, tensor) * _tokens(size, window) for kind, window in _makers(arch))
     inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
     convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
@@ -251,7 +250,7 @@ def cache_bytes(arch: Any, size: Size, dtype: str, tensor: int = 1) -> int:
 
 
 def _makers(arch: Any) -> Iterator[tuple[LayerKind, int | None]]:
-    """The kind of each layer that makes keys and values, and how many tokens it sees; None: all."""
+    """The kind and the window of each layer that computes keys and values; None means no window."""
     for run in arch.runs:
         if attends(run.kind) and not run.kind.reuses:
             for layers, window in turns_of(arch, run).parts:
@@ -259,12 +258,12 @@ def _makers(arch: Any) -> Iterator[tuple[LayerKind, int | None]]:
 
 
 def _tokens(size: Size, window: int | None) -> int:
-    """Those that a layer which sees so many keeps."""
+    """Tokens that a layer with this window caches."""
     return size.prompts * within(window, size.prompt_places) + size.completions * within(window, size.new_places)
 
 
 def _key_value_channels(arch: Any, kind: LayerKind, tensor: int) -> int:
-    """Channels of the keys and values of a token in a layer, or of their latents, which are not divided."""
+    """Channels of a token's keys and values in a layer, or of their latents, which are not sharded."""
     if arch.latent is not None:
         return arch.latent.key_rank + arch.rotary_dim
     heads = arch.heads_of(kind)
@@ -272,7 +271,7 @@ def _key_value_channels(arch: Any, kind: LayerKind, tensor: int) -> int:
 
 
 def _recurrent_states(arch: Any) -> tuple[int, int]:
-    """Numbers that a completion keeps for its layers with a state: inputs of their convolutions, and their states."""
+    """Numbers per completion that recurrent layers store: inputs of their convolutions, and their states."""
     if arch.state_space is not None:
         facts, layers = arch.state_space, layers_with(arch, "mamba")
         channels = 2 * facts.groups * facts.state_dim + facts.heads * facts.head_dim
@@ -285,7 +284,7 @@ def _recurrent_states(arch: Any) -> tuple[int, int]:
 
 
 def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, topology: Topology) -> Weights:
-    """`Weights.of` shapes with shardings, on devices of this topology."""
+    """`Weights.of`, for shapes with shardings on devices of this topology."""
     cast = cast_matrices(graph, arrays, jnp.dtype(dtype), jnp.dtype(head_dtype))
     arrays = arrays | {
         path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
@@ -301,10 +300,11 @@ def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype:
 def generation_memory(
     arguments: StepArguments, arrays: dict[str, Any], weights: Weights, size: Size, arch: Any, maps: Sequence[Map]
 ) -> GenerationMemory:
-    """The memory of a generation during training, by arithmetic.
+    """Estimate the memory of a generation during training.
 
     Args:
-        arrays: of the policy, shapes with shardings, of which `weights` are. size: on all devices together.
+        arrays: the policy's parameters, as shapes with shardings; `weights` was made from them.
+        size: on all devices together.
     """
     shards = weights.shards
     size, tensor = (size, 1) if shards is None else (size.of_each(shards.count), shards.mesh.shape[TENSOR])
@@ -313,7 +313,7 @@ def generation_memory(
     growing = cache_bytes(arch, size._replace(prompts=0, new_places=size.new_places // 2), dtype, tensor)
     layer = gathered(arguments, arch, width, gradients=False)
     first = cache_bytes(arch, size._replace(new_places=FIRST_PLACES), dtype, tensor)
-    as_made = cache_bytes(arch, size._replace(completions=0), dtype, tensor)  # keys and values in the order of layers
+    as_made = cache_bytes(arch, size._replace(completions=0), dtype, tensor)  # keys and values stacked by layer
     activations = tokens * (2 * outputs * width + 2 * arch.hidden_size * FLOAT32)
     block = row_block(size.prompts * arch.num_heads // tensor, size.prompt_places, width)
     return GenerationMemory(
@@ -336,12 +336,16 @@ def _copies(arrays: dict[str, Any], weights: Weights) -> int:
     return on_device(cast) + sum(leaf.size * leaf.dtype.itemsize for leaf in layers)
 
 
+# Programs
+
+
 class Programs:
-    """The two programs of a generation of this size, which are traced and compiled as for the run's device; the caller
-    sees to that.
+    """The two programs of a generation. Trace and compile them within `trace.on_device`.
 
     Args:
-        weights: shapes with shardings. vocabulary: ids that are drawn from. exact: whether tokens are transformers'.
+        weights: shapes with shardings.
+        vocabulary: number of token ids to sample from.
+        exact: whether sampled tokens equal those of transformers.
     """
 
     def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
@@ -350,8 +354,8 @@ class Programs:
         self._max_tokens = size.prompt_places + size.new_places
 
     def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None]:
-        """The figures of the program that takes more memory, that of the prompts or that of a step with a full cache;
-        and those of the latter, None where already the prompts take too much."""
+        """Figures of the program that needs more memory, prefill or decoding with a full cache; and of the latter, None
+        if prefill already does not fit."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
             return first, None
@@ -360,7 +364,7 @@ class Programs:
         return max(first, step, key=lambda one: one.peak), step
 
     def prefill(self) -> jax.stages.Traced:
-        """The prompts' pass."""
+        """Trace the pass over the prompts."""
         weights, size = self._weights, self._size
         tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
         return prefill.trace(
@@ -371,7 +375,7 @@ class Programs:
         )  # fmt: skip
 
     def decode(self, cache: Cache) -> jax.stages.Traced:
-        """Steps with a full cache, which is divided as this one, of the prompts' pass, is."""
+        """Trace decoding steps with a full cache, sharded like `cache`, the output of prefill."""
         weights, size = self._weights, self._size
         number, each = _ints(), _ints(size.completions)
         drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))

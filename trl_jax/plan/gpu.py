@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs that this machine lacks, for XLA to compile for: its compiler needs a description, not the GPU."""
+"""Describe NVIDIA GPUs to XLA, so that it compiles for GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from trl_jax.nn.attention import cudnn
 from trl_jax.plan.chips import Topology
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-_HOST = 8  # GPUs
+_HOST = 8  # GPUs per host, at most
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class _Facts(NamedTuple):
-    """Of the SXM modules, by their datasheets and the CUDA programming guide's table of compute capabilities.
+    """Facts of SXM modules, from NVIDIA's datasheets and the compute capability table of the CUDA programming guide.
 
-    capability: major and minor. cores: streaming multiprocessors. shared, block: bytes of shared memory of one of them,
-    and of a block that asks for more than 48 KiB. cache: bytes, the second level. clock: GHz.
+    capability: major and minor.
+    cores: streaming multiprocessors.
+    shared, block: bytes of shared memory per multiprocessor, and per block that opts in to more than 48 KiB.
+    cache: bytes of L2 cache.
+    clock: GHz.
     """
 
     name: str
@@ -41,17 +44,17 @@ _FACTS = {
 
 
 def prepare() -> None:
-    """Let JAX load its plugin for GPUs where there is none. Call it before JAX looks for devices."""
+    """Let JAX load its GPU plugin on a machine without a GPU. Call it before JAX looks for devices."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def no_compiler(topology: Topology) -> str | None:
-    """The reason why this machine cannot compile for the topology; None where it can."""
+    """Why this machine cannot compile for the topology; None if it can."""
     if not any(map(_is_there, _PLUGINS)):
         return 'XLA\'s compiler for NVIDIA GPUs is not installed: pip install "trl_jax[cuda]", no GPU is needed'
     try:
         devices(topology)
-    except RuntimeError as error:  # JAX's own, too
+    except RuntimeError as error:  # includes JaxRuntimeError
         return f"XLA's compiler for NVIDIA GPUs does not start: {str(error).partition(chr(10))[0]}"
     return None
 
@@ -61,7 +64,7 @@ def _is_there(module: str) -> bool:
 
 
 def devices(topology: Topology) -> list[jax.Device]:
-    """Devices to compile for, at most eight a host; attention is that of these."""
+    """Devices to compile for, at most eight per host. Also selects the attention kernels of these GPUs."""
     facts, count = _FACTS[topology.kind], topology.devices
     each = max(number for number in range(1, _HOST + 1) if count % number == 0)
     told = {"topology": f"1x{count // each}x{each}", "target_config": description(topology)}
@@ -72,7 +75,7 @@ def devices(topology: Topology) -> list[jax.Device]:
 
 
 def room(topology: Topology) -> int:
-    """Bytes of a GPU that XLA takes for itself, which are all that a program has."""
+    """Bytes of GPU memory that XLA preallocates, which is all that a program can use."""
     return int(float(os.environ.get(_FRACTION, 0.75)) * topology.chip.memory)
 
 

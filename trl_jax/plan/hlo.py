@@ -1,4 +1,4 @@
-"""Count FLOPs and collectives in compiled HLO text."""
+"""Count the FLOPs of matrix products and the bytes of collectives, per device, in compiled HLO text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-# ----------------------------------------------------------------------------------------------------
-# FLOPs of one matrix product in HLO text, two for each multiplication, whose result is added to a sum.
+# FLOPs of one instruction: two per multiply-add
 
 
 def dot_flops(one: Instruction, body: Computation) -> int:
@@ -20,7 +19,7 @@ def dot_flops(one: Instruction, body: Computation) -> int:
 
 
 def convolution_flops(one: Instruction, body: Computation) -> int:
-    """FLOPs of a `convolution`, which is how TPUs compute products: spatial axes stand for batch or contracted axes."""
+    """FLOPs of a `convolution`. TPUs use it for matrix products, with batch or contracted axes as spatial axes."""
     left, right = (sizes_of(shape) for shape in one.operand_shapes(body)[:2])
     of_left, of_right, of_out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
     out, window = sizes_of(one.shape), _window(one.rest)
@@ -32,7 +31,7 @@ def convolution_flops(one: Instruction, body: Computation) -> int:
 
 
 def _window(rest: str) -> Callable[[int], tuple[int, int, int, int]]:
-    """A function from a spatial axis to its stride, low padding, and dilations of left and right."""
+    """A function: spatial axis -> (stride, low padding, left dilation, right dilation)."""
     text = re.search(r"window=\{(.*?)\}", rest)
     fields = dict(part.split("=") for part in text[1].split()) if text else {}
 
@@ -46,15 +45,13 @@ def _window(rest: str) -> Callable[[int], tuple[int, int, int, int]]:
 
 
 def _products(left: int, right: int, out: int, stride: int, pad: int, left_dilation: int, right_dilation: int) -> int:
-    """Number of products along one spatial axis; padding and the gaps of dilation are not multiplied."""
+    """Number of products along one spatial axis, without padding and the gaps of dilation."""
     last = (left - 1) * left_dilation
     places = (o * stride + r * right_dilation - pad for o in range(out) for r in range(right))
     return sum(0 <= place <= last and place % left_dilation == 0 for place in places)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parser of HLO text into computations and instructions.
-
+# Parser
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|bf16|[fcsu]\d+)(?:e\w+)?\[([\d,]*)\]")
@@ -66,7 +63,7 @@ _CALLED = re.compile(
 
 
 class Instruction(NamedTuple):
-    """One line of HLO. `shape` is the text of an array's or a tuple's shape; `rest` is the text after the operands."""
+    """One line of HLO. shape: text of the shape of an array or a tuple. rest: the text after the operands."""
 
     name: str
     shape: str
@@ -76,7 +73,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> Iterator[str]:
-        """Names of the computations that it runs."""
+        """Names of the computations that it calls."""
         for name, names in _CALLED.findall(self.rest):
             yield from [name] if name else re.findall(r"[\w.-]+", names)
 
@@ -89,7 +86,7 @@ Computation = dict[str, Instruction]
 
 
 def parsed(text: str) -> tuple[dict[str, Computation], str]:
-    """Parse the instructions of each computation, by name, and the name of the entry.
+    """Parse HLO text: computation -> its instructions by name; and the name of the entry computation.
 
     Raises:
         ValueError: the text is not HLO.
@@ -102,7 +99,7 @@ def parsed(text: str) -> tuple[dict[str, Computation], str]:
         elif match := _LINE.match(line):
             current[match[1]] = _instruction(match[1], re.sub(r"/\*.*?\*/", "", match[2]))
     if not entry:
-        raise ValueError("The HLO text has no ENTRY: pass what compiled.as_text() returned.")
+        raise ValueError("The HLO text has no ENTRY: pass the result of compiled.as_text().")
     return computations, entry
 
 
@@ -120,16 +117,16 @@ def _closing(text: str, start: int) -> int:
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.start()
-    raise ValueError(f"HLO line without its closing parenthesis: {text[:80]}")
+    raise ValueError(f"HLO line without a closing parenthesis: {text[:80]}")
 
 
 def array_bytes(shape: str) -> int:
-    """Bytes of an array or a tuple of arrays, without padding of layouts."""
+    """Bytes of an array or a tuple of arrays, without padding."""
     return sum(math.prod(_numbers(sizes)) * _bits(dtype) for dtype, sizes in _ARRAY.findall(shape)) // 8
 
 
 def dtype_of(shape: str) -> str:
-    """HLO's dtype of the first array, as in "bf16"."""
+    """HLO's dtype of the first array, such as "bf16"."""
     return _ARRAY.search(shape)[1]
 
 
@@ -146,9 +143,7 @@ def _bits(dtype: str) -> int:
     return _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
 
 
-# ----------------------------------------------------------------------------------------------------
-# FLOPs of matrix products and bytes of collectives on each device, counted in a compiled program's HLO text.
-
+# Cost of a program
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -161,8 +156,9 @@ _CALLS = ("while", "fusion", "call", "conditional", "async")
 class Collective(NamedTuple):
     """Collectives of one kind among groups of one size, on arrays of one dtype.
 
-    count: how often a step runs them. bytes: the larger of operands and results, summed over all `count`; for an
-    all-gather that is the gathered array. sent: bytes that each device sends in a ring (Patarasuk and Yuan 2009).
+    count: how often a step runs them.
+    bytes: the larger of operands and results, summed over all `count`; for an all-gather, the gathered array.
+    sent: bytes that each device sends in a ring (Patarasuk and Yuan 2009).
     """
 
     kind: str
@@ -174,8 +170,7 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one device: FLOPs of matrix products, its collectives, and the number of loops of unknown length, whose bodies
-    are counted once."""
+    """Cost per device. unknown: number of loops of unknown length, whose bodies are counted once."""
 
     flops: int
     collectives: list[Collective]
@@ -183,7 +178,7 @@ class Cost(NamedTuple):
 
 
 def cost(text: str) -> Cost:
-    """Count the cost of a program from its HLO text, as `compiled.as_text()` gives it.
+    """Count the cost of a program, given the result of `compiled.as_text()`.
 
     Raises:
         ValueError: the text is not HLO, or has replica groups in an unknown notation.
@@ -197,7 +192,7 @@ def cost(text: str) -> Cost:
 
 
 class _Reader:
-    """Walks from the entry into the computations it calls, with how often each runs."""
+    """Visits the computations called from the entry, and tracks how often each runs."""
 
     def __init__(self, computations: dict[str, Computation], devices: int):
         self.computations, self.devices, self.flops, self.unknown = computations, devices, 0, 0
@@ -218,12 +213,14 @@ class _Reader:
                     self.visit(called, times * trips)
 
     def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
-        if chain := re.search(r'chain_id="(\d+)"', one.rest):  # one collective of a TPU, split over several fusions
+        if chain := re.search(
+            r'chain_id="(\d+)"', one.rest
+        ):  # one collective that the TPU compiler split over several fusions
             if chain[1] in self._chains:
                 return
             self._chains.add(chain[1])
         operands = sum(array_bytes(shape) for shape in one.operand_shapes(body))
-        asynchronous = one.opcode.endswith("-start") and one.shape.startswith("(")  # its result has the operands, too
+        asynchronous = one.opcode.endswith("-start") and one.shape.startswith("(")  # its result includes the operands
         results = array_bytes(one.shape) - (operands if asynchronous else 0)
         size, group = max(operands, results), _group(one, self.devices)
         share = 1.0 if "permute" in kind or "broadcast" in kind else (group - 1) / group
@@ -232,7 +229,7 @@ class _Reader:
             sums[place] += times * added
 
     def _trip_count(self, one: Instruction) -> int:
-        """Trip count of a loop: the compiler's, or the constant that its counter is compared with."""
+        """Trip count of a loop: as annotated by the compiler, or the constant that the counter is compared with."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
             return int(known[1])
         condition = self.computations[re.search(r"condition=%?([\w.-]+)", one.rest)[1]].values()
@@ -250,8 +247,7 @@ class _Reader:
 
 
 def _group(one: Instruction, devices: int) -> int:
-    """Size of a replica group. XLA lists the devices, gives their number, or names axes of a mesh; {} is all of
-    them."""
+    """Size of a replica group. XLA lists devices, gives their number, or names mesh axes; {} means all devices."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", one.rest):
         return listed[1].count(",") + 1
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
@@ -263,4 +259,4 @@ def _group(one: Instruction, devices: int) -> int:
         return 2
     if "replica_groups={}" in one.rest:
         return devices
-    raise ValueError(f"{one.opcode} {one.name}: its replica groups are written in a new way: {one.rest[:200]}")
+    raise ValueError(f"{one.opcode} {one.name}: unknown notation of replica groups: {one.rest[:200]}")

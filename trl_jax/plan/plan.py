@@ -26,16 +26,12 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
 from trl_jax.training.model import outlined
 
-# ----------------------------------------------------------------------------------------------------
-# Plan a run on devices that this machine does not have: memory, FLOPs and communication of its step.
-
-
-_BY_ROWS = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
-_ALONG_PACKED = "{}, {} queries of a packed row at a time against the blocks of keys that any of them sees"
+_BY_ROWS = f"plain XLA, per row, in blocks of {QUERY_BLOCK} queries"
+_ALONG_PACKED = "{}, along packed rows, in blocks of {} queries"
 
 
 class Evaluation(NamedTuple):
-    """An evaluation during training: the pass of one device, the bytes on it meanwhile, and the compiler's figures."""
+    """An evaluation during training: the pass of one device, its memory, and the compiler's figures."""
 
     one: estimate.Pass
     memory: estimate.Memory
@@ -45,8 +41,9 @@ class Evaluation(NamedTuple):
 class Phase(NamedTuple):
     """A step, an evaluation or a generation of the run.
 
-    peak: the most bytes at once on a device, by the compiler where there is one, else by arithmetic. estimated: the
-    same by arithmetic alone. fits: None where it is not known.
+    peak: peak bytes per device, according to the compiler if there is one, else estimated.
+    estimated: the estimate.
+    fits: None if unknown.
     """
 
     name: str
@@ -58,15 +55,20 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The figures of one run; bytes, FLOPs and seconds are those of one device and one step.
+    """The figures of one run. Bytes, FLOPs and seconds are per device and step.
 
-    mesh: the axes with more than one device, and their sizes. lengths: length of (packed) rows in tokens -> how many of
-    the surveyed steps have it. places, tokens: means over steps, on all devices together, of tokens computed on
-    (padding included) and of tokens of real text. one: the pass that a device computes at once. remat: whether layers
-    are computed again in the backward pass. why: the reason there are no figures of the compiler; `compiled` is None
-    then. bound: None where the chip or its time is not known. evaluation: None where the run has none. generation: of a
-    run that writes its rows itself. scorer: bytes of a model that scores completions. unread: of a reference that only
-    generations are compared with: neither a step nor an evaluation's pass is given it.
+    mesh: sizes of the axes with more than one device.
+    lengths: length of (packed) rows in tokens -> number of surveyed steps with it.
+    places, tokens: mean tokens per step on all devices together, with padding and without.
+    one: the pass that a device computes at once.
+    remat: whether layers are recomputed in the backward pass.
+    why: why `compiled` is None.
+    bound: None if the chip or the compiler's figures are unknown.
+    evaluation: None if the run does not evaluate.
+    generation: in online training, or if one was asked for.
+    scorer: bytes of a reward model.
+    unread: bytes of a reference model that only the generation phase reads, so it is no argument of a step or an
+        evaluation.
     """
 
     model: str
@@ -95,7 +97,7 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The step and, where there are any, the evaluation and the generation."""
+        """The step and, if the run has them, the evaluation and the generation."""
         phases = [self._phase("a step", self.memory.peak, self.compiled, self.unread)]
         if self.evaluation is not None:
             own = self.evaluation
@@ -106,10 +108,10 @@ class Plan:
         return phases
 
     def _phase(self, name: str, estimated: int, compiled: Compiled | None, beside: int) -> Phase:
-        """A phase, with the model that scores.
+        """A phase, including the reward model.
 
         Args:
-            beside: bytes that the compiler knows nothing of.
+            beside: bytes in memory that are not in the compiled program.
         """
         estimated, chip = estimated + self.scorer, self.topology.chip
         peak = estimated if compiled is None else compiled.peak + beside + self.scorer
@@ -120,17 +122,17 @@ class Plan:
 
     @property
     def largest(self) -> Phase:
-        """The phase that decides: the one that does not fit, else the one with the higher peak."""
+        """The phase that decides whether the run fits: one that does not fit, else the one with the highest peak."""
         return max(self.phases, key=lambda phase: (phase.fits is False, phase.peak))
 
     @property
     def peak(self) -> int:
-        """Bytes of a device."""
+        """Peak bytes per device."""
         return self.largest.peak
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits; None for simulated devices, which have no memory of their own."""
+        """Whether the run fits; None for simulated devices, which have no memory limit."""
         return self.largest.fits
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class Plan:
 
 
 def _plain(value: Any) -> Any:
-    """Turn named tuples into dicts and other tuples into lists, all the way down."""
+    """Turn named tuples into dicts and other tuples into lists, recursively."""
     if isinstance(value, tuple) and type(value) is not tuple:
         value = value._asdict()
     if isinstance(value, dict):
@@ -149,12 +151,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """The run to plan: a checkpoint, whose weights are not read, the rows, and the adapter and the quantization of the
-    base weights, if any.
+    """The run to plan.
 
-    trainer: the class of the trainer; None takes the one of trl_jax's whose arguments are planned. scorer: a model
-    that scores completions. teacher: whose distributions a student learns. generation: one of a language model that is
-    trained on other rows.
+    checkpoint: its weights are not read.
+    adapter, quantization: of the base weights, if any.
+    trainer: None means the trainer that the config belongs to.
+    scorer: a reward model.
+    teacher: the teacher, in distillation.
+    generation: a generation to plan in addition, for a trainer that does not generate.
     """
 
     checkpoint: Checkpoint
@@ -171,11 +175,11 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     """Plan a run.
 
     Args:
-        compiles: False plans by arithmetic alone.
+        compiles: False estimates without compiling.
 
     Raises:
-        ValueError: the trainer refuses the arguments, or there are neither rows nor a max_length.
-        TypeError: the arguments are those of a trainer that is not trl_jax's, and `run.trainer` is None.
+        ValueError: the trainer refuses the arguments, or there is neither a dataset nor a max_length.
+        TypeError: `run.trainer` is None, and the config is not one of trl_jax's.
     """
     kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +209,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
 
 
 def _held(checkpoint: Checkpoint | None) -> int:
-    """Bytes of a model that is whole on each device."""
+    """Bytes of a model that is not sharded."""
     if checkpoint is None:
         return 0
     arrays = checkpoint.outline(None, None, parts=False).arrays
@@ -260,16 +264,16 @@ def _planned(
 
 
 def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> str:
-    """Describe in words what computes attention."""
+    """Describe the attention kernel."""
     args, backend = trainer.args, trainer.model.backend
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
         flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
         flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
-        return "cuDNN's flash attention" if flash else f"{_BY_ROWS}, text by text"
+        return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    by_text = trainer.parts.run.rollout is not None  # completions of a prompt, in windows, too
+    by_text = trainer.parts.run.rollout is not None  # completions of a prompt, also in windowed layers
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -285,7 +289,7 @@ def _evaluation(trainer: BaseTrainer, step: estimate.StepArguments, topology: To
 def _generation(
     trainer: BaseTrainer, step: estimate.StepArguments, sizes: list[Size], topology: Topology, compiles: bool
 ) -> Generation:
-    """Of the largest of these sizes, the second of which is an evaluation's."""
+    """Plan the largest of these generations; the second, if any, is that of an evaluation."""
     check_generates(trainer.model)
     run, arch, dtype = trainer.parts.run, trace.arch_of(trainer), trainer.args.compute_dtype
     placed = step.frozen | step.params
@@ -320,12 +324,10 @@ def _settings(args: BaseConfig) -> dict[str, Any]:
     return found | {name: vars(args)[name] for name in generates if name in vars(args)}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Suggestions of settings that make a run fit: each is planned anew, none is guessed.
+# Suggestions: each is planned, none is guessed
 
-
-Planned = Callable[[BaseConfig, bool], Plan]  # compiled, or by arithmetic alone
-_SLACK = 1.1  # by what factor arithmetic may still be off once it is scaled to the peak that the compiler found
+Planned = Callable[[BaseConfig, bool], Plan]  # (config, whether to compile) -> plan
+_SLACK = 1.1  # factor by which an estimate may be off after it is scaled to the compiled peak
 
 
 class Suggestion(NamedTuple):
@@ -340,18 +342,18 @@ class Suggestion(NamedTuple):
         return " ".join(f"--{name} {value}" for name, value in self.settings.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The suggestion as nested dicts, for JSON."""
         return {"settings": self.settings, "plan": self.plan.as_dict()}
 
 
 def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[Suggestion]:
-    """Plan each suggestion alone; where none is enough, all of them together at the end.
+    """Plan each suggestion separately and, if none is enough, all of them together.
 
-    Of batch sizes and of max_length the largest that fits is suggested, or the smallest where none fits.
+    For batch sizes and max_length, the largest value that fits is suggested, or else the smallest.
 
     Args:
-        plan: of `args`, which does not fit.
-        planned: plans these arguments, with the compiler (True) or by arithmetic alone (False).
+        plan: the plan of `args`, which does not fit.
+        planned: plans a config, with the compiler (True) or by estimate alone (False).
     """
     together: dict[str, Any] = {}
     enough = False
@@ -373,7 +375,7 @@ def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[
 
 
 def switches(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
-    """Settings that keep the examples of every step, are not set yet and help the phase that does not fit."""
+    """Settings that leave the examples of a step unchanged, are not set yet, and help the phase that does not fit."""
     settings, step = [], plan.phases[0].fits is False
     if step and not args.gradient_checkpointing:
         settings.append({"gradient_checkpointing": True})
@@ -389,10 +391,10 @@ def switches(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
 
 
 def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
-    """Halved per_device_train_batch_size down to one, with gradient_accumulation_steps doubled: the same steps."""
+    """per_device_train_batch_size halved down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
-    parts = vars(args).get("steps_per_generation")  # of as many micro-batches, a generation would be smaller
+    parts = vars(args).get("steps_per_generation")  # unchanged, it would make generations smaller
     return [
         {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
         | ({} if parts is None else {"steps_per_generation": parts * by})
@@ -401,14 +403,13 @@ def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
 
 
 def eval_batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
-    """Halved per_device_eval_batch_size, down to one."""
+    """per_device_eval_batch_size halved, down to one."""
     size = args.per_device_eval_batch_size
     return [{"per_device_eval_batch_size": size >> power} for power in range(1, size.bit_length())]
 
 
 def generations(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
-    """Halved generations of whole micro-batches and whole groups, where the largest one is of training; else smaller
-    batches of an evaluation."""
+    """Halved generations of whole micro-batches and groups; if evaluation generates more, halved evaluation batches."""
     own = plan.generation
     if own is None or "generation_batch_size" not in vars(args):
         return []
@@ -423,7 +424,7 @@ def generations(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
 
 
 def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
-    """Halved max_length, down to 256, or max_completion_length; what is longer does not train."""
+    """max_length or max_completion_length halved, down to 256. Longer texts are then truncated or dropped."""
     name = "max_completion_length" if "max_completion_length" in vars(args) else "max_length"
     longest = vars(args).get(name)
     lengths = [] if longest is None else [longest >> power for power in range(1, 16)]
@@ -431,7 +432,7 @@ def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
 
 
 def _largest(args: BaseConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
-    """The suggestion of the first of these that fits, else of the last; None of none."""
+    """The first of these that fits, else the last; None if there are none."""
     suggestion, room, phase = None, plan.topology.chip.memory, plan.largest
     if phase.compiled is not None and phase.compiled.room is not None:
         room = phase.compiled.room

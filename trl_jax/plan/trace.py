@@ -1,4 +1,4 @@
-"""Make a planned run without weights, and trace its step."""
+"""Build the trainer of a planned run, with shapes instead of weights, and trace its programs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ from trl_jax.training.evaluate import CompletionEvaluator
 from trl_jax.training.forward import run_key
 from trl_jax.training.state import RunState
 
-# ----------------------------------------------------------------------------------------------------
-# A trainer on devices that this machine does not have: shapes in the place of weights and, if need be, of data.
+MAX_SURVEYED = 2_048  # steps of a dataset whose lengths are surveyed
+MAX_OF_PROMPTS = 64  # the same in online training, where every completion is assumed to have the maximum length
+
+
+# The trainer
 
 
 @dataclass(frozen=True)
 class PlannedDevice(Device):
-    """The `args.device` of a planned run: of the planned platform, whatever this machine has."""
+    """The `args.device` of a planned run: the planned platform instead of this machine's."""
 
     platform: str = "cpu"
 
@@ -55,7 +58,7 @@ class PlannedDevice(Device):
 
 
 class PlannedConfig(BaseConfig):
-    """A config whose device and mesh are those planned for; `planned` mixes it into the trainer's own."""
+    """A config with the planned devices; `planned` mixes it into the trainer's own config class."""
 
     platform: ClassVar[str]
     devices: ClassVar[list]
@@ -70,7 +73,7 @@ class PlannedConfig(BaseConfig):
 
 
 class PlaceholderTokenizer:
-    """Stands in for a tokenizer where texts come as token ids."""
+    """Stands in for a tokenizer if the rows are token ids."""
 
     pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
     bos_token_id = None
@@ -81,14 +84,14 @@ class PlaceholderTokenizer:
 
 
 def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
-    """The task that a trainer of this class makes of these arguments."""
-    trainer = kind.__new__(kind)  # no run is begun: a task is made of the arguments alone
+    """The task of a trainer class with these arguments."""
+    trainer = kind.__new__(kind)  # skip __init__: make_task needs the arguments alone
     trainer._run = RunState(args, None)
     return trainer.make_task()
 
 
 def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:
-    """Copy the arguments for a run on `topology` that saves, reports and pushes nothing and is handed its model."""
+    """Copy the config for a run on `topology` that does not save, report or push, and whose model is passed in."""
     settled, args = args.counts_devices, copy.copy(args)
     target = {"platform": topology.platform, "devices": devices(topology)}
     args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
@@ -101,19 +104,21 @@ def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedCon
     for name, value in quiet.items():
         setattr(args, name, value)
     if settled and "generation_batch_size" in vars(args):
-        args.generation_batch_size = None  # it was of this machine's devices; micro-batches stay as many
+        args.generation_batch_size = None  # it was computed for this machine's devices; steps_per_generation stays
     args.settle_sizes()
     return args
 
 
 def evaluates(args: BaseConfig) -> bool:
-    """Whether the run evaluates on the way."""
+    """Whether the run evaluates during training."""
     return args.eval_strategy != "no" or args.eval_on_start
 
 
 class Rows(NamedTuple):
-    """The rows of a run and their tokenizer. None as `train` stands for made-up rows, whose texts have max_length
-    tokens each and share no prefix."""
+    """The rows of a run and their tokenizer.
+
+    If `train` is None, rows are made up: their texts have max_length tokens each and share no prefix.
+    """
 
     train: Dataset | IterableDataset | None = None
     test: Any = None
@@ -130,11 +135,11 @@ def trainer_of(
     """Build the trainer of the run.
 
     Args:
-        teacher: of a student; None where the trainer takes none.
+        teacher: in distillation.
 
     Raises:
-        ValueError: rows.train and what bounds texts are both None, the trainer refuses the arguments, or it computes
-            the loss in a method of a script's.
+        ValueError: there is neither a dataset nor a maximum length, the trainer refuses the arguments, or a subclass
+            overrides the computation of the loss.
     """
     columns, made_up = task_of(kind, args).columns, rows.train is None
     writes = columns.prompts is not None
@@ -153,12 +158,14 @@ def trainer_of(
     if writes:
         generation.with_longest_completions(trainer, made_up=made_up)
     if own := sorted(trainer.parts.run.own_loss):
-        raise ValueError(f"{kind.__name__} overrides {', '.join(own)}: a plan is of the task's own loss. Leave it out.")
+        raise ValueError(
+            f"{kind.__name__} overrides {', '.join(own)}, which a plan cannot include. Plan the trainer without it."
+        )
     return trainer
 
 
 def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
-    """As many prompts as a generation takes, and as an evaluation's batch does."""
+    """Made-up prompts: as many as a generation and as an evaluation batch take."""
     evaluated = args.per_device_eval_batch_size * args.data_parallel_size // task.num_generations_eval
     counts = (task.cycle.prompts, max(1, evaluated))
     return Rows(*(generation.longest_prompts(args, count) for count in counts), PlaceholderTokenizer())
@@ -166,7 +173,9 @@ def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
 
 def _longest_rows(columns: Columns, args: PlannedConfig) -> Rows:
     if args.max_length is None:
-        raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
+        raise ValueError(
+            "max_length=None leaves the length of texts open: pass --max_length, or --dataset_name to use real lengths."
+        )
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     counts = (size * passes, args.per_device_eval_batch_size)
     train, test = (longest(columns, args.max_length, count * len(args.devices)) for count in counts)
@@ -174,9 +183,9 @@ def _longest_rows(columns: Columns, args: PlannedConfig) -> Rows:
 
 
 def longest(columns: Columns, length: int, count: int) -> Dataset:
-    """Make up `count` rows of a task's columns, with texts of `length` tokens.
+    """Make up `count` rows with a task's columns and texts of `length` tokens.
 
-    Each text is filled with an id of its own, so texts share no prefix, and each of its tokens is to be predicted.
+    Each text repeats a different token id, so that texts share no prefix. All of its tokens are targets.
     """
     texts = [[number] * length for number, _ in enumerate(columns.texts, start=1)]
     row = dict(zip(columns.texts, texts, strict=True)) | dict(zip(columns.labels, texts, strict=False))
@@ -184,19 +193,16 @@ def longest(columns: Columns, length: int, count: int) -> Dataset:
     return Dataset.from_dict({name: [value] * count for name, value in row.items()})
 
 
-# ----------------------------------------------------------------------------------------------------
-# Trace the steps of a planned run: the shapes they are called with and the programs they become.
-
-
-MAX_SURVEYED = 2_048  # steps of a dataset that are laid out for their lengths
-MAX_OF_PROMPTS = 64  # the same, of completions that are all as long as they may be
+# Lengths of the steps
 
 
 class Survey(NamedTuple):
     """The steps of a run.
 
-    largest: the batch with most tokens. lengths: length of its (packed) rows -> how many steps have it. places, tokens:
-    means over steps of tokens computed on, padding included, and of tokens of real text. layout: of their rows.
+    largest: the batch with the most tokens.
+    lengths: length of (packed) rows -> number of steps with it.
+    places, tokens: mean tokens per step, with padding and without.
+    layout: of the rows.
     """
 
     largest: Batch
@@ -207,7 +213,7 @@ class Survey(NamedTuple):
 
 
 def batches(trainer: BaseTrainer) -> Survey:
-    """Survey the first batches of the first epoch."""
+    """Survey the first steps of the first epoch."""
     lengths, places, tokens, largest = Counter(), [], [], None
     steps, layout = _steps(trainer)
     for step in steps:
@@ -221,7 +227,7 @@ def batches(trainer: BaseTrainer) -> Survey:
 
 
 def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
-    """The steps of the first epoch, and their layout."""
+    """The first steps of the first epoch, and their layout."""
     run = trainer.parts.run
     if run.rollout is not None:
         steps = itertools.islice(begun(run.rollout), MAX_OF_PROMPTS)
@@ -231,7 +237,7 @@ def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
 
 
 def largest_evaluated(trainer: BaseTrainer) -> Batch:
-    """The batch of the evaluation that has most tokens."""
+    """The evaluation batch with the most tokens."""
     evaluator = trainer.parts.evaluator
     if isinstance(evaluator, CompletionEvaluator):
         rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
@@ -239,6 +245,9 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
     chunks = trainer.parts.evaluator.chunks(trainer.loader(trainer.eval_dataset, training=False))
     surveyed = itertools.islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
     return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda one: one.tokens.size)
+
+
+# Shapes and programs
 
 
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
@@ -256,7 +265,7 @@ def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments
 
 
 def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
-    """The arguments of an evaluation's pass: those of the training `step` with this batch."""
+    """The arguments of an evaluation pass: those of the training step with this batch."""
     sharding = (
         SingleDeviceSharding(trainer.args.jax_devices()[0])
         if trainer.sharding_plan is None
@@ -271,7 +280,7 @@ def _at(sharding: Any, leaves: Any) -> Any:
 
 
 def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
-    """Trace the step of `train()`; it is lowered for a platform later."""
+    """Trace the training step; it is lowered for the planned platform later."""
     key = jax.eval_shape(partial(run_key, trainer.args, trainer.parts.run.model.backend))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with on_device(trainer):
@@ -280,7 +289,7 @@ def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bo
 
 
 def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
-    """Trace a pass of `evaluate()` during training; the optimizer's state is an argument that only takes memory."""
+    """Trace an evaluation pass during training. The optimizer state is an unused argument, because it takes memory."""
 
     evaluator = trainer.parts.evaluator
 
@@ -300,12 +309,12 @@ def _source(backend: Backend) -> Source:
 
 
 def arch_of(trainer: BaseTrainer) -> Any:
-    """The `Arch` of the model, under an adapter that of its base."""
+    """The `Arch` of the model or, if there is an adapter, of the base model."""
     return _source(trainer.model.backend).config.arch
 
 
 def maps(trainer: BaseTrainer) -> list[Map]:
-    """The matrices of the model's layers, and those of adapters on them."""
+    """The matrices of the model's layers, including LoRA matrices."""
     return _maps(trainer.model.backend, trainer.model.params)
 
 
@@ -318,37 +327,37 @@ def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
 
 
 def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
-    """FLOPs of the reference that a step computes beside the model; 0 without one."""
+    """FLOPs of the reference model in a step; 0 without one."""
     if trainer.parts.run.reference is None:
         return 0
     backend = trainer.parts.run.reference.backend
     arch = _source(backend).config.arch
-    heads = 2 if trainer.parts.run.task.compares_distributions else 1  # in the backward pass again
+    heads = 2 if trainer.parts.run.task.compares_distributions else 1  # its head is recomputed in the backward pass
     return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal, heads=heads)
 
 
 @contextmanager
 def on_device(trainer: BaseTrainer) -> Iterator[None]:
-    """Trace and compile as on the run's device."""
+    """A context in which tracing and compiling target the run's device."""
     with trainer.parts.run.on_device(), _platform(trainer):
         yield
 
 
 def _platform(trainer: BaseTrainer) -> AbstractContextManager:
-    """Tell kernels the platform of a single device, by an abstract mesh, where it isn't this machine's."""
+    """Tell kernels the platform of a single device, through an abstract mesh, if it is not this machine's."""
     if trainer.sharding_plan is not None or trainer.args.platform == jax.default_backend():
         return nullcontext()
     return jax.sharding.use_abstract_mesh(make_mesh({}, trainer.args.jax_devices()).abstract_mesh)
 
 
 def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
-    """Axis -> size, of the axes that have more than one device."""
+    """Axis -> size, for axes with more than one device."""
     axes = {} if trainer.sharding_plan is None else trainer.sharding_plan.mesh.shape
     return {axis: size for axis, size in axes.items() if size > 1}
 
 
 def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
-    """The rows that one device computes at once."""
+    """The rows that one device computes at once, from the sharding of the batch."""
     tokens = arguments.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
     mesh = mesh_of(trainer)
@@ -356,7 +365,7 @@ def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
 
 
 def gradients(trainer: BaseTrainer, arguments: StepArguments) -> int:
-    """Bytes of gradients on one device."""
+    """Bytes of gradients per device."""
     params, sharding_plan = arguments.params, trainer.sharding_plan
     if sharding_plan is None:
         return estimate.on_device(params)

@@ -1,4 +1,4 @@
-"""The command `trl-jax chat MODEL`: a conversation in the terminal."""
+"""The command `trl-jax chat`: chat with a language model in the terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ if TYPE_CHECKING:
     from trl_jax.hub.generation_inputs import Settings
 
 
-_HELP = "Ctrl-D or /exit ends it, /clear begins anew, /undo takes the last answer back."
+_HELP = "/exit or Ctrl-D quits, /clear starts over, /undo removes the last question and its answer."
 
 
 @dataclass
 class ChatArguments:
-    """Arguments of the command. model: folder or Hub name. system: the message that begins it. seed: None is another
-    one each time. fields: of a GenerationConfig."""
+    """Arguments of the command.
+
+    model: folder or Hub name.
+    system: the system message.
+    seed: None means a different one each time.
+    fields: fields of a GenerationConfig.
+    """
 
     model: str
     system: str | None = None
@@ -37,19 +42,19 @@ class Parser(FieldsParser):
 
 
 def make_parser(prog: str | None = None) -> Parser:
-    parser = Parser(prog=prog, description=f"Talk to a language model. {_HELP}")
+    parser = Parser(prog=prog, description=f"Chat with a language model. {_HELP}")
     parser.add_argument("model", help="folder or Hub name of the language model")
-    parser.add_argument("--system", help="system message that begins the conversation")
-    parser.add_argument("--seed", type=int, help="of the tokens that are drawn (default: another one each time)")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--seed", type=int, help="seed for sampling (default: a different one each time)")
     add_model_flags(parser)
     return parser
 
 
 def main(args: ChatArguments) -> None:
-    """Talk until stdin ends.
+    """Chat until stdin ends.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or a field is out of its range.
+        ValueError: the tokenizer has no chat template, or a field is out of range.
     """
     from trl_jax.core.torch_random import set_seed
 
@@ -77,15 +82,15 @@ def main(args: ChatArguments) -> None:
 
 
 def _read() -> str | None:
-    """A line; None at the end of stdin."""
+    """A line of stdin; None at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
 
 
-def _as_asked(settings: Settings) -> Any:
-    """The GenerationConfig without lengths that nobody chose: passed on, they would look like a choice."""
+def _without_default_lengths(settings: Settings) -> Any:
+    """The GenerationConfig without default lengths, which `generate` would take for a choice of the user's."""
     if settings.default_max_length:
         settings.config.max_length = None
     if settings.default_min_length:
@@ -94,11 +99,11 @@ def _as_asked(settings: Settings) -> Any:
 
 
 class Answerer:
-    """Answers a conversation, and prints the words as they come."""
+    """Answers a conversation, and prints the answer while it is generated."""
 
     def __init__(self, model: LoadedModel, args: ChatArguments):
         self._model, self._tokenizer = model.load(), model.tokenizer
-        self._config = _as_asked(model.settings(args.fields))
+        self._config = _without_default_lengths(model.settings(args.fields))
         self._dtype = "bfloat16" if args.bf16 else None
 
     def __call__(self, messages: list[dict[str, str]]) -> str:

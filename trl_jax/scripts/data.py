@@ -1,4 +1,4 @@
-"""Datasets of the command line: `dataset_name` and mixtures."""
+"""Load the datasets that flags and YAML files name: `dataset_name` and mixtures."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
 
-# ----------------------------------------------------------------------------------------------------
-# Loads datasets by name: a Hub id, a local folder, or one file.
-
+logger = logging.getLogger(__name__)
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# Files of Dataset.save_to_disk and DatasetDict.save_to_disk.
+# Written by Dataset.save_to_disk and DatasetDict.save_to_disk.
 SAVED = ("state.json", "dataset_dict.json")
+
+
+# One dataset
 
 
 def load_splits(
     name: str, config: str | None = None, streaming: bool = False
 ) -> Mapping[str, Dataset | IterableDataset]:
-    """Load split -> rows. A single file, or a single saved dataset, is the split "train".
+    """Load a dataset by Hub id, folder or file: split -> rows. A single file or saved dataset is the split "train".
 
     Raises:
-        FileNotFoundError: a path leads nowhere or to an empty folder.
-        ValueError: a file type or a configuration that cannot be read.
+        FileNotFoundError: the path does not exist, or the folder has no file that can be read.
+        ValueError: the file cannot be read, or `config` is given for local data.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -40,9 +41,9 @@ def load_splits(
     if path.is_dir() and any((path / marker).is_file() for marker in SAVED):
         return _load_saved(path, config, streaming)
     if path.is_dir() and not any(_suffix(file) in READERS for file in path.rglob("*")):
-        raise FileNotFoundError(f"dataset folder {path} holds no {_readable()} file and was not saved by datasets.")
+        raise FileNotFoundError(f"dataset folder {path} has no {_readable()} file and was not saved with save_to_disk.")
     if not path.exists() and _looks_like_path(name):
-        raise FileNotFoundError(f"dataset {name!r}: there is no such file or folder, and it is not a Hub id.")
+        raise FileNotFoundError(f"dataset {name!r}: no such file or folder, and not a Hub id.")
 
     from datasets import load_dataset
 
@@ -55,15 +56,17 @@ def _load_file(path: Path, config: str | None, streaming: bool) -> Mapping[str, 
 
     _no_config(path, config)
     if _suffix(path) not in READERS:
-        raise ValueError(f"dataset file {path} ends in {path.suffix!r}: wanted {_readable()}, or one of them .gz.")
+        raise ValueError(
+            f"dataset file {path} ends in {path.suffix!r}: expected {_readable()}, or one of these with .gz."
+        )
     if path.stat().st_size == 0:
-        raise ValueError(f"dataset file {path} is empty: wanted rows to train on.")
+        raise ValueError(f"dataset file {path} is empty.")
     try:
         return load_dataset(READERS[_suffix(path)], data_files={"train": str(path)}, streaming=streaming)
     except (StopIteration, ValueError, DatasetGenerationError) as error:
-        found = error.__cause__ or error  # datasets' own text says only that there was an error
+        found = error.__cause__ or error  # the message of DatasetGenerationError says nothing
         text = f"{type(found).__name__}: {printable(str(found)[:300])}"
-        raise ValueError(f"dataset file {path} holds no rows that can be read as {_suffix(path)} ({text}).") from error
+        raise ValueError(f"dataset file {path} cannot be read as {_suffix(path)} ({text}).") from error
 
 
 def _load_saved(path: Path, config: str | None, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
@@ -81,7 +84,7 @@ def _no_config(path: Path, config: str | None) -> None:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix of the file's type: .jsonl for rows.jsonl and for rows.jsonl.gz."""
+    """The suffix without .gz: .jsonl for rows.jsonl and rows.jsonl.gz."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
@@ -94,18 +97,14 @@ def _readable() -> str:
     return ", ".join(READERS)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Joins several datasets to one.
-
-
-logger = logging.getLogger(__name__)
+# Mixtures
 
 
 @dataclass
 class DatasetConfig:
-    """One dataset of a mixture, in the arguments of `datasets.load_dataset`: TRL's fields, defaults and order.
+    """One dataset of a mixture, as arguments of `datasets.load_dataset`: TRL's fields, defaults and order.
 
-    fraction: its share of the mixture, in any unit; given for all datasets or for none.
+    fraction: relative share of the mixture; set for all datasets or for none.
     """
 
     path: str
@@ -119,16 +118,16 @@ class DatasetConfig:
 
 @dataclass
 class DatasetMixtureConfig:
-    """The datasets of a mixture, as a YAML file's `datasets:` lists them: TRL's fields, defaults and order."""
+    """The mixture that `datasets:` in a YAML file lists: TRL's fields, defaults and order."""
 
     _argument_group_name = "mixture"
 
     datasets: list[DatasetConfig] = field(
-        default_factory=list, metadata={"help": "Datasets to train on, a mapping each; in a YAML file only."}
+        default_factory=list, metadata={"help": "Datasets to train on, one mapping each. Only in a YAML file."}
     )
-    streaming: bool = field(default=False, metadata={"help": "Read the mixture's rows as they are needed."})
+    streaming: bool = field(default=False, metadata={"help": "Stream the rows of the mixture."})
     test_split_size: float | None = field(
-        default=None, metadata={"help": "Share (below 1) or number of the mixture's rows to evaluate on."}
+        default=None, metadata={"help": "Share (below 1) or number of rows to evaluate on."}
     )
 
     def __post_init__(self):
@@ -137,17 +136,18 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
-    """Join the datasets to the split "train", and split "test" off where `test_split_size` is set.
+    """Concatenate the datasets into the split "train", and split off "test" if `test_split_size` is set.
 
-    With fractions, only the first rows of each are taken: as many as give these shares without repeating a row.
+    With fractions, only the first rows of each dataset are used: the most that give these shares without repeating
+    rows.
 
     Raises:
-        ValueError: no datasets, fractions of some only, or of streamed rows.
+        ValueError: there are no datasets, only some have a fraction, or fractions are combined with streaming.
     """
     import datasets
 
     if not mixture_config.datasets:
-        raise ValueError("The mixture names no dataset: list one or more under `datasets:`, each with its `path`.")
+        raise ValueError("The mixture has no dataset: list one or more under `datasets:`, each with its `path`.")
     parts = [_load(each, mixture_config.streaming) for each in mixture_config.datasets]
     fractions = [each.fraction for each in mixture_config.datasets]
     if any(fraction is not None for fraction in fractions):
@@ -177,7 +177,7 @@ def _shares(parts: list[Any], fractions: list[float | None], streaming: bool) ->
     if any(fraction is None for fraction in fractions):
         raise ValueError(f"fraction is set for some datasets only ({fractions}). Set it for all of them or for none.")
     if streaming:
-        raise ValueError("fraction needs datasets with a length: leave it out, or streaming.")
+        raise ValueError("fraction needs datasets with a known length: remove fraction, or turn streaming off.")
     weights = [fraction / sum(fractions) for fraction in fractions]
     total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True) if weight > 0)
     return [part.select(range(round(weight * total))) for part, weight in zip(parts, weights, strict=True)]

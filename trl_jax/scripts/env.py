@@ -1,4 +1,4 @@
-"""The command `trl-jax env`: prints versions and devices for reports of errors."""
+"""The command `trl-jax env`: print versions and devices for bug reports."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trl_jax.core.secrets import CleanParser
 
 REQUIRED = "jax jaxlib flax optax transformers datasets huggingface_hub safetensors numpy".split()
 OPTIONAL = {
-    "torch": "take torch models and pickled checkpoints",
-    "peft": "take peft's objects",
-    "gguf": "start from llama.cpp's files",
-    "math-verify": "reward right formulas",
-    "trl": "run a script's other trainers under python -m trl_jax",
-    "rich": "draw RichProgressCallback",
-    "tensorboard": "serve report_to='tensorboard'",
-    "wandb": "serve report_to='wandb'",
-    "trackio": "serve report_to='trackio'",
+    "torch": "load torch models and pickled checkpoints",
+    "peft": "pass objects of peft",
+    "gguf": "load GGUF files",
+    "math-verify": "use accuracy_reward",
+    "trl": "use trainers that trl_jax lacks, under python -m trl_jax",
+    "rich": "use RichProgressCallback",
+    "tensorboard": "use report_to='tensorboard'",
+    "wandb": "use report_to='wandb'",
+    "trackio": "use report_to='trackio'",
 }
 
 
@@ -28,7 +28,7 @@ class Parser(CleanParser):
 
 
 def make_parser(prog: str | None = None) -> Parser:
-    return Parser(prog=prog, description="Print the versions and devices that a report of an error should name.")
+    return Parser(prog=prog, description="Print versions and devices, for bug reports.")
 
 
 def main() -> None:
@@ -36,18 +36,18 @@ def main() -> None:
 
 
 def facts() -> dict[str, str]:
-    """Name -> text of each line."""
+    """Name -> value of each line."""
     import jax
 
     devices = jax.devices()
     shown = {
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "trl_jax": _version("trl_jax") or "run from its source, not installed",
+        "trl_jax": _version("trl_jax") or "run from source, not installed",
         "devices": f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()})",
     }
     shown |= {name: _version(name) or "not installed" for name in REQUIRED}
-    return shown | {name: _version(name) or f"not installed; it would {what}" for name, what in OPTIONAL.items()}
+    return shown | {name: _version(name) or f"not installed; needed to {what}" for name, what in OPTIONAL.items()}
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`trl-jax generate`."""
+"""The command `trl-jax generate`: complete the prompts of a file with a language model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
-_WINDOW = 4  # batches whose rows are sorted by length
+_WINDOW = 4  # batches; rows are sorted by length within so many
 
 
 def _added(row: dict[str, Any]) -> tuple[str, ...]:
@@ -38,8 +38,13 @@ _JOB = Job(
 
 @dataclass
 class GenerateArguments:
-    """Arguments of the command. model: folder or Hub name. file: jsonl; None is lines of stdin. output: jsonl; None is
-    stdout. fields: of a GenerationConfig."""
+    """Arguments of the command.
+
+    model: folder or Hub name.
+    file: jsonl; None means lines of stdin.
+    output: jsonl; None means stdout.
+    fields: fields of a GenerationConfig.
+    """
 
     model: str
     file: str | None = None
@@ -64,40 +69,40 @@ class Parser(FieldsParser):
 def make_parser(prog: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Complete prompts. A row of the jsonl file holds a `prompt`, a text or a conversation, or "
-        "`messages`, or `text`; it comes out with its `completion`, a list of them with --num_return_sequences. "
-        "Without FILE each line of stdin is a prompt.",
+        description="Complete prompts. A row of the jsonl file has a `prompt` (text or a conversation), `messages` or "
+        "`text`. Its `completion` is added, which is a list if --num_return_sequences is above 1. Without FILE, each "
+        "line of stdin is a prompt.",
     )
     parser.add_argument("model", help="folder or Hub name of the language model")
-    parser.add_argument("file", nargs="?", help="rows to complete, jsonl (default: lines of stdin)")
+    parser.add_argument("file", nargs="?", help="jsonl file of rows to complete (default: lines of stdin)")
     parser.add_argument(
-        "-o", "--output", help="file to write, there when it is complete; until then rows stand in OUTPUT.partial, and "
-        "the same command goes on where it stopped"
+        "-o", "--output", help="file to write. Rows go to OUTPUT.partial until it is complete; after an interruption, "
+        "the same command continues where it stopped"
     )  # fmt: skip
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an OUTPUT that is there, once the new one is complete, and "
-        "an OUTPUT.partial of another run"
+        "--overwrite", action="store_true", help="replace an existing OUTPUT once the new one is complete, and an "
+        "OUTPUT.partial of another run"
     )  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=16, help="completions computed at once (default: 16)")
-    parser.add_argument("--seed", type=int, default=42, help="of the tokens that are drawn (default: 42)")
+    parser.add_argument("--seed", type=int, default=42, help="seed for sampling (default: 42)")
     add_model_flags(parser)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--quiet", action="store_true", help="hide the progress bar")
     return parser
 
 
 def main(args: GenerateArguments) -> None:
-    """Complete every row; completed rows are kept when the run is interrupted.
+    """Complete every row. If interrupted, completed rows are kept.
 
     Raises:
-        ValueError: a line is not a row, a field is out of its range, or the output is of another run.
+        ValueError: a line is not a row, a field is out of range, or the output belongs to another run.
     """
     if args.batch_size < 1:
-        raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
+        raise ValueError(f"--batch_size {args.batch_size}: expected at least 1.")
     if args.file is None and args.output is not None:
-        raise ValueError("--output needs a FILE of rows; of lines from stdin, send stdout to a file.")
+        raise ValueError("--output needs a FILE of rows. For prompts from stdin, redirect stdout to a file.")
     source = None if args.file is None else Path(args.file)
     if source is not None and not source.is_file():
-        raise FileNotFoundError(f"{args.file}: there is no such file of rows to complete.")
+        raise FileNotFoundError(f"{args.file}: no such file.")
     output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
     rows = list(_lines() if source is None else _JOB.read(source))
     if not rows:
@@ -105,12 +110,12 @@ def main(args: GenerateArguments) -> None:
     model = LoadedModel.find(
         args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
     )
-    _tell_idle_devices(args)
+    _report_idle_devices(args)
     completer = Completer(model, args, rows)
     mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
     mark |= {f"--{name}": value for name, value in args.fields.items()}
     if completer.dtype.name != ("bfloat16" if args.bf16 else "float32"):
-        mark |= {"the type that it computes in": completer.dtype.name}
+        mark |= {"compute dtype": completer.dtype.name}
     with (
         contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write),
         _shown(write, len(rows), len(done), args.quiet) as take,
@@ -118,20 +123,20 @@ def main(args: GenerateArguments) -> None:
         completer(len(done), take)
 
 
-def _tell_idle_devices(args: GenerateArguments) -> None:
+def _report_idle_devices(args: GenerateArguments) -> None:
     import jax
 
     devices = jax.device_count()
     if args.mesh_shape is None and devices > 1 and not args.quiet:
-        told = f"One of {devices} devices writes completions: with --mesh_shape data:{devices} all of them do."
+        told = f"Using 1 of {devices} devices. Pass --mesh_shape data:{devices} to use all of them."
         print(told, file=sys.stderr)
 
 
 class Completer:
-    """Completes rows with a model, in `dtype`; a row's tokens depend on the seed and its number alone.
+    """Completes rows with a model. A row's tokens depend only on the seed and the row's number.
 
     Raises:
-        ValueError: a row without a prompt, or a field out of its range.
+        ValueError: a row has no prompt, or a field is out of range.
     """
 
     def __init__(self, model: LoadedModel, args: GenerateArguments, rows: list[Row]):
@@ -149,9 +154,8 @@ class Completer:
         )  # fmt: skip
 
     def __call__(self, first: int, take: Callable[[dict[str, Any], int], None]) -> None:
-        """Complete the rows from this number on. `take` gets each in its order, with its completions, and how many
-        tokens they have."""
-        done: dict[int, list[int]] = {}  # completions that wait for those of an earlier row
+        """Complete the rows from number `first` on, and pass each to `take`, in order, with its count of new tokens."""
+        done: dict[int, list[int]] = {}  # completions that wait for an earlier row to finish
         number = first
 
         def collect(completions: list[Completion]) -> None:
@@ -176,12 +180,14 @@ def _ids(row: Row, tokenizer: Any) -> list[int]:
 
     [column, *_] = [name for name in PROMPTS if name in row.content] or [None]
     if column is None:
-        raise ValueError(f"{row.where} holds {', '.join(row.content) or 'nothing'}: wanted {' or '.join(PROMPTS)}.")
+        raise ValueError(
+            f"{row.where} has the columns {', '.join(row.content) or '(none)'}: expected {' or '.join(PROMPTS)}."
+        )
     options = row.content.get("chat_template_kwargs", {})
     options |= {"tools": row.content["tools"]} if "tools" in row.content else {}
     ids = encoded_prompt(row.content[column], tokenizer, f"{row.where}: the prompt", **options)
     if not ids:
-        raise ValueError(f"{row.where} has a {column} of no tokens. Write at least one word, or leave the row out.")
+        raise ValueError(f"{row.where} has an empty {column}. Write at least one word, or remove the row.")
     return ids
 
 
@@ -195,7 +201,7 @@ def _lines() -> Iterator[Row]:
 def _shown(
     write: Callable[[dict[str, Any]], None], total: int, done: int, quiet: bool
 ) -> Iterator[Callable[[dict[str, Any], int], None]]:
-    """take(row, tokens), which writes the row and moves a bar."""
+    """A function take(row, tokens) that writes the row and advances a progress bar."""
     from tqdm import tqdm
 
     tokens, begin = 0, time.monotonic()

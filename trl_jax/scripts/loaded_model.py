@@ -1,4 +1,4 @@
-"""What `trl-jax generate` and `trl-jax chat` share: flags of generation, and the loaded model."""
+"""Parts that `trl-jax generate` and `trl-jax chat` share: generation flags and the loaded model."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
     from trl_jax.mesh.mesh import ShardingPlan
 
 
-# ----------------------------------------------------------------------------------------------------
-# Fields of transformers' GenerationConfig as flags of a command.
+_SWITCHES = ("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache")  # flags that need no value
+_NEW_TOKENS = 256  # default of max_new_tokens if neither the user nor the checkpoint sets a length
 
 
-_SWITCHES = ("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache")  # alone, such a flag means true
+# Fields of transformers' GenerationConfig as flags
 
 
 class FieldsParser(CleanParser):
-    """A parser whose commands take any field beside their own flags."""
+    """A parser that accepts every field of GenerationConfig as a flag, in addition to its own flags."""
 
     def __init__(self, **options: Any):
         example = "--do_sample --temperature 0.7 --max_new_tokens 256 --stop_strings '[\"END\"]'"
-        epilog = f"Any field of transformers' GenerationConfig is a flag, too, as in {example}."
+        epilog = f"Every field of transformers' GenerationConfig is a flag too, for example {example}."
         super().__init__(epilog=epilog, allow_abbrev=False, **options)
 
     def parse_both(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The command's own arguments, and the fields.
+        """Parse the command's own arguments, and the fields of GenerationConfig.
 
         Raises:
-            ValueError: a flag that is neither.
+            ValueError: a flag is neither.
         """
         fields, rest = _taken(argv, self._option_string_actions)
         return vars(self.parse_args(rest)), fields
 
 
 def _taken(argv: Sequence[str], own: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """The fields among the arguments, and the others. A value is JSON, or text."""
+    """Split the arguments into fields, with parsed values, and the rest. A value is JSON or plain text."""
     from transformers import GenerationConfig
 
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
@@ -80,7 +80,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _floats() -> set[str]:
-    """Fields that transformers wants to be no whole number, as in temperature=2.0."""
+    """Fields that transformers requires to be floats, such as temperature."""
     from trl_jax.generation.sampling import Options
 
     return {field.name for field in dataclasses.fields(Options) if field.type == "float | None"}
@@ -91,34 +91,29 @@ def _near(name: str, known: Sequence[str]) -> str:
     return f" Did you mean --{near[0]}?" if near else ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# The model of a command that uses one: found by name, its tokenizer, its weights, and the digests of its files.
-
-
-_NEW_TOKENS = 256  # where neither the user nor the checkpoint says
+# Model
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how a language model is loaded and computed."""
-    parser.add_argument("--dtype", default="auto", help="type to load weights in (default: as they are stored)")
+    """Add the flags for loading and running a language model."""
+    parser.add_argument("--dtype", default="auto", help="dtype to load weights in (default: as stored)")
     parser.add_argument(
-        "--bf16", action="store_true", help="compute in bfloat16 (default: float32 on a CPU, elsewhere the 16-bit type "
-        "that the weights are stored in, if they are)"
+        "--bf16", action="store_true", help="compute in bfloat16 (default: float32 on a CPU; elsewhere the 16-bit "
+        "dtype of the stored weights, if they have one)"
     )  # fmt: skip
     parser.add_argument(
-        "--mesh_shape", help="devices that write completions, as in data:4, or in fsdp:4,tensor:2, where they divide "
-        "the weights, too (default: one device)"
+        "--mesh_shape", help="devices to generate on, such as data:4, or fsdp:4,tensor:2 to shard the weights as well "
+        "(default: one device)"
     )  # fmt: skip
     parser.add_argument(
-        "--trust_remote_code", action="store_true", help="let a tokenizer's repository run its own code; a model's "
-        "code is never run"
+        "--trust_remote_code", action="store_true", help="allow a tokenizer's repository to run its own code; a "
+        "model's code is never run"
     )  # fmt: skip
 
 
 @dataclass
 class LoadedModel:
-    """A language model and its tokenizer. Weights are read by `load`, once settings and prompts are known to be
-    right."""
+    """A language model and its tokenizer. `load` reads the weights, so settings and prompts can be checked before."""
 
     checkpoint: Checkpoint
     tokenizer: Any
@@ -139,14 +134,14 @@ class LoadedModel:
         return cls(checkpoint, load_tokenizer(folder, checkpoint.config, trust_remote_code=trust_remote_code), plan)
 
     def load(self) -> PreTrainedModel:
-        """The model, an adapter merged into its weights."""
+        """The model; an adapter is merged into its weights."""
         if self.model is None:
             place = self.checkpoint.placement(self.plan)
             self.model = self.checkpoint.load(seed=0, place=place).merge_and_unload()
         return self.model
 
     def settings(self, fields: dict[str, Any]) -> Settings:
-        """The settings of a generation with these fields."""
+        """The generation settings with these fields of GenerationConfig."""
         from trl_jax.hub.generation_inputs import ids_of_tokenizer, resolve
 
         model = self.load()

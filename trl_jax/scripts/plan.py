@@ -1,4 +1,4 @@
-"""`trl-jax plan`."""
+"""The command `trl-jax plan`: memory, FLOPs and communication of a run on devices that you do not have."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     from trl_jax.plan.plan import Plan, Run, Suggestion
 
 
-# ----------------------------------------------------------------------------------------------------
-# The command `trl-jax plan`: reports the memory, FLOPs and communication of a run on devices you do not have.
-
-
-# Arguments that change neither the memory nor the time of a step or an evaluation.
+# Arguments that affect neither the memory nor the time of a step or an evaluation.
 NO_PART = frozenset(
     """
     output_dir logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
@@ -58,10 +54,10 @@ def main(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> None:
-    """Print the plan, and write it to the file of `--json`. Trains nothing, downloads no weights.
+    """Print the plan, and write it to the file of `--json`. Does not train or download weights.
 
     Raises:
-        ValueError: the topology is unknown, or the run is one that training refuses.
+        ValueError: the topology is unknown, or training would refuse the arguments.
     """
     from trl_jax.plan.compile import prepare
     from trl_jax.plan.generation import Size
@@ -72,7 +68,7 @@ def main(
     ignored = without_part(training_args)
     if ignored:
         names = ", ".join(f"--{name}" for name in ignored)
-        warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
+        warnings.warn(f"The plan covers a step and an evaluation pass; it does not depend on {names}.", stacklevel=2)
     run = _run_of(TRAINERS[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
 
     if plan_args.generate is not None:
@@ -94,7 +90,7 @@ def main(
 
 
 def without_part(args: BaseConfig) -> list[str]:
-    """The arguments of `NO_PART` that the config has and that differ from their defaults."""
+    """The arguments in `NO_PART` that differ from their defaults."""
     default = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
     usual = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
     return sorted(name for name in NO_PART & usual.keys() if vars(args)[name] != usual[name])
@@ -108,7 +104,7 @@ def _run_of(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> Run:
-    """The run to plan: checkpoint, adapter, and the rows if a dataset is named."""
+    """The run to plan: checkpoint, adapter, and rows if a dataset is given."""
     from trl_jax.data.chat import load_tokenizer
     from trl_jax.plan.plan import Run
     from trl_jax.plan.trace import Rows, evaluates, planned, task_of
@@ -146,62 +142,56 @@ def make_parser(prog: str | None = None) -> PlanParser:
     return PlanParser(DEFAULT, prog)
 
 
-if __name__ == "__main__":
-    main(*make_parser().parse_args_and_config())
-
-
-# ----------------------------------------------------------------------------------------------------
-# The flags of `trl-jax plan`: its own, and those of the trainer that is planned.
+# Flags
 
 
 @dataclass
 class PlanArguments:
-    """The devices to plan for, and what to report."""
+    """The flags of `trl-jax plan` itself."""
 
     _argument_group_name = "plan"
 
-    topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
-    json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
+    topology: str = field(metadata={"help": f"Devices to plan for. {known()}"})
+    json: str | None = field(default=None, metadata={"help": "JSON file to write the figures to."})
     suggestions: bool = field(
         default=True,
         metadata={
-            "help": "Where it does not fit, plan settings that might make it fit, one by one.",
+            "help": "If the run does not fit, plan settings that might make it fit, one by one.",
             "aliases": ["--levers"],  # its former name
         },
     )
     generate: str | None = field(
         default=None,
         metadata={
-            "help": "Plan a generation, too, as 64x256+128: 64 prompts of 256 tokens, and 128 new ones for each. Of "
-            "grpo and rloo theirs is planned."
+            "help": "Also plan a generation: 64x256+128 means 64 prompts of 256 tokens and 128 new tokens each. Online "
+            "trainers such as grpo are planned with their own generation."
         },
     )
     trainer: str = field(
-        default=DEFAULT, metadata={"help": "The command that trains, for whose run to plan; flags are its own."}
+        default=DEFAULT, metadata={"help": "Training command to plan. It determines which flags are accepted."}
     )
 
 
 class PlanParser(TrlParser):
     """Parser of (PlanArguments, ScriptArguments, the trainer's config, ModelConfig, DatasetMixtureConfig).
 
-    The flags are those of the trainer that `--trainer` names, on the command line or in the YAML file; where neither
-    does, those of `trainer`.
+    The config is that of `--trainer`, on the command line or in the YAML file, or else of the argument `trainer`.
     """
 
     def __init__(self, trainer: str, prog: str | None = None):
         self.trainer, config = trainer, TRAINERS[trainer].load_config()
         script = SCRIPT_ARGUMENTS.get(trainer, ScriptArguments)
-        kinds = (PlanArguments, script, _elsewhere(config), ModelConfig, DatasetMixtureConfig)
+        kinds = (PlanArguments, script, _for_other_devices(config), ModelConfig, DatasetMixtureConfig)
         super().__init__(kinds, prog=prog)
         self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
         self.description = (
-            "Will my run fit on these devices? For example:\n\n"
+            "Check whether a run fits on devices that you do not have, for example:\n\n"
             "  trl-jax plan --model_name_or_path meta-llama/Llama-3.1-8B --topology v5e:4x4 \\\n"
             "      --fsdp full_shard --max_length 1024 --per_device_train_batch_size 1\n\n"
-            "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
-            f"lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax {trainer}`; without "
-            "--dataset_name every text is taken to be as long as --max_length and to share nothing. --trainer plans "
-            f"the run of another command: {', '.join(TRAINERS)}."
+            "Compiles the training step for these devices, from config.json alone, and reports memory, collectives, a "
+            f"lower bound on the time of a step, and whether it fits. The flags are those of `trl-jax {trainer}`. "
+            "Without --dataset_name, every text is assumed to have --max_length tokens and to share no prompt. "
+            f"--trainer plans another command: {', '.join(TRAINERS)}."
         )
         fit_to_release(self, config.argument_table())
 
@@ -211,17 +201,17 @@ class PlanParser(TrlParser):
         if named in (None, self.trainer):
             return super().parse_args_and_config(args, **options)
         if named not in tuple(TRAINERS):
-            raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(TRAINERS)}.")
+            raise ValueError(f"--trainer {named} is unknown: expected one of {', '.join(TRAINERS)}.")
         return PlanParser(named, self.prog).parse_args_and_config(args, **options)
 
 
-def _elsewhere(config: type) -> type:
-    """The config of a run on other devices than this machine's."""
+def _for_other_devices(config: type) -> type:
+    """The config class for a run on devices that this machine does not have."""
     return type(config.__name__, (config,), {"counts_devices": False, "__module__": config.__module__})
 
 
 def _trainer_in(args: list[str]) -> str | None:
-    """The trainer that the flags or, where they say nothing of it, their YAML file name."""
+    """The value of --trainer in the flags, or else in their YAML file."""
     flags, path = take_config(args)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trainer", nargs="?")
@@ -229,36 +219,31 @@ def _trainer_in(args: list[str]) -> str | None:
     return read_config(path).get("trainer") if named is None and path is not None else named
 
 
-# ----------------------------------------------------------------------------------------------------
-# A plan as text.
-
+# Report
 
 _GIB = 2**30
+_REMAT = {False: "matrix products saved", True: "layers recomputed", "offloaded": "layer inputs on the host"}
 
 
 def text(plan: Plan) -> str:
-    """The whole plan: head, table of memory, collectives, FLOPs, evaluation, generation and verdict, a few lines
-    each."""
+    """The plan as text: header, memory table, collectives, FLOPs, evaluation, generation and verdict."""
     parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), _generation(plan)]
     parts.append(verdict(plan))
     return "\n".join(part for part in parts if part)
 
 
-_KEPT = {False: "matrix products kept", True: "layers computed twice", "offloaded": "layers' inputs on the host"}
-
-
 def _head(plan: Plan) -> str:
     chip, kinds = plan.topology.chip, plan.settings
-    memory = "simulated, of no size" if chip is None else f"{_size(chip.memory)} each"
+    memory = "simulated, memory unknown" if chip is None else f"{_size(chip.memory)} each"
     many = f"{plan.topology.devices} device(s), {memory}"
     mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
-    kept = _KEPT[plan.remat]
+    remat = _REMAT[plan.remat]
     lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
-    one, trained = plan.one, "" if plan.trained == plan.parameters else f" ({plan.trained:,} train)"
+    one, trained = plan.one, "" if plan.trained == plan.parameters else f" ({plan.trained:,} trained)"
     return (
         f"{plan.model}: {plan.parameters:,} parameters{trained} on {plan.topology.name}: {many}; mesh {mesh}.\n"
-        f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens a device; "
-        f"{kinds['compute']} over float32 weights, {kept}. Lengths of steps: {lengths}.\n"
+        f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens per device; "
+        f"{kinds['compute']} over float32 weights, {remat}. Row lengths: {lengths}.\n"
         f"Attention: {plan.attention}."
     )
 
@@ -267,22 +252,22 @@ def _memory(plan: Plan) -> str:
     compiled, memory = plan.compiled, plan.memory
     sizes = {name: _size(value) for name, value in memory._asdict().items()}
     rows = [
-        ("bytes a device", "arithmetic", "compiler"),
+        ("bytes per device", "estimate", "compiler"),
         *((f"  {name}", sizes[name], "") for name in ("parameters", "moments", "batch")),
-        ("what the step is given", _size(memory.arguments), _size(compiled and compiled.arguments)),
+        ("arguments of the step", _size(memory.arguments), _size(compiled and compiled.arguments)),
         *((f"  {name}", sizes[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
-        ("what it needs besides", _size(memory.temporary), _size(compiled and compiled.temporary)),
+        ("temporaries", _size(memory.temporary), _size(compiled and compiled.temporary)),
         ("peak", _size(memory.peak), _size(compiled and compiled.peak)),
     ]
     return "\n".join(f"{name:<26}{one:>12}{other:>12}".rstrip() for name, one, other in rows)
 
 
 def _collectives(plan: Plan) -> str:
-    return "" if plan.topology.devices == 1 else _sent(plan.compiled, "a step")
+    return "" if plan.topology.devices == 1 else _sent(plan.compiled, "per step")
 
 
-def _sent(compiled: Compiled | None, of: str) -> str:
-    """A line for each kind of collective; empty where the compiler gave no cost, as where a step does not fit."""
+def _sent(compiled: Compiled | None, per: str) -> str:
+    """One line per kind of collective; empty if the compiler gave no cost, for example because a step does not fit."""
     if compiled is None or compiled.cost is None:
         return ""
     collectives = compiled.cost.collectives
@@ -291,21 +276,21 @@ def _sent(compiled: Compiled | None, of: str) -> str:
         f"{_size(one.sent):>12} sent"
         for one in collectives
     ]
-    total = f"collectives {of}, {_size(sum(one.bytes for one in collectives))}:"
-    return "\n".join([total, *lines]) if collectives else f"No collectives {of}."
+    total = f"collectives {per}, {_size(sum(one.bytes for one in collectives))}:"
+    return "\n".join([total, *lines]) if collectives else f"No collectives {per}."
 
 
 def _work(plan: Plan) -> str:
     cost, bound = plan.compiled and plan.compiled.cost, plan.bound
-    lines = [f"Matrix products: {_flops(plan.flops)} a device by arithmetic"]
+    lines = [f"Matrix products: an estimated {_flops(plan.flops)} per device"]
     if cost is not None:
-        least = f" (at least: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
-        lines[0] += f", {_flops(cost.flops)} by the compiler{least}"
-    lines[0] += f"; {plan.places:,.0f} tokens a step are computed for {plan.tokens:,.0f} of text."
+        least = f" (a lower bound: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
+        lines[0] += f", {_flops(cost.flops)} as compiled{least}"
+    lines[0] += f"; a step computes {plan.places:,.0f} tokens, {plan.tokens:,.0f} of them text."
     if bound is not None:
         parts = ", ".join(f"{name} {_seconds(value)}" for name, value in bound._asdict().items())
-        least = f"A step takes at least {_seconds(bound.step)} by the chip's published figures"
-        lines.append(f"{least} ({parts}): a bound, no forecast.")
+        least = f"A step takes at least {_seconds(bound.step)} according to the chip's published figures"
+        lines.append(f"{least} ({parts}). This is a lower bound, not a forecast.")
     if plan.compiled is not None:
         lines.append(f"Compiled in {plan.compiled.seconds:,.0f} s.")
     return "\n".join(lines)
@@ -315,10 +300,10 @@ def _evaluation(plan: Plan) -> str:
     if plan.evaluation is None:
         return ""
     one, phase = plan.evaluation.one, plan.phases[1]
-    measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
+    measured = "" if phase.compiled is None else f", {_size(phase.peak)} as compiled"
     return (
-        f"Evaluation: a pass of {one.rows} x {one.length:,} tokens a device, beside the optimizer's state: peak "
-        f"{_size(phase.estimated)} by arithmetic{measured}."
+        f"Evaluation: a pass of {one.rows} x {one.length:,} tokens per device, with the optimizer state in memory: "
+        f"estimated peak {_size(phase.estimated)}{measured}."
     )
 
 
@@ -326,32 +311,32 @@ def _generation(plan: Plan) -> str:
     if plan.generation is None:
         return ""
     (size, memory, *_), phase = plan.generation, plan.phases[-1]
-    measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
-    scorer = f" and {_size(plan.scorer)} of the model that scores" if plan.scorer else ""
+    measured = "" if phase.compiled is None else f", {_size(phase.peak)} as compiled"
+    scorer = f" and {_size(plan.scorer)} of reward model" if plan.scorer else ""
     told = (
         f"Generation: {size.completions} completions of {size.prompts} prompt(s), with room for "
-        f"{size.prompt_places:,} and {size.new_places:,} tokens: a cache of {_size(memory.cache)} a device, beside the "
-        f"optimizer's state{scorer}: peak {_size(phase.estimated)} by arithmetic{measured}."
+        f"{size.prompt_places:,} and {size.new_places:,} tokens: a cache of {_size(memory.cache)} per device, with the "
+        f"optimizer state{scorer} in memory: estimated peak {_size(phase.estimated)}{measured}."
     )
-    sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "a token of each completion")
+    sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "per token of each completion")
     return f"{told}\n{sent}" if sent else told
 
 
 def verdict(plan: Plan) -> str:
-    """Whether the run fits, and how much of the memory it takes: one sentence."""
+    """One sentence: whether the run fits, and how much memory it needs."""
     chip, compiled = plan.topology.chip, plan.largest.compiled
     if plan.fits is None:
-        return "Whether it fits: simulated devices have no memory of their own to compare with."
+        return "Whether it fits is unknown: simulated devices have no memory limit."
     word = "It fits" if plan.fits else "It does not fit"
     word += f" in {plan.largest.name}" if not plan.fits and plan.largest.name != "a step" else ""
     if compiled is None:
-        return f"{word} by arithmetic alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
-    room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that the compiler may use"
+        return f"{word} by estimate alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
+    room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that a program may use"
     return f"{word}: {_size(plan.peak)} of {room}."
 
 
 def suggestions_text(suggestion: Suggestion) -> str:
-    """A line for one suggestion: its flags and the verdict."""
+    """One line: the flags of a suggestion and the verdict."""
     plan = suggestion.plan
     took = f", compiled in {plan.compiled.seconds:,.0f} s" if plan.compiled else ""
     return f"- {suggestion.name}: {verdict(plan)[:-1]}{took}."
@@ -367,3 +352,7 @@ def _flops(count: float) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:,.2f} ms"
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())

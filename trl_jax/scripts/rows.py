@@ -1,4 +1,4 @@
-"""Read and write the JSON lines of commands; an interrupted command resumes."""
+"""Read and write the JSON lines of commands such as score and generate. An interrupted command can be resumed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from typing import Any, NamedTuple
 
 from trl_jax.training.checkpoint import digest, locked, sync
 
-# ----------------------------------------------------------------------------------------------------
-# The file of rows that a command writes: it appears when it is complete, and an interrupted run is resumed.
-
-
-ROWS = "FILE"  # the mark's key of the digest of the rows
-_FORMAT = 1
+ROWS = "FILE"  # key of the digest of the input rows in the mark
+_FORMAT = 1  # version of the mark
+# What is remembered of the rows already written, and a function that writes a row.
 Sink = tuple[list[Any], Callable[[dict[str, Any]], None]]
 
 
-class Job(NamedTuple):
-    """The work of a command on rows.
+# Output: written to OUTPUT.partial and moved into place when complete
 
-    verb, done: of messages, as in "score", "scored". read: the rows of a file, each checked. added: the columns that a
-    row gets. check: None where a value may stand in one; otherwise the kind that is wanted. kept: what a run remembers
-    of a row that it wrote.
+
+class Job(NamedTuple):
+    """What a command does with rows.
+
+    verb, done: for messages, such as "score" and "scored".
+    read: reads and checks the rows of a file.
+    added: the columns that the command adds to a row.
+    check: None if a value of an added column is valid, else what was expected.
+    kept: what to remember of a written row.
     """
 
     command: str
@@ -40,10 +42,12 @@ class Job(NamedTuple):
 
 
 class Output:
-    """The output of one run.
+    """The output file of one run.
 
-    job: of the command. path: as the user named it. source: the file of rows. overwrite: whether an existing file may
-    be replaced.
+    Args:
+        path: as the user wrote it.
+        source: the file of input rows.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
         ValueError, OSError: the path cannot be written, or exists and may not be replaced.
@@ -51,37 +55,41 @@ class Output:
 
     def __init__(self, job: Job, path: str, source: Path, overwrite: bool):
         self.job = job
-        self.path, self.source, self.overwrite = Path(path).resolve(), source, overwrite  # through links, to the file
+        self.path, self.source, self.overwrite = (
+            Path(path).resolve(),
+            source,
+            overwrite,
+        )  # resolves links, so that they stay
         self.partial = self.path.with_name(f"{self.path.name}.partial")
         self.sidecar = self.path.with_name(f"{self.path.name}.partial.mark")
         self._check()
 
     def _check(self) -> None:
         if not self.path.parent.is_dir():
-            raise FileNotFoundError(f"--output {self.path}: there is no folder {self.path.parent}. Make it first.")
+            raise FileNotFoundError(f"--output {self.path}: there is no folder {self.path.parent}. Create it first.")
         if not self.path.exists():
             return
         if not self.path.is_file():
-            raise ValueError(f"--output {self.path} is no regular file. Leave --output out to write to stdout.")
+            raise ValueError(f"--output {self.path} is not a regular file. Omit --output to write to stdout.")
         if self.path.samefile(self.source):
-            raise ValueError(f"--output {self.path} is the file of rows to {self.job.verb}. Name another --output.")
+            raise ValueError(f"--output {self.path} is the file of rows to {self.job.verb}. Choose another --output.")
         if not self.overwrite:
             raise FileExistsError(
-                f"--output {self.path} is there already. Name another --output, or pass --overwrite to have it "
-                f"replaced when all rows are {self.job.done}."
+                f"--output {self.path} already exists. Choose another --output, or pass --overwrite to "
+                f"replace it when all rows are {self.job.done}."
             )
 
     @contextlib.contextmanager
     def begun(self, mark: dict[str, Any]) -> Iterator[Sink]:
-        """Begin or resume a run: a context with what is kept of each row done before, and a function that writes a row.
+        """Start or resume a run.
 
-        At its end the file is moved into place. Where the block raises, rows are kept for the next run.
+        When the block ends, the file is moved into place. If the block raises, the rows are kept for the next run.
 
         Args:
             mark: settings that identify the run, by name.
 
         Raises:
-            ValueError: the partial file is of another run.
+            ValueError: the partial file belongs to another run.
             BlockingIOError: another process is writing it.
         """
         mark = {"format": _FORMAT, ROWS: digest(self.source), **mark}
@@ -90,7 +98,7 @@ class Output:
             lock = locked(self.sidecar)
         except BlockingIOError as error:
             raise BlockingIOError(
-                f"--output {self.path}: another run is writing {self.partial}. Wait for it to end, or name another "
+                f"--output {self.path}: another run is writing {self.partial}. Wait for it to end, or choose another "
                 "--output."
             ) from error
         try:
@@ -104,18 +112,17 @@ class Output:
             os.close(lock)
 
     def _check_ours(self) -> None:
-        """Raise ValueError where files under our names are not of such a run: a file of the user's own is left
-        alone."""
+        """Raise ValueError if this command did not write the files under our names, rather than overwrite them."""
         there = [path for path in (self.partial, self.sidecar) if path.exists()]
         ours = self.sidecar.exists() and (not self.sidecar.stat().st_size or "format" in self._mark())
         if there and not ours:
             raise ValueError(
-                f"{there[0]} is in the way, and {self.sidecar.name} does not say that a run of "
-                f"`{self.job.command}` wrote it. Move it away, or name another --output."
+                f"{there[0]} is in the way: according to {self.sidecar.name}, it was not written by "
+                f"`{self.job.command}`. Move it away, or choose another --output."
             )
 
     def _taken_up(self, mark: dict[str, Any]) -> list[Any]:
-        """Read what is kept of the rows that are done; an incomplete line after them goes, and all of another run."""
+        """Read what to remember of the rows already written. Drop an incomplete last line, or rows of another run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
             others = _differences(self._mark(), mark)
@@ -123,8 +130,8 @@ class Output:
                 done, end = self._done()
             elif not self.overwrite:
                 raise ValueError(
-                    f"{self.partial} was begun by another run, which differs in {', '.join(others)}. Run with what it "
-                    "was begun with to go on, name another --output, or pass --overwrite to begin anew."
+                    f"{self.partial} belongs to a run with a different {', '.join(others)}. Use the same settings to "
+                    "resume it, choose another --output, or pass --overwrite to start over."
                 )
         with open(self.partial, "ab") as file:
             file.truncate(end)
@@ -134,11 +141,11 @@ class Output:
         try:
             mark = json.loads(self.sidecar.read_bytes())
         except ValueError:
-            mark = None  # cut off or changed
+            mark = None  # truncated or edited
         return mark if isinstance(mark, dict) else {}
 
     def _done(self) -> tuple[list[Any], int]:
-        """Read what is kept of each complete line, and the byte at which the last one ends."""
+        """Read what to remember of each complete line, and the offset at which the last one ends."""
         done, end, rows = [], 0, self.job.read(self.source)
         with open(self.partial, "rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -148,19 +155,19 @@ class Output:
         return done, end
 
     def _kept(self, line: bytes, where: str, row: Row | None) -> Any:
-        advice = f"Remove {self.partial.name} to begin anew, or name another --output."
+        advice = f"Remove {self.partial.name} to start over, or choose another --output."
         if row is None:
             raise ValueError(f"{where}: {self.source} has fewer rows. {advice}")
         found, columns = parse_row(line, where), self.job.added(row.content)
         if encoded({name: found[name] for name in found if name not in columns}) != encoded(row.content):
-            raise ValueError(f"{where} holds another row than {row.where}. {advice}")
+            raise ValueError(f"{where} does not match {row.where}. {advice}")
         for column in columns:
             if wanted := self.job.check(found.get(column)):
-                raise ValueError(f"{where}: {column} is {found.get(column)!r}, wanted {wanted}. {advice}")
+                raise ValueError(f"{where}: {column} is {found.get(column)!r}, expected {wanted}. {advice}")
         return self.job.kept(found)
 
     def _filled(self, done: list[Any]) -> Iterator[Sink]:
-        """Open the partial file for further rows; it is removed where a failed run has done none."""
+        """Open the partial file for more rows. It is removed if the run fails before the first row."""
         count = len(done)
 
         def write(row: dict[str, Any]) -> None:
@@ -174,8 +181,8 @@ class Output:
                 os.fsync(file.fileno())
         except BaseException:
             if count:
-                kept = f"{count} rows are {self.job.done} and stay in {self.partial}"
-                print(f"{kept}: the same command goes on behind them.", file=sys.stderr)
+                kept = f"{count} rows are {self.job.done} and kept in {self.partial}"
+                print(f"{kept}. Run the same command to continue.", file=sys.stderr)
             else:
                 self.partial.unlink()
                 self.sidecar.unlink()
@@ -193,10 +200,10 @@ class Output:
     def _finish(self, mark: dict[str, Any]) -> None:
         if digest(self.source) != mark[ROWS]:
             raise ValueError(
-                f"{self.source} was changed while it was {self.job.done}. Of the file as it was, rows stand in "
-                f"{self.partial}; pass --overwrite to begin anew with the file as it is."
+                f"{self.source} changed while it was being {self.job.done}. The rows of the old file are in "
+                f"{self.partial}. Pass --overwrite to start over with the new file."
             )
-        self._check()  # something may have come there meanwhile
+        self._check()  # a file may have appeared there meanwhile
         os.replace(self.partial, self.path)
         sync(self.path.parent)
         self.sidecar.unlink()
@@ -207,7 +214,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def to_stdout() -> Sink:
-    """Write rows to stdout in UTF-8, whatever the terminal's encoding."""
+    """Write rows to stdout, in UTF-8 whatever the encoding of the terminal."""
 
     def write(row: dict[str, Any]) -> None:
         sys.stdout.buffer.write(encoded(row) + b"\n")
@@ -217,25 +224,24 @@ def to_stdout() -> Sink:
     return [], write
 
 
-# ----------------------------------------------------------------------------------------------------
-# Read the rows of a jsonl file; errors name the line.
+# Input: rows of a jsonl file; errors name the line
 
 
 class Row(NamedTuple):
-    """A row; `where` names its line in errors, as in "answers.jsonl, line 3"."""
+    """A row. `where` names its line in errors, such as "answers.jsonl, line 3"."""
 
     where: str
     content: dict[str, Any]
 
 
 def read_rows(source: Path, added: Callable[[dict[str, Any]], tuple[str, ...]]) -> Iterator[Row]:
-    """Iterate over the rows in order. Lines end with a newline only; blank ones are skipped.
+    """Iterate over the rows of a file. Only a newline ends a line; blank lines are skipped.
 
     Args:
-        added: the columns that a command writes beside a row's own.
+        added: the columns that the command will add to a row.
 
     Raises:
-        ValueError: a line is not a row, or has a column that would be replaced.
+        ValueError: a line is not a row, or already has one of these columns.
     """
     with open(source, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -247,7 +253,7 @@ def read_rows(source: Path, added: Callable[[dict[str, Any]], tuple[str, ...]]) 
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """Parse the JSON object of a line, which can be written as JSON again.
+    """Parse the JSON object of a line, and check that it can be written as JSON again.
 
     Raises:
         ValueError: the line is not such an object.
@@ -262,22 +268,22 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
         ) from error
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} holds {ascii(error.object[error.start])}, half of a character: wanted whole ones. Write the "
-            "text again from where it came from, or leave the row out."
+            f"{where} contains {ascii(error.object[error.start])}, an unpaired surrogate. Export the text again, or "
+            "remove the row."
         ) from error
     except RecursionError as error:
-        raise ValueError(f"{where} is nested deeper than Python reads JSON. Leave out the column that is.") from error
+        raise ValueError(f"{where} is nested too deeply for Python's JSON parser. Remove that column.") from error
     except ValueError as error:
         problem = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         nul = " It has NUL bytes: save the file as UTF-8." if b"\0" in line else ""
-        raise ValueError(f"{where} is not JSON: {problem}. Wanted one row a line.{nul}") from error
+        raise ValueError(f"{where} is not JSON: {problem}. Expected one row per line.{nul}") from error
     if not isinstance(row, dict):
-        raise ValueError(f'{where} holds a {type(row).__name__}: wanted a row, as in {{"text": "..."}}.')
+        raise ValueError(f'{where} contains a {type(row).__name__}: expected a row, such as {{"text": "..."}}.')
     return row
 
 
 def encoded(row: dict[str, Any]) -> bytes:
-    """The row as JSON in UTF-8, without an end of line."""
+    """The row as JSON in UTF-8, without a newline."""
     return json.dumps(row, ensure_ascii=False).encode("utf-8")
 
 
@@ -285,6 +291,5 @@ def _check_columns(row: Row, added: tuple[str, ...]) -> None:
     for column in added:
         if column in row.content:
             raise ValueError(
-                f"{row.where} has a column {column!r} already, where the result would go. Rename that column or leave "
-                "it out."
+                f"{row.where} already has a column {column!r}, where the result would go. Rename or remove that column."
             )

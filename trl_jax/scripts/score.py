@@ -1,4 +1,4 @@
-"""`trl-jax score`: score completions with a reward model."""
+"""The command `trl-jax score`: score the completions of a file with a reward model."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ if TYPE_CHECKING:
     from trl_jax.hub.auto import Checkpoint
 
 
-# ----------------------------------------------------------------------------------------------------
-# The rows that `trl-jax score` takes, and the columns that it adds.
-
-
 ANSWERS = ("response", "completion", "answer")
+_SEED = 42  # initializes a missing score head, as AutoModelForSequenceClassification does
 
 
 def score_columns(row: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the columns for the row's scores."""
+    """The columns that are added to a row."""
     return ("chosen_reward", "rejected_reward") if "chosen" in row and "rejected" in row else ("reward",)
 
 
 def as_pair(row: Row) -> dict[str, Any]:
-    """Turn any row into a pair; a single answer becomes a pair with itself, of which one side is scored.
+    """Turn a row into a pair. A single answer becomes both sides, of which one is scored.
 
     Raises:
         ValueError: the row has no column to score.
@@ -44,8 +41,8 @@ def as_pair(row: Row) -> dict[str, Any]:
     scored = [name for name in (*ANSWERS, "messages", "text") if name in content]
     if not scored:
         raise ValueError(
-            f"{row.where} holds {', '.join(content) or 'nothing'}: wanted text, messages, chosen and rejected, or "
-            f"prompt and one of {', '.join(ANSWERS)}."
+            f"{row.where} has the columns {', '.join(content) or '(none)'}: expected text, messages, chosen and "
+            f"rejected, or prompt and one of {', '.join(ANSWERS)}."
         )
     answer = content[scored[0]]
     if scored[0] in ("messages", "text"):
@@ -56,13 +53,12 @@ def as_pair(row: Row) -> dict[str, Any]:
 
 
 def is_right(scored: dict[str, Any]) -> bool | None:
-    """Whether the chosen answer of a pair has the higher score; None where the row is no pair."""
+    """Whether the chosen answer of a pair has the higher score; None if the row is not a pair."""
     columns = score_columns(scored)
     return scored[columns[0]] > scored[columns[1]] if len(columns) == 2 else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# The command `trl-jax score MODEL FILE`: scores answers with a reward model.
+# The command
 
 
 _JOB = Job(
@@ -74,12 +70,16 @@ _JOB = Job(
     check=lambda value: None if isinstance(value, float) else "a score",
     kept=is_right,
 )
-_SEED = 42  # draws the head of a checkpoint that has none, as AutoModelForSequenceClassification does
 
 
 @dataclass
 class ScoreArguments:
-    """Arguments of the command. model: folder or Hub name. file: jsonl. output: jsonl; None is stdout."""
+    """Arguments of the command.
+
+    model: folder or Hub name.
+    file: jsonl.
+    output: jsonl; None means stdout.
+    """
 
     model: str
     file: str
@@ -99,41 +99,41 @@ class Parser(CleanParser):
 def make_parser(prog: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Score the answers of a jsonl file. A row holds `text`, or `messages`, or `prompt` and `response` "
-        "(text or conversations), or a pair with `chosen` and `rejected`; it comes out with its `reward`, a pair with "
-        "`chosen_reward` and `rejected_reward`, and pairs get an accuracy at the end.",
+        description="Score the completions of a jsonl file. A row has `text`, or `messages`, or `prompt` and "
+        "`response` (text or conversations), or is a pair with `chosen` and `rejected`. A `reward` is added, or "
+        "`chosen_reward` and `rejected_reward` for pairs, whose accuracy is printed at the end.",
     )
     parser.add_argument("model", help="folder or Hub name of the reward model")
-    parser.add_argument("file", help="rows to score, jsonl")
+    parser.add_argument("file", help="jsonl file of rows to score")
     parser.add_argument(
-        "-o", "--output", help="file to write, there when it is complete; until then rows stand in OUTPUT.partial, and "
-        "the same command goes on where it stopped"
+        "-o", "--output", help="file to write. Rows go to OUTPUT.partial until it is complete; after an interruption, "
+        "the same command continues where it stopped"
     )  # fmt: skip
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an OUTPUT that is there, once the new one is complete, and "
-        "an OUTPUT.partial of another run"
+        "--overwrite", action="store_true", help="replace an existing OUTPUT once the new one is complete, and an "
+        "OUTPUT.partial of another run"
     )  # fmt: skip
-    parser.add_argument("--batch_size", type=int, default=8, help="answers scored at once (default: 8)")
-    parser.add_argument("--dtype", default="auto", help="type to load weights in (default: as they are stored)")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows scored at once (default: 8)")
+    parser.add_argument("--dtype", default="auto", help="dtype to load weights in (default: as stored)")
     parser.add_argument(
-        "--trust_remote_code", action="store_true", help="let a tokenizer's repository run its own code; a model's "
-        "code is never run"
+        "--trust_remote_code", action="store_true", help="allow a tokenizer's repository to run its own code; a "
+        "model's code is never run"
     )  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--quiet", action="store_true", help="hide the progress bar")
     return parser
 
 
 def main(args: ScoreArguments) -> None:
-    """Score every row; scored rows are kept when the run is interrupted.
+    """Score every row. If interrupted, scored rows are kept.
 
     Raises:
-        ValueError: a line is not a row, or the output is of another run.
+        ValueError: a line is not a row, or the output belongs to another run.
     """
     if args.batch_size < 1:
-        raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
+        raise ValueError(f"--batch_size {args.batch_size}: expected at least 1.")
     source = Path(args.file)
     if not source.is_file():
-        raise FileNotFoundError(f"{args.file}: there is no such file of rows to score.")
+        raise FileNotFoundError(f"{args.file}: no such file.")
     output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
     scorer, total = _ready(args, source)
     with contextlib.nullcontext(to_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
@@ -148,7 +148,7 @@ def main(args: ScoreArguments) -> None:
 
 
 def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
-    """The model and the number of rows. A bad row raises an error before weights are read."""
+    """The scorer and the number of rows. An invalid row raises before the weights are read."""
     from trl_jax.data.chat import load_tokenizer
     from trl_jax.hub.auto import find_checkpoint
     from trl_jax.training.devices import keep_compilations
@@ -178,10 +178,10 @@ class Scorer:
             self.model.config.pad_token_id = tokenizer.pad_token_id
 
     def __call__(self, rows: list[Row]) -> list[dict[str, Any]]:
-        """The rows with their scores.
+        """Add the scores to the rows.
 
         Raises:
-            ValueError: a text is longer than the model has positions for, or its score is not finite.
+            ValueError: a text is longer than the model's maximum length, or a score is not finite.
         """
         import numpy as np
 
@@ -196,15 +196,15 @@ class Scorer:
         return [row.content | self._finite(row, {name: next(scores) for name in _names(row)}) for row in rows]
 
     def _ids(self, row: Row) -> list[list[int]]:
-        """Token ids of the texts to score, as in training: texts end with EOS, conversations as their template does."""
+        """Token ids of the texts to score, as in training: texts end with EOS, conversations as in their template."""
         from trl_jax.data.reward import tokenise
 
         ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
         limit = self.model.max_positions
         if limit is not None and max(map(len, ids)) > limit:
             raise ValueError(
-                f"{row.where} has {max(map(len, ids)):,} tokens, but the model has positions for {limit:,}. Cut the "
-                "text, or leave the row out."
+                f"{row.where} has {max(map(len, ids)):,} tokens, but the model supports at most {limit:,}. Shorten "
+                "the text, or remove the row."
             )
         return ids
 
@@ -212,8 +212,8 @@ class Scorer:
         for name, score in scores.items():
             if not math.isfinite(score):
                 raise ValueError(
-                    f"{row.where}: {name} is {score}, wanted a finite number. Weights of {self.checkpoint.name} are at "
-                    "fault, or too large for the dtype: take another checkpoint."
+                    f"{row.where}: {name} is {score}, expected a finite number. The weights of {self.checkpoint.name} "
+                    "are broken, or too large for the dtype. Use another checkpoint or dtype."
                 )
         return scores
 
@@ -223,7 +223,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 
 def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
-    """All that scores depend on besides the rows: settings, and a digest of each file of the model."""
+    """What the scores depend on besides the rows: settings, and a digest of each file of the model."""
     return {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code, **digests(scorer.checkpoint)}
 
 

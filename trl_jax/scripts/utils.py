@@ -1,4 +1,4 @@
-"""Parsers of scripts and commands: TRL's flags, YAML files, help and logging."""
+"""TrlParser and ScriptArguments: TRL's flags and YAML files, the text of --help, and logging."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
 from trl_jax.legacy.arguments import is_of_training, modern_flags
 
-# ----------------------------------------------------------------------------------------------------
-# The parts that training scripts share: the arguments that name the data, and the parser of flags and YAML.
+WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}  # for values in --help
+_MAX_VALUES = 100_000  # of a YAML file, with aliases expanded
 
 
 @dataclass
 class ScriptArguments:
-    """The data of a script: TRL's fields, defaults and order."""
+    """The dataset of a script: TRL's fields, defaults and order."""
 
     _argument_group_name = "data"
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the rows."},
+        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file."},
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset with several."})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of the dataset, if it has several."}
+    )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Read rows as they are needed."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Stream the rows."})
     ignore_bias_buffers: bool = field(
-        default=False, metadata={"help": "Accepted without effect: there are no buffers to keep in step."}
+        default=False, metadata={"help": "Accepted without effect: there are no buffers to synchronize."}
     )
 
     def __post_init__(self):
@@ -49,23 +51,28 @@ class ScriptArguments:
 
 
 def take_bare(actions: Iterable[argparse.Action]) -> None:
-    """Let truths that may be None stand on a command line without a value, which is True then: `--bf16`. They could as
-    long as their default was False."""
+    """Allow optional booleans without a value, as in `--bf16`, which then means True.
+
+    argparse allows it only if the default is False, which it was in earlier releases of transformers.
+    """
     for action in actions:
         if action.type is string_to_bool and action.nargs is None:
             action.nargs, action.const = "?", True
 
 
 class _FewerFlags(OldNames):
-    """Metaclass of a config with fewer flags: its instances are the config's own."""
+    """Metaclass of a config class with fewer flags; calling the class returns an instance of the original."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.__base__(*args, **kwargs)
 
 
 def without_doubles(kinds: Iterable[type]) -> list[type]:
-    """The dataclasses of a parser, in which an argument that our config has and TRL's has not, as its keyword-only ones
-    are, is left to the dataclass of a script that has one of that name."""
+    """The dataclasses of a parser without duplicate names.
+
+    A script's own dataclass may have a field with the name of an argument that only our configs have. Those arguments
+    are keyword-only; here they give way to the script's field.
+    """
     kinds = list(kinds)
     return [
         _without(kind, {name for other in kinds if other is not kind for name in other.__dataclass_fields__})
@@ -84,8 +91,8 @@ def _without(kind: type, taken: set[str]) -> type:
 class TrlParser(HfArgumentParser):
     """Parses flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
 
-    --config FILE.yaml holds flags as keys; the command line wins over it, and its `env` block sets
-    environment variables first. None and null mean None wherever None is allowed and text is not.
+    The keys of --config FILE.yaml are flags. The command line takes precedence, and the file's `env` block sets
+    environment variables. The words None and null mean None for optional values that are not text.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any):
@@ -107,7 +114,7 @@ class TrlParser(HfArgumentParser):
         HfArgumentParser._parse_dataclass_field(parser, resolved)
         action = parser._option_string_actions[f"--{field.name}"]
         take_bare((action,))
-        if get_origin(resolved.type) is tuple:  # transformers would make one of a word's letters
+        if get_origin(resolved.type) is tuple:  # transformers would split a word into letters
             kinds = get_args(resolved.type)
             action.type, action.nargs = kinds[0], len(kinds)
         elif takes_none and action.type is resolved.type and action.type is not str:
@@ -120,7 +127,7 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Parse to dataclass instances and, where asked for, the remaining strings (the YAML's, then the flags').
+        """Parse to dataclass instances and, if asked, the remaining strings: first those of the YAML file.
 
         Raises:
             ValueError: an unknown flag, or an unknown key unless fail_with_unknown_args is False.
@@ -143,7 +150,7 @@ class TrlParser(HfArgumentParser):
         return tuple(parsed)
 
     def _modern(self, flags: list[str], config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-        """Flags and the keys of YAML by today's names; warns of each old one."""
+        """Translate old names of flags and YAML keys, with a warning for each."""
         names = self._names()
         if not is_of_training(names):
             return flags, config
@@ -158,10 +165,10 @@ class TrlParser(HfArgumentParser):
         super().error(cleaned(message))
 
     def format_help(self) -> str:
-        return scrubbed(super().format_help())  # with the YAML's values as defaults
+        return scrubbed(super().format_help())  # the defaults include values of the YAML file, which may be secrets
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
-        """Make these values the defaults, in subparsers too; returns the rest as ["--key", "value", ...]."""
+        """Make these values the defaults, in subparsers too. Return the unknown keys as ["--key", "value", ...]."""
         used = _set_defaults(self, config)
         return [text for key, value in config.items() if key not in used for text in (f"--{key}", str(value))]
 
@@ -172,7 +179,7 @@ class TrlParser(HfArgumentParser):
 def _unknown_flags(strings: list[str], known: Iterable[str]) -> str:
     names = [text[2:].partition("=")[0].replace("-", "_") for text in strings if text.startswith("--")]
     if not names:
-        return f"unexpected {masked(strings[0])!r}: a value follows its flag, as in --max_steps 10."
+        return f"unexpected {masked(strings[0])!r}: a value must follow its flag, as in --max_steps 10."
     return "\n".join(f"unknown argument --{name}: {way_out(name, known)}" for name in names)
 
 
@@ -180,24 +187,24 @@ def _or_none(inner: Callable[[str], Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         return None if text.lower() in ("none", "null") else inner(text)
 
-    parse.__name__ = inner.__name__  # argparse names it in "invalid int value"
+    parse.__name__ = inner.__name__  # for argparse's message "invalid int value"
     return parse
 
 
 def take_config(args: list[str]) -> tuple[list[str], str | None]:
-    """Split --config off: the arguments without it and its value, and that value."""
+    """Split off --config: the other arguments, and the path."""
     for i, arg in enumerate(args):
         if arg.startswith("--config="):
             return args[:i] + args[i + 1 :], arg.partition("=")[2]
         if arg == "--config":
             if i + 1 == len(args):
-                raise ValueError("--config names no file: write --config FILE.yaml.")
+                raise ValueError("--config has no value: write --config FILE.yaml.")
             return args[:i] + args[i + 2 :], args[i + 1]
     return args, None
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read the keys of a YAML file, and set the environment from its `env` block."""
+    """Read a YAML file, and set environment variables from its `env` block."""
     import yaml
 
     if not Path(path).is_file():
@@ -205,35 +212,32 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {_without_its_text(error)}") from None
+        raise ValueError(f"{path} is not valid YAML: {_without_quoted_lines(error)}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}: wanted flags as keys, such as `max_steps: 10`.")
+        raise ValueError(f"{path} contains a {type(config).__name__}: expected flags as keys, such as `max_steps: 10`.")
     _check_size(path, config)
     if strange := [key for key in config if not isinstance(key, str)]:
-        raise ValueError(f"{path}: the keys {strange} are not text: wanted names of flags.")
+        raise ValueError(f"{path}: the keys {strange} are not text: expected names of flags.")
     env = config.pop("env", {})
     if not isinstance(env, dict):
-        raise ValueError(f"{path}: {shown('env', env)} is a {type(env).__name__}: wanted names and values.")
+        raise ValueError(f"{path}: {shown('env', env)} is a {type(env).__name__}: expected names and values.")
     learn(config)
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
 
 
-_MOST_VALUES = 100_000  # of a configuration file
-
-
 def _check_size(path: str, config: dict[Any, Any]) -> None:
-    """Raise ValueError for more than a hundred thousand values, which a few lines of aliases can ask for."""
+    """Raise ValueError for a file that a few lines of aliases expand to a huge number of values."""
     waiting, found = [config], 0
     while waiting:
         value, found = waiting.pop(), found + 1
-        if found > _MOST_VALUES:
-            raise ValueError(f"{path} has more than {_MOST_VALUES:,} values, aliases (*name) written out. Write fewer.")
+        if found > _MAX_VALUES:
+            raise ValueError(f"{path} has more than {_MAX_VALUES:,} values once its aliases (*name) are expanded.")
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _without_its_text(error: Exception) -> str:
-    """The text of a YAML error without the lines that it quotes, which may contain secrets."""
+def _without_quoted_lines(error: Exception) -> str:
+    """The text of a YAML error without the lines of the file that it quotes, which may contain secrets."""
     import yaml
 
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
@@ -253,29 +257,25 @@ def _set_defaults(parser: argparse.ArgumentParser, config: Mapping[str, Any]) ->
             if action.choices is not None and value is not None and value not in action.choices:
                 raise ValueError(
                     f"{action.dest}: {masked(value, action.dest)!r} in the config file; "
-                    f"wanted one of {list(action.choices)}."
+                    f"expected one of {list(action.choices)}."
                 )
             action.default, action.required = value, False
             used.add(action.dest)
     return used
 
 
-# ----------------------------------------------------------------------------------------------------
-# Formats the help of parsers with a hundred flags: each flag once, with a short word for its value, at any width.
-
-
-WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}
+# Help: parsers have over a hundred flags, so each is listed once, with one short word for its value
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap each paragraph, but for an indented one: an example keeps its lines."""
+        """Wrap each paragraph, except indented ones, which are examples."""
         fill = super()._fill_text
         parts = text.split("\n\n")
         return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in parts)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        spellings: dict[str, str] = {}  # --max_length and --max-length are one
+        spellings: dict[str, str] = {}  # --max_length and --max-length are the same flag
         for flag in action.option_strings:
             spellings.setdefault(flag.replace("-", "_"), flag)
         flags = ", ".join(spellings.values())
@@ -307,14 +307,13 @@ def _type_name(kind: Callable | None) -> str:
     return "" if kind is None else kind.__name__
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sets up a script's log and warnings to one line each.
+# Logging
 
 
 def init_zero_verbose() -> None:
-    """Show errors only, each in a line, with rich where it is installed; warnings go to the log.
+    """Log errors only, one line each, with rich if it is installed; warnings go to the log.
 
-    This holds for the whole process: a script calls it, and nothing in trl_jax does.
+    This affects the whole process. Nothing in trl_jax calls it; scripts do.
     """
     if importlib.util.find_spec("rich") is not None:
         from rich.logging import RichHandler

@@ -1,4 +1,4 @@
-"""Python runs this at the start of the processes that `python -m trl_jax` starts: `trl` means trl_jax there, too."""
+"""Python runs this in child processes of `python -m trl_jax`, so that `import trl` finds trl_jax there too."""
 
 import importlib.machinery
 import importlib.util
@@ -9,7 +9,7 @@ from trl_jax.cli.trl_alias import install
 
 install()
 
-# Another sitecustomize further on the path keeps its turn.
+# Run another sitecustomize that comes later on the path.
 _here = str(Path(__file__).parent)
 _others = [path for path in sys.path if path != _here]
 _spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
