@@ -29,6 +29,8 @@ class Batch(NamedTuple):
         over their examples. None where micro-batches do not have a pass each.
     router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts each token belongs to:
         as often it is in the sums of experts' routers. 0 of a pad, 2 of one that two texts share.
+    first_labels: int32 `[R]`, the label of the first token of each padded row, -100 of a document's. Nothing predicts
+        it, and scripts see it in `labels`, as in TRL. None elsewhere.
     lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
@@ -51,6 +53,7 @@ class Batch(NamedTuple):
     text: np.ndarray | None = None
     pass_weight: np.ndarray | None = None
     router_token_count: np.ndarray | None = None
+    first_labels: np.ndarray | None = None
 
     def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
         """Enter an example's weight, and the numbers of it and of its texts, into a slot of the pass at `index`."""

@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.text import brief
 from trl_jax.data import checks
 from trl_jax.data.chat import check_unicode, rendered
-from trl_jax.data.checks import argument, blocks, cell_error, is_list, numbers_of
+from trl_jax.data.checks import argument, blocks, cell_error, has_transform, is_list, numbers_of
 from trl_jax.data.tokenize import check_has
 
 # ----------------------------------------------------------------------------------------------------
@@ -30,7 +30,8 @@ _EMPTY = "A completion follows at least one token: leave the row out, or begin p
 def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
     """The rows as they are: each has a `prompt`, and further columns are for reward functions.
 
-    All rows of a table are checked now; rows of a stream are checked as they arrive, the first one now.
+    All rows of a table are checked now; rows of a stream are checked as they arrive, the first one now. Rows of a table
+    with a transform are left to `check_row`: reading one here could change what the transform makes of the next.
 
     Raises:
         TypeError: it is no dataset.
@@ -39,20 +40,29 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
+    if has_transform(dataset):
+        return dataset
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")
     checks.check_no_images(columns or (), argument(name))
-    facts = {"name": name, "begins": bool(_ids([""], tokenizer)[0])}
+    facts = {"name": name, "begins": _begins(tokenizer)}
     if isinstance(dataset, IterableDataset):
         dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
         next(iter(dataset), None)  # checks the first row; the others when they come
-    elif dataset.format["type"] == "custom":
-        for row in dataset.take(1):  # a transform makes the others when they are read
-            _checked(row, 0, **facts)
     else:
         _check_table(dataset, **facts)
     return dataset
+
+
+def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any) -> None:
+    """Raise for a row that a transform made as `check_prompts` raises for others."""
+    _checked(row, number, name, _begins(tokenizer))
+
+
+def _begins(tokenizer: Any) -> bool:
+    """Whether the tokenizer begins each text with a token, so that an empty one has some."""
+    return bool(_ids([""], tokenizer)[0])
 
 
 def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
@@ -238,7 +248,7 @@ def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
         ValueError: a row whose text would be other tokens.
     """
     columns = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None
-    if columns is None or "prompt" in columns or "input_ids" not in columns:
+    if has_transform(dataset) or columns is None or "prompt" in columns or "input_ids" not in columns:
         return dataset
     logger.warning(
         "%s has prompts as input_ids, as RLOOTrainer took them up to TRL 0.21: they are turned back into texts. Pass "
