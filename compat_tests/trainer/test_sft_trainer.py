@@ -142,21 +142,68 @@ def accuracy(found):
     return {"right": float((np.argmax(logits, -1) == labels)[real].mean()), "targets": int(real.sum())}
 
 
+LABELLED = {
+    "padded": {"pad_to_multiple_of": None},
+    "multiple": {"pad_to_multiple_of": 8},
+    "completions": {"pad_to_multiple_of": None},
+    "end to end": {"padding_free": True, "max_length": None, "pad_to_multiple_of": None},
+    "end to end, multiple": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
+    "packed": {"packing": True, "max_length": 48, "pad_to_multiple_of": None},
+    "packed for training": {"packing": True, "eval_packing": False, "max_length": 48, "pad_to_multiple_of": None},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 24, "pad_to_multiple_of": None},
+}
+
+
+@usual("padded", "multiple", "end to end, multiple", "packed")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_compute_metrics_and_predict_give_what_trl_gives(folder, tmp_path):
+@pytest.mark.parametrize("name", LABELLED)
+def test_compute_metrics_and_predict_give_what_trl_gives(name, folder, tmp_path):
     trl = pytest.importorskip("trl")
     rows, found = text_rows(6, "prompt", seed=4), {}
+    if name == "completions":
+        rows = [{"prompt": row["prompt"][:4], "completion": row["prompt"][4:]} for row in rows]
+    else:
+        rows = [{"text": row["prompt"]} for row in rows]
+    config = LABELLED[name] | {"per_device_eval_batch_size": 4}
     for package in (trl_jax, trl):
-        trainer = make(package, folder, tmp_path / package.__name__, compute_metrics=accuracy,
-                       eval_dataset=Dataset.from_list(rows), config={"pad_to_multiple_of": None})  # fmt: skip
+        trainer = make(package, folder, tmp_path / package.__name__, rows=rows, compute_metrics=accuracy,
+                       eval_dataset=Dataset.from_list(rows), config=config)  # fmt: skip
         found[package] = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
     (mine, ours), (other, theirs) = found[trl_jax], found[trl]
     assert (mine["eval_right"], mine["eval_targets"]) == (other["eval_right"], other["eval_targets"])
-    assert ours.predictions.shape == theirs.predictions.shape and ours.label_ids.shape == theirs.label_ids.shape
+    assert ours.predictions.shape == theirs.predictions.shape
+    assert np.array_equal(ours.label_ids, theirs.label_ids)
     real = theirs.label_ids[:, 1:] != -100
-    assert np.array_equal(ours.label_ids[:, 1:], theirs.label_ids[:, 1:])
-    assert np.abs(ours.predictions[:, :-1][real] - theirs.predictions[:, :-1][real]).max() < 1e-4
+    assert real.any() and np.abs(ours.predictions[:, :-1][real] - theirs.predictions[:, :-1][real]).max() < 1e-4
     assert "test_loss" in ours.metrics
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("end_to_end", [False, True])
+def test_metrics_by_batch_see_what_trl_shows(end_to_end, folder, tmp_path):
+    """Labels, the arguments of preprocess_logits_for_metrics, and the losses of rows."""
+    trl = pytest.importorskip("trl")
+    rows, seen = [{"text": row["prompt"]} for row in text_rows(6, "prompt", seed=4)], {}
+    config = {"per_device_eval_batch_size": 4, "pad_to_multiple_of": None, "batch_eval_metrics": True}
+    config |= {"include_for_metrics": ["loss"], "padding_free": end_to_end, "max_length": None}
+    for package in (trl_jax, trl):
+        shown = seen[package] = []
+
+        def likeliest(logits, labels, shown=shown):
+            shown.append((tuple(logits.shape), np.asarray(labels).tolist()))
+            return logits.argmax(-1)
+
+        def compute(part, compute_result, shown=shown):
+            likely, labels = np.asarray(part.predictions), np.asarray(part.label_ids)
+            of_tokens = np.where(labels == -100, 0, likely)
+            shown.append((of_tokens.tolist(), labels.tolist(), tuple(part.losses.shape), compute_result))
+            return {}
+
+        trainer = make(package, folder, tmp_path / package.__name__, rows=rows, compute_metrics=compute, config=config,
+                       eval_dataset=Dataset.from_list(rows), preprocess_logits_for_metrics=likeliest)  # fmt: skip
+        trainer.evaluate()
+    calls = {package: sorted(map(repr, shown)) for package, shown in seen.items()}
+    assert len(calls[trl]) == 4 and calls[trl_jax] == calls[trl]
 
 
 @pytest.mark.parametrize("size", [1, 4, thorough(6)])

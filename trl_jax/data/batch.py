@@ -35,6 +35,8 @@ class Batch(NamedTuple):
         over their examples. None unless each micro-batch is a pass.
     router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts a token belongs to; its
         weight in the statistics of MoE routers: 0 for padding, 2 for a token that two texts share.
+    first_labels: int32 `[R]`, the label of the first token of each padded row, -100 for documents. Nothing predicts it;
+        scripts see it in `labels`, as in TRL. None elsewhere.
     lengths: int32 `[X]`, tokens per text; in padded rows of documents `[R]`, tokens per row.
     weight: float32 `[E]`, weight of each example in the step's loss; 0 for examples that are not in this pass.
     micro_batch: bool `[M, E]`, the micro-batch of the step that an example belongs to; metrics are summed over each.
@@ -57,6 +59,7 @@ class Batch(NamedTuple):
     text: np.ndarray | None = None
     pass_weight: np.ndarray | None = None
     router_token_count: np.ndarray | None = None
+    first_labels: np.ndarray | None = None
 
     def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
         """Write an example's weight and its example and text extras into a slot of the pass at `index`."""

@@ -114,16 +114,24 @@ def as_read(dataset: Any, name: str) -> Any:
     returned unchanged."""
     if isinstance(dataset, dict):
         return {key: as_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or dataset.format["type"] != "custom":
+    if not has_transform(dataset):
         return dataset
     logger.warning(f"{argument(name)} has a transform: it is applied once, before training, instead of in every epoch.")
     return Dataset.from_list([dataset[number] for number in range(len(dataset))])
 
 
-def check_type(dataset: Any, name: str) -> None:
-    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform or
-    images."""
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+def has_transform(dataset: Any) -> bool:
+    """Whether a table applies a transform when rows are read (`Dataset.with_transform` or `set_transform`). Its
+    `column_names` are then the columns that the transform gets."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+
+
+def check_type(dataset: Any, name: str, *, transforms: bool = False) -> None:
+    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with images or, unless
+    `transforms` are taken, with a transform."""
+    if has_transform(dataset):
+        if transforms:
+            return  # its rows are checked when they are read
         raise ValueError(
             f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which runs "
             "whenever a row is read, but rows are read only once, before training. Apply it with dataset.map, or "

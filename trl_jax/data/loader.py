@@ -17,7 +17,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import Batch, Columns, Example, LossBatch, loss_batch, padded_length
-from trl_jax.data.checks import blocks
+from trl_jax.data.checks import blocks, has_transform
 from trl_jax.data.layout_plan import Buckets, ViewBuckets
 from trl_jax.data.packed import (
     PackingSpec,
@@ -318,7 +318,15 @@ class ExampleLoader:
 
 
 def fingerprint(dataset: Dataset, columns: Columns) -> str:
-    """Hexadecimal digest of all examples of a prepared table, in order: ids, lengths and numbers."""
+    """Hexadecimal digest of all examples of a prepared table, in order: ids, lengths and numbers.
+
+    For prompts with a transform, it is the digest of the rows that the transform gets.
+    """
+    if columns.prompts is not None and has_transform(dataset):
+        digest = xxhash.xxh3_128()
+        for row in dataset.with_format(None):
+            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+        return digest.hexdigest()
     numbers = [name for name in columns.numbers if name in dataset.column_names]
     lists = [name for name in _lists(columns) if name in dataset.column_names]
     names = (*lists, *numbers)

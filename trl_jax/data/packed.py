@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_jax.core.outputs import Packed, RowView
-from trl_jax.data.batch import Batch, Example, empty_extras, padded_length, read_places, weight_of
+from trl_jax.data.batch import IGNORED, Batch, Example, empty_extras, padded_length, read_places, weight_of
 
 # Several devices: each gets an equal share of every micro-batch, like TRL's ranks
 
@@ -399,8 +399,9 @@ def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_i
     tokens = np.full((count, rows, length), pad_token_id, np.int32)
     member = np.eye(count, dtype=bool)[:, :, None]
     reads = np.tile(np.arange(rows, dtype=np.int32) * length, (count, 1))
-    targets = text = None
+    targets = text = first_labels = None
     if like.labels:
+        first_labels = np.full((count, rows), IGNORED, np.int32)
         reads, targets = np.zeros((count, rows * length), np.int32), np.full((count, rows * length), -1, np.int32)
         text = np.full_like(targets, len(like.texts) * examples)
     return Batch(
@@ -415,6 +416,7 @@ def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_i
         targets=targets,
         text=text,
         router_token_count=np.zeros(tokens.shape, np.int16),
+        first_labels=first_labels,
     )
 
 
@@ -438,6 +440,8 @@ def _write_padded(
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
         if example.labels:
             read = batch.read((m,), read, slot, example, number, places)
+            if not example.documents:
+                batch.first_labels[m, rows[number]] = example.labels[number][0]
         else:
             batch.reads[m, number * examples + slot] = places[0]
     return read

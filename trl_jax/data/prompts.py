@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.text import brief
 from trl_jax.data import checks
 from trl_jax.data.chat import check_unicode, rendered
-from trl_jax.data.checks import argument, blocks, cell_error, is_list, numbers_of
+from trl_jax.data.checks import argument, blocks, cell_error, has_transform, is_list, numbers_of
 from trl_jax.data.tokenize import check_has
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ _EMPTY = "A completion needs at least one token before it: leave the row out, or
 def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
     """Check that every row has a valid `prompt`, and return the dataset. Other columns are for reward functions.
 
-    A table is checked now; a stream is checked as its rows arrive, the first one now.
+    A table is checked now; a stream is checked as its rows arrive, the first one now. Rows of a table with a transform are
+    left to `check_row`: reading one here could change what the transform returns for the next.
 
     Raises:
         TypeError: not a dataset.
@@ -37,20 +38,29 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
+    if has_transform(dataset):
+        return dataset
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the prompt column to 'prompt'.")
     checks.check_no_images(columns or (), argument(name))
-    facts = {"name": name, "begins": bool(_ids([""], tokenizer)[0])}
+    facts = {"name": name, "begins": _begins(tokenizer)}
     if isinstance(dataset, IterableDataset):
         dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
-        next(iter(dataset), None)  # checks the first row
-    elif dataset.format["type"] == "custom":
-        for row in dataset.take(1):  # a transform makes the others when they are read
-            _checked(row, 0, **facts)
+        next(iter(dataset), None)  # checks the first row; the others when they come
     else:
         _check_table(dataset, **facts)
     return dataset
+
+
+def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any) -> None:
+    """Raise for a row that a transform made as `check_prompts` raises for others."""
+    _checked(row, number, name, _begins(tokenizer))
+
+
+def _begins(tokenizer: Any) -> bool:
+    """Whether the tokenizer begins each text with a token, so that an empty one has some."""
+    return bool(_ids([""], tokenizer)[0])
 
 
 def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
@@ -231,7 +241,7 @@ def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
         ValueError: the decoded text does not tokenize to the same ids.
     """
     columns = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None
-    if columns is None or "prompt" in columns or "input_ids" not in columns:
+    if has_transform(dataset) or columns is None or "prompt" in columns or "input_ids" not in columns:
         return dataset
     logger.warning(
         "%s has prompts as input_ids, as RLOOTrainer took them up to TRL 0.21: they are decoded to texts. Pass a "

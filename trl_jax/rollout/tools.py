@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
-from trl_jax.data.checks import check_no_media, token_ids
+from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.prompts import parsed_message
 from trl_jax.rollout.rewards import EventLoop, check_columns, is_async, raised_by
 from trl_jax.rollout.rollout import Written, all_written
@@ -274,8 +274,9 @@ class Environments:
         return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
 
     def check(self, dataset: Any, where: str) -> None:
-        """Raise ValueError for the first row of a table without a known environment; streams are checked in `begin`."""
-        if not self._several or not isinstance(dataset, Dataset):
+        """Raise ValueError for the first row of a table without a known environment. Streams and tables with a transform
+        are checked in `begin`."""
+        if not self._several or not isinstance(dataset, Dataset) or has_transform(dataset):
             return
         has = "environment" in dataset.column_names
         for name in dataset.unique("environment") if has else [None]:

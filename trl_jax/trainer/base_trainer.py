@@ -92,6 +92,7 @@ class BaseTrainer(abc.ABC):
     _tag_names: ClassVar[list[str]]  # of the model's card
     _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
+    _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
@@ -160,7 +161,7 @@ class BaseTrainer(abc.ABC):
         model, torch_model = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
-        check_type(train_dataset, "train")
+        check_type(train_dataset, "train", transforms=self._takes_transforms)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
         self._begin(args, own_loss=compute_loss_func is not None)
         quantization = model_loading.quantization_of(quantization_config, args)

@@ -19,6 +19,7 @@ from trl_jax.data.chat_templates import (
     template_for_training,
 )
 from trl_jax.data.checks import argument as argument_checks
+from trl_jax.data.checks import has_transform
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh import processes
@@ -138,6 +139,7 @@ class RolloutTrainer(BaseTrainer):
 
     tools: Sequence[Callable] = ()
     _environments: Environments | None = None
+    _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
@@ -367,7 +369,7 @@ class OnlineTrainer(RolloutTrainer):
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         prepared = super().prepare_dataset(dataset, name, bounded=bounded)
-        if not self.args.remove_unused_columns:
+        if not self.args.remove_unused_columns and not has_transform(prepared):
             columns = prepared.column_names or next(iter(prepared.take(1)), {})
             more = () if self._environments is None else ("environments",)
             check_columns(columns, f"{argument_checks(name)} has the column", *more)

@@ -21,11 +21,12 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data.batch import Batch, of_examples
+from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
 from trl_jax.data.loader import EvalChunks, IndexedExample, StepBatch
 from trl_jax.mesh.mesh import distributed, fetched
 from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
-from trl_jax.tasks.task import TokenTask
+from trl_jax.tasks.sft import SftTask
+from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training import data
 from trl_jax.training.data import Batches, steps_of
 from trl_jax.training.devices import ShardedStep
@@ -90,7 +91,9 @@ class CompletionEvaluator:
             stream.skip(BASE_SEED_WORDS)
         size = run.args.per_device_eval_batch_size * run.shards
         repeated = [index for index in order for _ in range(group)]
-        return [[row_of(run, dataset, i) for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
+        return [
+            [row_of(run, dataset, i, "eval") for i in repeated[at : at + size]] for at in range(0, len(repeated), size)
+        ]
 
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:
         """A batch's completions, laid out as one pass."""
@@ -260,14 +263,16 @@ class Evaluator:
         if (preprocess := hooks.preprocess_logits_for_metrics) is not None and run.task.head == "score":
             shown = zip(predictions, labels, strict=True)
             predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
-        texts = len(run.task.columns.texts)
+        texts, as_one = len(run.task.columns.texts), lays_end_to_end(run.task)
         losses = [
             np.repeat(np.asarray(sums["loss"], np.float32), texts * count)
             for sums, count in zip(evaluated.sums, counts, strict=True)
         ]
         wants_ids = hooks.compute_metrics is not None and "inputs" in run.args.include_for_metrics
         columns = run.task.columns.texts
-        inputs = [token_ids_of(dataset, places, columns) for places in evaluated.rows] if wants_ids else None
+        inputs = None
+        if wants_ids:
+            inputs = [token_ids_of(dataset, places, columns, as_one=as_one) for places in evaluated.rows]
         return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, dataset)
 
     def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
@@ -301,8 +306,9 @@ class LogitsEvaluation:
     Predictions are logits float32 `[rows, T, V]`, of each place for the next token, or what `preprocess` makes of them;
     labels int32 `[rows, T]` are at their own place. Where an example has several texts, the task compares with a
     reference, or its loss asks for numbers of reads, the labels are the token ids, as in TRL, and the rows are those of
-    the texts that count as trained on: first texts of all examples, then second ones. T is the longest row, the loss a
-    mean over targets or examples.
+    the texts that count as trained on: first texts of all examples, then second ones. T is the longest row, or its
+    multiple by `pad_to_multiple_of`; where TRL trains without padding, the texts of a batch are one row, end to end.
+    The loss is a mean over targets or examples.
     """
 
     def __init__(self, run: RunState, forward: Forward, preprocess: Callable | None):
@@ -315,6 +321,7 @@ class LogitsEvaluation:
         alone = count == 1 and not columns.optional and run.task.axis == "text"
         self._texts = None if alone else columns.num_primary_texts or count
         self._virtual = run.virtual.count
+        self._end_to_end = lays_end_to_end(run.task)
         self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
         self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
@@ -348,23 +355,42 @@ class LogitsEvaluation:
         return divisor_of(self._run.task, batch)
 
     def _labels(self, arrays: Batch) -> np.ndarray:
-        """The labels of a batch, as long as its longest row."""
+        """The labels of a batch, in the form that scripts see."""
         if self._texts is None:
             [inputs] = inputs_of(arrays, self._run.task, self._virtual)
-            return inputs["labels"][:, : int(inputs["attention_mask"].sum(axis=1).max())]
+            if not self._end_to_end:
+                return inputs["labels"][:, : self._length(inputs["attention_mask"].sum(axis=1).max())]
+            inputs["labels"][:, 0] = IGNORED
+            return self._as_one_row(inputs["labels"], inputs["attention_mask"], IGNORED)
         batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
         examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._texts
         tokens, lengths = (of_examples(array[:rows], self._texts, examples) for array in (batch.tokens, batch.lengths))
-        return tokens[:, self._virtual : int(lengths.max())]
+        return tokens[:, self._virtual :][:, : self._length(lengths.max() - self._virtual)]
+
+    def _length(self, longest: int) -> int:
+        """The length of TRL's rows; without `pad_to_multiple_of` the longest row's."""
+        multiple = self._run.pad_to_multiple_of
+        return int(longest) if multiple == "auto" else padded_length(int(longest), multiple)
+
+    def _as_one_row(self, values: Any, mask: np.ndarray, filler: Any) -> Any:
+        """The values `[rows, T, ...]` of real tokens end to end, `[1, tokens, ...]`, padded as TRL pads its row."""
+        xp = jnp if isinstance(values, jax.Array) else np
+        real = values.reshape(-1, *values.shape[2:])[np.flatnonzero(mask)]
+        missing = [(0, self._length(len(real)) - len(real)), *[(0, 0)] * (real.ndim - 1)]
+        return xp.pad(real, missing, constant_values=filler)[None]
 
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
         labels = self._labels(arrays)
         if self._virtual:  # which predict first tokens, of which these logits know nothing
             batch = jax.tree.map(lambda leaf: leaf[0], arrays)
             sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
-            return sums, logits[batch.lengths > 0, : labels.shape[1]], labels
-        [inputs] = inputs_of(arrays, self._run.task)
-        sums, logits = self._evaluate(params, inputs, dtype=dtype)
+            logits = logits[batch.lengths > 0]
+        else:
+            [inputs] = inputs_of(arrays, self._run.task)
+            sums, logits = self._evaluate(params, inputs, dtype=dtype)
+        if self._end_to_end:
+            [inputs] = inputs_of(arrays, self._run.task, self._virtual)
+            return sums, self._as_one_row(logits, inputs["attention_mask"], 0), labels
         return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_of_logits(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
@@ -434,14 +460,14 @@ def try_metrics(
 
 def _drawn(run: RunState, rows: Dataset, outputs_of: Callable) -> Predicted:
     """Predictions of these rows in the form of an evaluation's, drawn."""
-    generator, columns = np.random.default_rng(0), run.task.columns.texts
+    generator, columns, as_one = np.random.default_rng(0), run.task.columns.texts, lays_end_to_end(run.task)
     predictions, labels, losses, inputs = [], [], [], []
     for step in data.loader(run, rows, training=False).laid_out(layout="padded", divided=False):
         found, known = outputs_of(step.arrays, step.num_examples, generator)
         predictions.append(jax.tree.map(np.asarray, found))
         labels.append(known)
         losses.append(np.zeros(len(columns) * step.num_examples, np.float32))
-        inputs.append(token_ids_of(rows, step.rows, columns))
+        inputs.append(token_ids_of(rows, step.rows, columns, as_one=as_one))
     return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, rows)
 
 
@@ -671,16 +697,23 @@ def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
             )
 
 
-def token_ids_of(dataset: Any, places: list[int], columns: tuple[str, ...]) -> np.ndarray:
+def lays_end_to_end(task: Task) -> bool:
+    """Whether TRL's batches of this task are one row each, its texts end to end."""
+    return isinstance(task, SftTask) and task.padding_free
+
+
+def token_ids_of(dataset: Any, places: list[int], columns: tuple[str, ...], *, as_one: bool = False) -> np.ndarray:
     """Token ids `[X, T]` of a batch's texts, padded with -100: those of the first column, then those of the next.
 
     Args:
         places: of the batch's rows in the dataset.
+        as_one: end to end, `[1, tokens]`.
     """
     if not isinstance(dataset, Dataset):
         raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
     rows = dataset[places]
-    return _joined([np.asarray(ids)[None] for column in columns for ids in rows[column]])
+    texts = [np.asarray(ids) for column in columns for ids in rows[column]]
+    return np.concatenate(texts)[None] if as_one else _joined([ids[None] for ids in texts])
 
 
 def _joined(batches: list[Any]) -> Any:

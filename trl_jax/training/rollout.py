@@ -16,7 +16,7 @@ from trl_jax.core.text import brief
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
-from trl_jax.data.checks import check_no_media, token_ids
+from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.loader import IndexedExample, StepBatch
 from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.mesh.mesh import fetched
@@ -74,8 +74,8 @@ def rollout_steps(
     )
     sampler = partial(_sampler, run, parts.shuffle)
     return RolloutSteps(
-        rollout, cycle, lambda index: row_of(run, run.train_dataset, index), sampler(), StepMaker(run), streams,
-        parts.bonus, run.task.logps, sampler,
+        rollout, cycle, lambda index: row_of(run, run.train_dataset, index, "train"), sampler(), StepMaker(run),
+        streams, parts.bonus, run.task.logps, sampler,
     )  # fmt: skip
 
 
@@ -107,13 +107,19 @@ def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: found
 
 
-def row_of(run: RunState, dataset: Dataset | IterableDataset, index: Any) -> dict[str, Any]:
+def row_of(run: RunState, dataset: Dataset | IterableDataset, index: Any, name: str) -> dict[str, Any]:
     """A row with all that completions are judged by, or its prompt alone with `remove_unused_columns`.
 
     Args:
         index: of the row; of a stream, the row itself.
+        name: of the dataset in errors, "train" or "eval".
+
+    Raises:
+        KeyError, ValueError: a transform made a row that cannot be completed.
     """
     row = index if isinstance(dataset, IterableDataset) else dataset[int(index)]
+    if has_transform(dataset):
+        rows.check_row(row, int(index), name, run.processing_class)
     return {"prompt": row["prompt"]} if run.args.remove_unused_columns else row
 
 

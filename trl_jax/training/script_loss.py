@@ -428,10 +428,12 @@ def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
 
 
 def _labels(batch: Batch) -> np.ndarray:
-    """Transformers' labels `[R, T]` of padded rows: each target at its own place, -100 elsewhere."""
+    """Transformers' labels `[R, T]` of padded rows: each target and each first label at its place, -100 elsewhere."""
     labels, read = np.full(batch.tokens.size, IGNORED, np.int32), batch.targets >= 0
     labels[batch.reads[read] + 1] = batch.targets[read]
-    return labels.reshape(batch.tokens.shape)
+    labels = labels.reshape(batch.tokens.shape)
+    labels[:, 0] = batch.first_labels
+    return labels
 
 
 # ----------------------------------------------------------------------------------------------------
