@@ -70,6 +70,26 @@ def test_every_config_checks_its_values(kind, tmp_path):
         kind(str(tmp_path / "out"), batch_layout="mixed")
 
 
+# Where TRL's words for a wrong value say the name in another way.
+TOLD_AS = {"vllm_importance_sampling_mode": "vllm importance sampling level"}
+ODD = ["abc", -1, 10**400, float("nan"), object(), b"x", (1, 2), {"a": 1}]
+
+
+@pytest.mark.parametrize("kind", config_classes())
+@pytest.mark.filterwarnings("ignore")
+def test_an_odd_value_is_accepted_or_refused_by_name(kind, tmp_path):
+    """Each field, in each class that handles it in a way of its own."""
+    before = {} if kind is BaseConfig else BaseConfig.argument_table()
+    names = [name for name, line in kind.argument_table().items() if line != before.get(name)]
+    for name in names:
+        for value in ODD:
+            try:
+                kind(**{"output_dir": str(tmp_path / "out"), name: value})
+            except (TypeError, ValueError) as error:
+                text = str(error).lower()
+                assert name in text or TOLD_AS.get(name, name.replace("_", " ")) in text, (name, value)
+
+
 BOOLS = [(kind, name, optional) for kind in config_classes() for name, optional in bool_fields(kind).items()]
 OTHERS = (BitsAndBytesConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments)
 

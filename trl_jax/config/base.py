@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
-from transformers.training_args import ParallelMode
+from transformers.training_args import ParallelMode, trainer_log_levels
 
 from trl_jax.config import devices, optimizers, rules
 from trl_jax.config.arguments import Handling, arg, declared, defaults_of, handled, redeclared, validate
@@ -162,11 +162,12 @@ class JaxArguments(TrainingArguments):
 
 _NO_LIGER = "XLA brings the kernels; results are equal."
 _AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
+_STRATEGIES = ("no", "steps", "epoch")
 SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length")
 
 INHERITED: dict[str, Handling] = {
     # Output, duration, batches
-    **handled("output_dir", "native"),
+    **handled("output_dir run_name", "native", rule=rules.path),
     **handled("max_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **handled("num_train_epochs", "native", rule=rules.epochs),
     **handled("per_device_train_batch_size per_device_eval_batch_size", "mapped",
@@ -198,28 +199,35 @@ INHERITED: dict[str, Handling] = {
     **handled("liger_kernel_config", "warned", _NO_LIGER),
     **handled("use_cache", "native"),
     # Logging and tracking
-    **handled("logging_strategy logging_first_step log_level log_level_replica", "native"),
-    **handled("save_steps eval_delay", "native", rule=rules.bounded()),
-    **handled("eval_steps", "native", rule=rules.bounded(optional=True)),
-    **handled("disable_tqdm report_to run_name project", "native"),
-    **handled("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
+    **handled("logging_strategy", "native", rule=rules.one_of(*_STRATEGIES)),
+    **handled("log_level log_level_replica", "native", rule=rules.one_of(*trainer_log_levels)),
+    **handled("logging_first_step", "native"),
+    **handled("save_steps eval_delay", "native", rule=rules.bounded(rules.MOST_INTERVAL)),
+    **handled("eval_steps", "native", rule=rules.bounded(rules.MOST_INTERVAL, optional=True)),
+    **handled("disable_tqdm", "native"),
+    **handled("report_to", "native", rule=rules.words),
+    **handled("project", "native", rule=rules.text()),
+    **handled("trackio_space_id trackio_bucket_id", "native", rule=rules.text(optional=True)),
+    **handled("trackio_static_space_id", "native"),
     **handled("log_on_each_node", "silent", "one process logs"),
     **handled("logging_nan_inf_filter", "silent", "a NaN is always logged as it is"),
     **handled("include_num_input_tokens_seen", "native", rule=rules.tokens_seen),
     # Evaluation
-    **handled("eval_strategy eval_on_start prediction_loss_only", "native"),
+    **handled("eval_strategy", "native", rule=rules.one_of(*_STRATEGIES)),
+    **handled("eval_on_start prediction_loss_only", "native"),
     **handled("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
     **handled("eval_do_concat_batches batch_eval_metrics", "native"),
     **handled("include_for_metrics", "native", rule=rules.metric_inputs),
     # Saving, the Hub, resuming
-    **handled("save_strategy", "native"),
-    **handled("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
+    **handled("save_strategy", "native", rule=rules.one_of(*_STRATEGIES, "best")),
+    **handled("load_best_model_at_end greater_is_better", "native"),
+    **handled("metric_for_best_model hub_model_id hub_revision", "native", rule=rules.text(optional=True)),
     **handled("save_total_limit", "native", rule=rules.whole(-1, optional=True)),
     **handled("save_only_model", "native"),
     **handled("save_on_each_node", "silent", "one process saves"),
     **handled("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
-    **handled("push_to_hub hub_token hub_model_id hub_private_repo", "native"),
-    **handled("hub_strategy hub_always_push hub_revision", "native"),
+    **handled("push_to_hub hub_token hub_private_repo hub_always_push", "native"),
+    **handled("hub_strategy", "native", rule=rules.one_of("end", "every_save", "checkpoint", "all_checkpoints")),
     **handled("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
     **handled("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
     # Reproducibility
@@ -229,9 +237,11 @@ INHERITED: dict[str, Handling] = {
     # Data
     **handled("dataloader_drop_last", "native"),
     **handled("remove_unused_columns", "silent", "the loader takes the columns it needs and leaves the others"),
-    **handled("length_column_name", "native"),
+    **handled("length_column_name", "native", rule=rules.text()),
     **handled("dataloader_pin_memory dataloader_persistent_workers", "silent", "there are no worker processes"),
-    **handled("dataloader_num_workers dataloader_prefetch_factor dataloader_multiprocessing_context", "warned",
+    **handled("dataloader_num_workers", "warned", "batches are made in this process, ahead of the step.",
+              rule=rules.whole(0)),
+    **handled("dataloader_prefetch_factor dataloader_multiprocessing_context", "warned",
               "batches are made in this process, ahead of the step."),
     **handled("dataloader_in_order", "warned", "batches always come in order."),
     **handled("label_names", "warned", "this trainer's batches have no columns of labels."),
@@ -271,7 +281,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     _VALID_DICT_FIELDS = JaxArguments._VALID_DICT_FIELDS + ["model_init_kwargs"]
 
     logging_steps: float = arg(
-        10, help="Steps between two log lines; below 1, a share of all steps.", rule=rules.bounded()
+        10, help="Steps between two log lines; below 1, a share of all steps.", rule=rules.bounded(rules.MOST_INTERVAL)
     )
     gradient_checkpointing: bool = arg(
         True,
@@ -331,6 +341,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         None,
         help="'host:port' of the first process, where each of several hosts has one. Unset, from "
         "JAX_COORDINATOR_ADDRESS, SLURM, Open MPI or Cloud TPU.",
+        rule=rules.text(optional=True),
         kw_only=True,
     )
     num_processes: int | None = arg(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -80,6 +81,8 @@ def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
     """Read axes and sizes such as "data:2,fsdp:4"; one size may be -1."""
     if not value:
         return None
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"{show('mesh_shape', value)}: wanted axes and sizes, as in 'data:2,fsdp:4', or None.")
     parts = value.items() if isinstance(value, Mapping) else [part.partition(":")[::2] for part in value.split(",")]
     sizes: dict[str, int] = {}
     for axis, size in parts:
@@ -99,6 +102,10 @@ def of_config(value: Any) -> Parallel | None:
     """Read accelerate's ParallelismConfig, or a dict of its sizes; `data` takes the rest."""
     if not value:
         return None
+    if not isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
+        raise ValueError(
+            f"{show('parallelism_config', value)}: wanted a ParallelismConfig, a dict of its sizes, or None."
+        )
     config = value if isinstance(value, Mapping) else vars(value)
     unknown = [key for key in config if key.endswith("_size") and key not in _SIZES]
     if unknown:
@@ -183,6 +190,8 @@ parallelism_config = _rule(lambda value, _: of_config(value))
 
 
 def fsdp(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not isinstance(value, bool | str | list | tuple | None):
+        return f"{show(name, value)}: wanted True, or some of {', '.join(FSDP_WORDS)}."
     if value and values["deepspeed"]:
         return "fsdp and deepspeed are both set: each says how to divide a model. Leave one of them out."
     return _rule(lambda value, values: of_fsdp(value, values["fsdp_config"]))(name, value, values)

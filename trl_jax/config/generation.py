@@ -110,10 +110,6 @@ def auto_find_batch_size(algorithm: str) -> Any:
 # Declarations
 
 
-def _vllm(default: Any, **handling: Any) -> Any:
-    return arg(default, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE, **handling)
-
-
 @dataclass
 class OnlineArguments(LanguageModelArguments):
     """Arguments that GRPOConfig, RLOOConfig and DistillationConfig list at TRL's positions: `online("temperature")`."""
@@ -181,23 +177,29 @@ class OnlineArguments(LanguageModelArguments):
         how="mapped",
         why=f"{_OWN_ENGINE}, in this process; no server is asked, and what configures vLLM has no effect.",
     )
-    vllm_mode: str = _vllm("colocate", rule=rules.one_of("server", "colocate"))
-    vllm_model_impl: str = _vllm("vllm")
-    vllm_enable_sleep_mode: bool = _vllm(False)
+    vllm_mode: str = arg(
+        "colocate",
+        help="Of vLLM, without effect here.",
+        how="silent",
+        why=_OWN_ENGINE,
+        rule=rules.one_of("server", "colocate"),
+    )
+    vllm_model_impl: str = arg("vllm", help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_enable_sleep_mode: bool = arg(False, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
     vllm_structured_outputs_regex: str | None = arg(
         None,
         help="Not in this release.",
         how="refused",
         why="completions are not held to a pattern; leave it out.",
     )
-    vllm_server_base_url: str | None = _vllm(None)
-    vllm_server_host: str = _vllm("0.0.0.0")
-    vllm_server_port: int = _vllm(8000)
-    vllm_server_timeout: float = _vllm(240.0)
-    vllm_group_port: int = _vllm(51216)
-    vllm_gpu_memory_utilization: float = _vllm(0.3)
-    vllm_max_model_length: int | None = _vllm(None)
-    vllm_tensor_parallel_size: int = _vllm(1)
+    vllm_server_base_url: str | None = arg(None, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_server_host: str = arg("0.0.0.0", help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_server_port: int = arg(8000, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_server_timeout: float = arg(240.0, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_group_port: int = arg(51216, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_gpu_memory_utilization: float = arg(0.3, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_max_model_length: int | None = arg(None, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_tensor_parallel_size: int = arg(1, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
 
     # Logging of completions
     max_tool_calling_iterations: int | None = arg(

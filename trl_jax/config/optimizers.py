@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_jax.config.rules import HERE, a_dict, as_dict, number, one_of, plain, show
+from trl_jax.config.rules import HERE, a_dict, as_dict, number, one_of, plain, show, text
 
 # ----------------------------------------------------------------------------------------------------
 # Rules of optimizers and learning rates; see `rules`.
@@ -53,7 +53,7 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
     schedule = plain(values["lr_scheduler_type"])
     if problem := a_dict(name, value, values):
         return problem
-    if schedule not in SCHEDULES:
+    if one_of(*SCHEDULES)("", schedule, values):
         return None  # `scheduler` refuses it
     kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
     if unknown := [key for key in kwargs if key not in known]:
@@ -83,7 +83,7 @@ def _known_words(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 def optimizer(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     value = plain(value)
-    if value in NEAREST:
+    if isinstance(value, str) and value in NEAREST:
         return f"{show(name, value)} is not {HERE}; the nearest that is: {NEAREST[value]}."
     return one_of(*OPTIMIZERS)(name, value, values)
 
@@ -95,7 +95,9 @@ def optimizer_note(name: str, value: Any, values: Mapping[str, Any]) -> str | No
 
 def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     optim = plain(values["optim"])
-    if optim not in OPTIMIZERS:
+    if problem := text(optional=True)(name, value, values):
+        return problem
+    if one_of(*OPTIMIZERS)("", optim, values):
         return None  # `optimizer` refuses it
     try:
         parsed(optim, value)

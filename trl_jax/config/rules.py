@@ -27,6 +27,7 @@ Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
 HERE = "in this release of trl_jax"
 # Beyond these a value cannot work: steps are counted in 32 bits, rates are float32, a step's pairs are all in memory.
 MOST_STEPS = 2**31 - 1
+MOST_INTERVAL = 2**62  # of steps between two logs, saves or evaluations
 MOST_FLOAT32 = 3.4028234663852886e38
 MOST_EXAMPLES = 2**20  # of a step
 MOST_MICRO_BATCHES = 2**16  # of a step
@@ -75,7 +76,7 @@ def bounded(most: float = math.inf, optional: bool = False) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if value is None and optional:
             return None
-        if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
+        if not isinstance(value, Real) or isinstance(value, bool) or value != value:
             return f"{show(name, value)}: wanted a number{_or_none(optional)}."
         return too_large(name, value, most) if value > most else None
 
@@ -86,6 +87,23 @@ def path(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if isinstance(value, str | PathLike | None):
         return None
     return f"{show(name, value)}: wanted a path or a name, or None."
+
+
+def text(optional: bool = False) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if isinstance(value, str) or (value is None and optional):
+            return None
+        return f"{show(name, value)}: wanted a text{_or_none(optional)}."
+
+    return rule
+
+
+def words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Of a text, several in a list, or None."""
+    several = [value] if isinstance(value, str | None) else value
+    if isinstance(several, list | tuple | set) and all(isinstance(word, str | None) for word in several):
+        return None
+    return f"{show(name, value)}: wanted a text, a list of them, or None."
 
 
 def accumulation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -133,6 +151,8 @@ def template_arguments(name: str, value: Any, values: Mapping[str, Any]) -> str 
 
 
 def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not isinstance(value, bool) and (problem := words(name, value, values)):
+        return problem
     unknown = [word for word in as_words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
     return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
 
@@ -143,6 +163,8 @@ def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 
 def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not isinstance(value, list | tuple | set | None):
+        return f"{show(name, value)}: wanted a list of inputs and loss."
     unknown = [word for word in value or () if word not in ("inputs", "loss")]
     return f"{name} holds {unknown}: wanted some of inputs, loss." if unknown else None
 

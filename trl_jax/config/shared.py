@@ -53,7 +53,9 @@ class TextArguments:
         help="Processes that tokenise the dataset.",
         rule=rules.whole(0, optional=True, most=rules.MOST_PROCESSES),
     )
-    eos_token: str | None = arg(None, help="Token that ends a text. Unset, the tokenizer's own.")
+    eos_token: str | None = arg(
+        None, help="Token that ends a text. Unset, the tokenizer's own.", rule=rules.text(optional=True)
+    )
     max_length: int | None = arg(
         1024,
         help="Longest prompt with its answer in tokens; the rest is cut off. None cuts nothing.",
@@ -73,7 +75,9 @@ class TextArguments:
         how="mapped",
         rule=devices.offloading,
     )
-    pad_token: str | None = arg(None, help="Deprecated: set it on the tokenizer instead.")
+    pad_token: str | None = arg(
+        None, help="Deprecated: set it on the tokenizer instead.", rule=rules.text(optional=True)
+    )
 
 
 @dataclass

@@ -28,8 +28,8 @@ _EMPTY = "A completion needs at least one token before it: leave the row out, or
 def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
     """Check that every row has a valid `prompt`, and return the dataset. Other columns are for reward functions.
 
-    A table is checked now; a stream is checked as its rows arrive, the first one now. Rows of a table with a transform are
-    left to `check_row`: reading one here could change what the transform returns for the next.
+    A table is checked now; a stream is checked as its rows arrive, the first one now. Rows of a table with a transform
+    are left to `check_row`: reading one here could change what the transform returns for the next.
 
     Raises:
         TypeError: not a dataset.

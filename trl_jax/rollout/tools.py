@@ -274,8 +274,8 @@ class Environments:
         return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
 
     def check(self, dataset: Any, where: str) -> None:
-        """Raise ValueError for the first row of a table without a known environment. Streams and tables with a transform
-        are checked in `begin`."""
+        """Raise ValueError for the first row of a table without a known environment. Streams, and tables with a
+        transform, are checked in `begin`."""
         if not self._several or not isinstance(dataset, Dataset) or has_transform(dataset):
             return
         has = "environment" in dataset.column_names

@@ -35,8 +35,12 @@ class DistillationConfig(BaseConfig):
     parallelism_config: ParallelismConfig | None = parallelism_config("DistillationTrainer")
     mesh_shape: str | None = mesh_shape("DistillationTrainer")
 
-    teacher_model_name_or_path: str | None = arg(None, help="The teacher: a checkpoint's folder or Hub id.")
-    teacher_model_revision: str | None = arg(None, help="Branch, tag or commit of the teacher.")
+    teacher_model_name_or_path: str | None = arg(
+        None, help="The teacher: a checkpoint's folder or Hub id.", rule=rules.path
+    )
+    teacher_model_revision: str | None = arg(
+        None, help="Branch, tag or commit of the teacher.", rule=rules.text(optional=True)
+    )
     teacher_model_init_kwargs: dict[str, Any] | str | None = arg(
         None, help="Further arguments of from_pretrained for the teacher, as a dict or JSON.", rule=rules.a_dict
     )

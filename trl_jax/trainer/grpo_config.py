@@ -250,7 +250,7 @@ class GRPOConfig(BaseConfig):
 
     use_transformers_paged: bool = online("use_transformers_paged")
     vllm_importance_sampling_cap: float | None = arg(
-        None, help="Deprecated: vllm_importance_sampling_clip_max.", how="mapped"
+        None, rule=rules.number(0, optional=True), help="Deprecated: vllm_importance_sampling_clip_max.", how="mapped"
     )
 
     max_prompt_length: int | None = online("max_prompt_length")

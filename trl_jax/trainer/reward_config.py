@@ -47,4 +47,6 @@ class RewardConfig(BaseConfig):
         "output_dir/eval_margins.svg.",
         kw_only=True,
     )
-    eval_subset_column: str = arg("subset", help="Column that names a pair's subset, for eval_report.", kw_only=True)
+    eval_subset_column: str = arg(
+        "subset", help="Column that names a pair's subset, for eval_report.", rule=rules.text(), kw_only=True
+    )

@@ -28,7 +28,7 @@ def _range(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 
 def _beside_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    if problem := rules.number(0, optional=True)(name, value, values):
+    if problem := rules.number(0, optional=True, most=rules.MOST_FLOAT32)(name, value, values):
         return problem
     if value is None or values["reward_weights"] is None:
         return None
@@ -160,9 +160,9 @@ class RLOOConfig(BaseConfig):
     )
 
     def __post_init__(self):
-        arguments.warn(self, self._frames_to_caller())
         generation.warn_of_old(self, self._frames_to_caller())
         super().__post_init__()
+        arguments.warn(self, self._frames_to_caller())
         if self.counts_devices:
             self.settle_sizes()
 

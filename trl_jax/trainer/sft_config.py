@@ -76,7 +76,7 @@ class SFTConfig(BaseConfig):
     router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
     chat_template_path: str | None = shared("chat_template_path")
 
-    dataset_text_field: str = arg("text", help="Column of plain texts.")
+    dataset_text_field: str = arg("text", help="Column of plain texts.", rule=rules.text())
     dataset_kwargs: dict[str, Any] | str | None = arg(
         None,
         help="'{\"skip_prepare_dataset\": true}' for rows that are tokenised and truncated already.",
