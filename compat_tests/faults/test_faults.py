@@ -601,7 +601,8 @@ def test_row36_heads_that_do_not_divide_the_width(good, tmp_path):
         (
             "layer_types",
             ["linear_attention"] * 3,
-            "got 3 entries of ['linear_attention']",
+            "layer_types must be 3 entries of full_attention or sliding_attention, got 3 entries of "
+            "['linear_attention']",
         ),
         (
             "layer_types",

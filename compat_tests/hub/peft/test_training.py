@@ -248,7 +248,7 @@ def test_quantised_weights_do_not_train(checkpoint, tmp_path):
         make(trl_jax, folder, tmp_path, quantization_config=four, peft_config=lora)
     with pytest.raises(ValueError, match="quantized weights cannot be trained. Also pass peft_config="):
         make(trl_jax, folder, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    with pytest.raises(ValueError, match="bnb_4bit_quant_type='nf5', wanted nf4 or fp4"):
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type must be nf4 or fp4, got 'nf5'"):
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf5")
     with pytest.raises(ValueError, match="load_in_4bit and load_in_8bit are both False"):
         BitsAndBytesConfig()
