@@ -63,7 +63,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as find_spec and import see one that is not there
     folder = folder_of(tmp_path, model_type="bloom")
     text = f"{folder / 'config.json'}: model_type 'bloom' runs as a program exported from transformers' own model"
-    with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*there are apertus, "):
+    with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*these work: apertus, "):
         AutoModelForSequenceClassification.from_pretrained(folder)
 
 

@@ -86,7 +86,7 @@ CHANGES = {
     tie: "its head and embedding are tied, but its config has tie_word_embeddings=False",
     epsilon: r"input_layernorm\.variance_epsilon is 0\.5, but 1e-06 according to its config",
     later_config: r"input_layernorm\.variance_epsilon is 1e-06, but 0\.25 according to its config",
-    scale: r"self_attn\.scaling is 0\.01, but 0\.35\d+",
+    scale: r"self_attn\.scaling is 0\.01, but 0\.35\d+ according to its config",
     frequencies: r"rotary_emb\.inv_freq differs from the values that its config determines",
     norm: r"model\.norm is a Identity, but a LlamaRMSNorm according to its config",
 }
