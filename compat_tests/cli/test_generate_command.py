@@ -104,7 +104,7 @@ def test_lines_of_stdin_go_to_stdout(folder, monkeypatch, capsys):
         (["--temprature", "2"], "is neither a flag nor a field of GenerationConfig. Did you mean --temperature?"),
         (["--temperature"], "--temperature has no value."),
         (["--do_sample", "--temperature", "-1"], "`temperature` (=-1.0) has to be a strictly positive float"),
-        (["--num_beams", "3"], "num_beams=3 is not in this release of trl_jax: there are no beams"),
+        (["--num_beams", "3"], "num_beams=3 is not in this release of trl_jax: there is no beam search"),
         (["--batch_size", "0"], "--batch_size 0: expected at least 1."),
     ],
 )  # fmt: skip
@@ -119,8 +119,8 @@ def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
         ({"txt": "a"}, "in.jsonl, line 2 has the columns txt: expected prompt or messages or text."),
         ({"prompt": "a", "completion": "b"}, "line 2 already has a column 'completion', where the result would go"),
         ({"prompt": ""}, "line 2 has an empty prompt. Write at least one word, or remove the row."),
-        ({"prompt": 3}, "line 2: the prompt is 3: wanted a string, or messages"),
-        ({"messages": []}, "line 2: the prompt is []: wanted a string, or messages"),
+        ({"prompt": 3}, "line 2: the prompt must be a string, or messages"),
+        ({"messages": []}, "line 2: the prompt must be a string, or messages"),
     ],
 )
 def test_a_wrong_row_is_named(folder, tmp_path, row, text, capsys):

@@ -92,7 +92,7 @@ def test_rows_without_a_mask_and_without_a_pad_token(tmp_path):
     ids, _ = configs.rows()
     wanted = configs.scores(configs.reference(folder), ids[:1], np.ones_like(ids[:1])).detach().numpy()
     np.testing.assert_allclose(load(folder)(ids[:1]).logits[:, 0], wanted, rtol=1e-5)
-    with pytest.raises(ValueError, match="4 rows cannot be scored without config.pad_token_id"):
+    with pytest.raises(ValueError, match="Cannot score 4 rows without config.pad_token_id"):
         load(folder)(ids)
 
 
@@ -233,7 +233,7 @@ def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, 
         with pytest.raises((IndexError, RuntimeError)):
             configs.scores(reference, ids, np.ones_like(ids))
         assert configs.scores(reference, ids[:, 1:], np.ones_like(ids[:, 1:])).shape == (1,)
-        with pytest.raises(ValueError, match=f"input_ids has {most + 1} tokens a row, .* has positions for {most}"):
+        with pytest.raises(ValueError, match=f"input_ids has {most + 1} tokens per row, .* supports {most}"):
             model(ids)
 
 

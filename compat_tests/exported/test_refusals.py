@@ -26,7 +26,7 @@ def folder_of(tmp_path, **config):
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_type_that_nobody_takes_names_the_reason_and_the_nearest(model_type, tmp_path):
     reason, nearest = REFUSED[model_type]
-    text = f"model_type {model_type!r} is not supported: {reason}. The nearest that works: {nearest}."
+    text = f"model_type {model_type!r} is not supported: {reason}. The nearest supported type: {nearest}."
     assert text in str(objection({"model_type": model_type}, families(), tmp_path))
     assert not is_exported({"model_type": model_type}, families(), tmp_path)
     assert nearest not in REFUSED
@@ -49,7 +49,7 @@ def test_a_language_model_that_has_no_family_is_exported(model_type, exported, t
 
 def test_loading_refuses_by_name(tmp_path):
     folder = folder_of(tmp_path, model_type="bart")
-    with pytest.raises(ValueError, match="model_type 'bart' is not supported: it finds the EOS .* works: roberta"):
+    with pytest.raises(ValueError, match="model_type 'bart' is not supported: it looks for the EOS .* type: roberta"):
         AutoModelForSequenceClassification.from_pretrained(folder)
 
 
@@ -62,8 +62,8 @@ def test_code_of_a_repository_is_refused_although_torch_is_here(tmp_path):
 def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as find_spec and import see one that is not there
     folder = folder_of(tmp_path, model_type="bloom")
-    text = f"{folder / 'config.json'}: model_type 'bloom' is computed by exporting transformers' own model"
-    with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*there are apertus, "):
+    text = f"{folder / 'config.json'}: model_type 'bloom' runs as a program exported from transformers' own model"
+    with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*these work: apertus, "):
         AutoModelForSequenceClassification.from_pretrained(folder)
 
 
@@ -139,7 +139,7 @@ def test_a_malicious_bin_file_is_not_run(model_type, tmp_path):
     folder, mark = configs.build(tmp_path, model_type), tmp_path / "mark"
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"score.weight": Malicious(mark)}))
-    with pytest.raises(ValueError, match="pytorch_model.bin is not a PyTorch file of nothing but tensors"):
+    with pytest.raises(ValueError, match="pytorch_model.bin is not a PyTorch file that only holds tensors"):
         AutoModelForSequenceClassification.from_pretrained(folder)
     assert not mark.exists()
 
@@ -149,7 +149,7 @@ def test_a_bin_file_of_something_else(pickled):
 
     _, folder = pickled()
     torch.save([1, 2], folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin holds a list that is not tensors by name"):
+    with pytest.raises(ValueError, match="pytorch_model.bin must hold a state dict of tensors by name, got a list"):
         AutoModelForSequenceClassification.from_pretrained(folder)
     torch.save({"score.weight": torch.ones(1, dtype=torch.int8)}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="tensor score.weight has dtype int8; trl_jax reads float32"):

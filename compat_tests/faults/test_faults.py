@@ -43,15 +43,15 @@ def refuses(text, *parts, error=ValueError):
 # ---- weights ----
 
 OPENINGS = {
-    "empty": (b"", "it has 0 bytes, an interrupted download perhaps: download it again"),
-    "short": (b"\x08\0\0", "it has 3 bytes, an interrupted download perhaps: download it again"),
+    "empty": (b"", "it has 0 bytes, perhaps because a download was interrupted: download it again"),
+    "short": (b"\x08\0\0", "it has 3 bytes, perhaps because a download was interrupted: download it again"),
     "html": (b"<!DOCTYPE html><html>404</html>", "this is an HTML or XML page"),
     "xml": (b'<?xml version="1.0"?><Error/>', "this is an HTML or XML page"),
     "lfs": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
-        "this is a git-LFS pointer, not the weights: run `git lfs pull`",
+        "this is a git-LFS pointer instead of the weights: run `git lfs pull`",
     ),
-    "not_found": (b"Entry not found", "this is an answer of the Hub, which has no such file"),
+    "not_found": (b"Entry not found", "this is an error message of the Hub, which has no such file"),
     "text": (b"root:x:0:0:root:/root:/bin/bash", "it is text: download it again"),
     "zeros": (bytes(1000), "its header is not a JSON object of tensors"),
 }  # fmt: skip
@@ -77,7 +77,7 @@ def test_row01_in_a_shard(checkpoint, tmp_path):
 HEADERS = {
     "too_long": (
         struct.pack("<Q", 2**60) + bytes(50),
-        "its header should have 1,152,921,504,606,846,976 bytes, the file has 58",
+        "its header should have 1,152,921,504,606,846,976 bytes, but the file has 58",
     ),
     "negative": (b"\xff" * 60, "its header should have 18,446,744,073,709,551,615 bytes"),
     "no_json": (struct.pack("<Q", 16) + b"x" * 50, "its header is not a JSON object of tensors"),
@@ -105,10 +105,10 @@ ENTRIES = {
         {"shape": [2**62, 2**62]},
         "tensor score.weight of dtype F32 and shape [4611686018427387904, ",
     ),
-    "overlap": ({"data_offsets": [0, 256]}, "begins at byte 0, the tensor before it ends at 256"),
+    "overlap": ({"data_offsets": [0, 256]}, "begins at byte 0, but the previous tensor ends at 256"),
     "hole": (
         {"data_offsets": [600_000, 600_256]},
-        "tensor score.weight begins at byte 600,000, the tensor before",
+        "tensor score.weight begins at byte 600,000, but the previous tensor",
     ),
     "dtype": ({"dtype": "Q4"}, "tensor score.weight has dtype Q4, which safetensors does not know"),
 }
@@ -127,10 +127,10 @@ def test_row02_data_cut_short_or_too_long(good, tmp_path):
     folder = copied(good, tmp_path)
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-100])
-    with refuses(str(folder / WEIGHTS), "tensor score.weight ends at byte", "the file is cut short, download it again"):
+    with refuses(str(folder / WEIGHTS), "tensor score.weight ends at byte", "the file is truncated, download it again"):
         trainer(folder, tmp_path)
     (folder / WEIGHTS).write_bytes(content + b"xx")
-    with refuses(str(folder / WEIGHTS), "2 bytes after its last tensor belong to none"):
+    with refuses(str(folder / WEIGHTS), "2 bytes after the last tensor are unused"):
         trainer(folder, tmp_path)
     (folder / WEIGHTS).write_bytes(content[:1000])
     with refuses(str(folder / WEIGHTS), "its header should have", "the file has 1,000: download it again"):
@@ -143,14 +143,14 @@ def test_row02_data_cut_short_or_too_long(good, tmp_path):
 def test_row03_a_dtype_that_is_not_read(dtype, width, good, tmp_path):
     folder = copied(good, tmp_path)
     edit_tensor(folder, "score.weight", dtype=dtype, shape=[1, width])
-    text = f"{folder / WEIGHTS}: tensor score.weight has dtype {dtype}; trl_jax reads F32, BF16, F16. Dequantise"
+    text = f"{folder / WEIGHTS}: tensor score.weight has dtype {dtype}; trl_jax reads F32, BF16, F16. Dequantize"
     with refuses(text):
         trainer(folder, tmp_path)
 
 
 def test_row03_a_quantised_checkpoint(good, tmp_path):
     folder = copied(good, tmp_path, quantization_config={"quant_method": "fp8"})
-    with refuses(f"{folder / 'config.json'}: the weights are quantised (quant_method='fp8')", "Pass the unquantised"):
+    with refuses(f"{folder / 'config.json'}: the weights are quantized (quant_method='fp8')", "Use the unquantized"):
         trainer(folder, tmp_path)
 
 
@@ -172,7 +172,7 @@ def test_row05_an_index_that_points_elsewhere(name, checkpoint, tmp_path, monkey
     weight_map = {"model.norm.weight": name}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     monkeypatch.setattr("trl_jax.hub.formats.safe_open", lambda *how, **more: pytest.fail("opened"))
-    with refuses(f"{folder / INDEX} names shards outside its folder or none at all: {[name]!r}. Nothing was opened."):
+    with refuses(f"{folder / INDEX} names shards outside its folder, or none at all: {[name]!r}. Nothing was opened."):
         trainer(folder, tmp_path)
 
 
@@ -191,7 +191,7 @@ NO_INDEX = [
 def test_row05_an_index_that_is_none(content, checkpoint, tmp_path):
     folder = copied(checkpoint("llama", shards=True), tmp_path)
     (folder / INDEX).write_text(content)
-    with refuses(f"{folder / INDEX} is not an index: wanted a JSON object with weight_map, tensor to file."):
+    with refuses(f"{folder / INDEX} is not a valid index, which is a JSON object with a weight_map"):
         trainer(folder, tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_row05_one_tensor_in_two_shards(checkpoint, tmp_path):
     folder = copied(checkpoint("llama", shards=True), tmp_path)
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     second.write_bytes(first.read_bytes())
-    with refuses(f"{second} holds the tensor model.", "which an earlier shard holds too"):
+    with refuses(f"{second} holds the tensor model.", "which is also in an earlier shard"):
         trainer(folder, tmp_path)
 
 
@@ -208,15 +208,15 @@ def test_row06_missing_and_unexpected_tensors(good, tmp_path):
     missing = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(folder, drop=[missing], model__layers__1__extra__weight=np.ones(3, np.float32))
     text = f"{folder}: the weights do not fit config.json (model_type 'llama'). Missing: {missing}."
-    with refuses(text, "Unexpected: model.layers.1.extra.weight. Pass the config.json that belongs to them."):
+    with refuses(text, "Unexpected: model.layers.1.extra.weight. Use the config.json of this checkpoint."):
         trainer(folder, tmp_path)
 
 
 def test_row06_wrong_shapes_and_two_labels(good, checkpoint, tmp_path):
     folder = copied(good, tmp_path)
     edit_tensors(folder, score__weight=np.ones((2, 64), np.float32))
-    text = f"{folder}: wrong shapes: score.weight is [2, 64], config.json asks for [1, 64]."
-    with refuses(text, "A reward model has one score a sequence"):
+    text = f"{folder}: wrong shapes: score.weight is [2, 64], but config.json requires [1, 64]."
+    with refuses(text, "A reward model has a single score per text"):
         trainer(folder, tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_row06_a_new_head_and_a_language_head_are_no_fault(checkpoint, tmp_path,
     caplog.set_level("INFO", logger="trl_jax")
     folder = checkpoint("llama", head="causal")
     trainer(folder, tmp_path, seed=11)
-    assert f"{folder} has no score.weight: drawn from a normal distribution with seed 11." in caplog.text
+    assert f"{folder} has no score.weight: initialized from a normal distribution with seed 11." in caplog.text
 
 
 def test_row07_tied_but_with_a_head_of_its_own(checkpoint, tmp_path, caplog):
@@ -276,8 +276,8 @@ def test_row08_a_malicious_bin_file_is_not_run(good, tmp_path):
     folder, mark = copied(good, tmp_path), tmp_path / "mark"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(mark)))
-    text = f"{folder / 'pytorch_model.bin'} is not a PyTorch file of nothing but tensors"
-    with refuses(text, "nothing in it was run"):
+    text = f"{folder / 'pytorch_model.bin'} is not a PyTorch file that only holds tensors"
+    with refuses(text, "no code in it was run"):
         trainer(folder, tmp_path)
     assert not mark.exists()
 
@@ -287,10 +287,10 @@ def test_row08_a_bin_file_is_neither_read_nor_run_without_torch(good, tmp_path, 
     folder, mark = copied(good, tmp_path), tmp_path / "mark"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(mark)))
-    text = f"{folder} has its weights only as pytorch_model.bin"
+    text = f"{folder} only has pytorch_model.bin"
     with refuses(
         text,
-        "pip install 'trl_jax[torch]'. Or convert them: AutoModel.from_pretrained(folder).save_pretrained(folder)",
+        "pip install 'trl_jax[torch]'. Or convert it: AutoModel.from_pretrained(folder).save_pretrained(folder)",
     ):
         trainer(folder, tmp_path)
     assert not mark.exists()
@@ -309,7 +309,7 @@ def test_row08_a_bin_file_beside_safetensors_is_not_touched(good, tmp_path):
 def test_row08_no_weights_at_all(good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / WEIGHTS).unlink()
-    text = f"{folder} has neither {WEIGHTS} nor {INDEX}: there are no weights to load."
+    text = f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} exists."
     with refuses(text, error=FileNotFoundError):
         trainer(folder, tmp_path)
 
@@ -318,7 +318,7 @@ def test_row08_no_weights_at_all(good, tmp_path):
 def test_row09_a_bin_file_under_another_name(content, found, good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / WEIGHTS).write_bytes(content)
-    with refuses(f"{folder / WEIGHTS}", f"this is {found}, probably a PyTorch .bin under another name: convert it"):
+    with refuses(f"{folder / WEIGHTS}", f"this is {found}, probably a renamed PyTorch .bin: convert it"):
         trainer(folder, tmp_path)
 
 
@@ -458,7 +458,7 @@ def test_row33_pad_equal_to_eos_is_warned_of_once(good, tmp_path, caplog):
 
 
 def test_row34_more_than_one_label(good, tmp_path):
-    with refuses("num_labels is 2, but reward models require `num_labels=1`: one score a sequence."):
+    with refuses("num_labels is 2, but reward models require `num_labels=1`, one score per text."):
         trainer(good, tmp_path, model_init_kwargs={"num_labels": 2})
 
 
@@ -487,10 +487,12 @@ def test_row35_the_code_of_a_repository_is_never_run(good, tmp_path, caplog):
 def test_row36_no_config(good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / "config.json").unlink()
-    text = f"{folder / 'config.json'} does not exist: a checkpoint folder holds config.json and *.safetensors."
+    text = f"{folder / 'config.json'} does not exist. A checkpoint folder must hold config.json and *.safetensors."
     with refuses(text, error=FileNotFoundError):
         trainer(folder, tmp_path)
-    with refuses("gone'", "there is no such folder, and it is not a Hub repository's name", error=FileNotFoundError):
+    with refuses(
+        "gone'", "there is no such folder, and it is not a valid name of a Hub repository", error=FileNotFoundError
+    ):
         trainer(tmp_path / "gone", tmp_path)
 
 
@@ -502,7 +504,7 @@ def test_row36_no_config(good, tmp_path):
         (b"\xff\xfe{}", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b'{"vocab_size": ' + b"9" * 5000 + b"}", "is not valid JSON"),
-        (b"[]", "holds a JSON list, wanted an object."),
+        (b"[]", "must hold a JSON object, got a list."),
     ],
 )
 def test_row36_a_config_that_is_no_json(content, text, good, tmp_path):
@@ -519,12 +521,12 @@ HUGE = [
         4096,
         "the weights do not fit config.json (model_type 'llama'). Missing: model.layers.",
     ),
-    ("hidden_size", 10**9, "model.embed_tokens.weight is [520, 64], config.json asks for [520, 1000000000]"),
-    ("intermediate_size", 10**9, "config.json asks for [1000000000, 64]"),
-    ("vocab_size", 10**9, "model.embed_tokens.weight is [520, 64], config.json asks for [1000000000, 64]"),
+    ("hidden_size", 10**9, "model.embed_tokens.weight is [520, 64], but config.json requires [520, 1000000000]"),
+    ("intermediate_size", 10**9, "config.json requires [1000000000, 64]"),
+    ("vocab_size", 10**9, "model.embed_tokens.weight is [520, 64], but config.json requires [1000000000, 64]"),
     ("vocab_size", 10**12, "vocab_size is 1000000000000, wanted a whole number from 1 to 2,147,483,647."),
-    ("head_dim", 10**9, "config.json asks for [4000000000, 64]"),
-    ("num_attention_heads", 10**9, "transformers refuses it: Class validation error for validator"),
+    ("head_dim", 10**9, "config.json requires [4000000000, 64]"),
+    ("num_attention_heads", 10**9, "transformers rejects this config: Class validation error for validator"),
 ]
 
 
@@ -589,11 +591,16 @@ def test_row36_heads_that_do_not_divide_the_width(good, tmp_path):
     [
         ("layer_types", 5, "layer_types is 5, wanted a list of names"),
         ("layer_types", [[1]], "layer_types is [[1]], wanted a list of names"),
-        ("layer_types", ["full_attention"], "layer_types has 1 entries of ['full_attention'], wanted 3 of"),
+        (
+            "layer_types",
+            ["full_attention"],
+            "layer_types must be 3 entries of full_attention or sliding_attention",
+        ),
         (
             "layer_types",
             ["linear_attention"] * 3,
-            "layer_types has 3 entries of ['linear_attention'], wanted",
+            "layer_types must be 3 entries of full_attention or sliding_attention, got 3 entries of "
+            "['linear_attention']",
         ),
         (
             "layer_types",

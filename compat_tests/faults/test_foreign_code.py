@@ -82,7 +82,7 @@ def test_training_runs_a_tokenizers_code_where_it_is_trusted_and_says_so(hostile
     with caplog.at_level(logging.WARNING, "trl_jax"):
         make(trl_jax, hostile, tmp_path / "out", config={"trust_remote_code": True})
     assert ran(hostile) == {"tokenizer"}
-    assert "no effect on models, whose own code is never run. It lets the code of a tokenizer run" in caplog.text
+    assert "no effect on models, whose code is never run. It only allows a tokenizer to run the code" in caplog.text
 
 
 def test_a_plan_runs_nothing(hostile, tmp_path, capsys):
@@ -114,7 +114,7 @@ def test_torchs_models_run_nothing(hostile, tmp_path):
     load_model(hostile, "float32", 0)
     torch.save({"param_groups": [], "state": {}}, hostile / "optimizer.pt")
     raw, path = read_config(hostile), hostile / "config.json"
-    with pytest.raises(ValueError, match="is not AdamW's state of this model"):
+    with pytest.raises(ValueError, match="is not an AdamW state for this model"):
         write_adamw_moments(hostile, tmp_path, transformers_config(raw, path, "score"), "score", lambda name: True)
     assert ran(hostile) == set()
 

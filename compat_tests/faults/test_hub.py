@@ -160,7 +160,7 @@ def test_row42_an_outage_loses_nothing_and_is_told(train, hub, tmp_path, caplog)
         trainer = train(num_train_epochs=3)
     assert trainer.state.global_step == 12 and time.time() - start < 120
     assert hub.messages(NAME) == STEPS[:2]
-    assert caplog.text.count('on the Hub did not take "Training in progress, step ') >= 5
+    assert caplog.text.count('on the Hub did not accept "Training in progress, step ') >= 5
     last = caplog.records[-1].message
     assert last.startswith("6 pushes to somebody/judge failed. The last one did not arrive either;")
     assert f"{tmp_path / 'run'} holds everything. The first said: The repository 'somebody/judge'" in last
@@ -211,6 +211,6 @@ def test_row43_a_token_that_may_not_write(status, token, trainer, hub, tmp_path,
     with pytest.raises(PermissionError) as error:
         trainer(hub_token=token)
     assert "'judge' on the Hub cannot be opened: " in str(error.value) and str(status) in str(error.value)
-    assert "Log in with `hf auth login`, or pass a hub_token that may write there." in str(error.value)
+    assert "Log in with `hf auth login`, or pass a hub_token with write access." in str(error.value)
     assert error.value.__suppress_context__
     assert token not in str(error.value) + caplog.text

@@ -32,7 +32,7 @@ CONFIG = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "sav
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     monkeypatch.setenv(limits.VARIABLE, "2")
-    monkeypatch.setattr(limits, "_TOLD_AFTER", 0.5)
+    monkeypatch.setattr(limits, "_WARN_AFTER", 0.5)
     monkeypatch.setattr(push, "_WAITS", (0.05,) * 4)
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "assets"))
     with serving(monkeypatch, tmp_path / "cache") as server:
@@ -76,8 +76,8 @@ def test_a_hub_that_hangs_ends_construction(trainer, hub, caplog):
     assert "'judge' on the Hub cannot be opened: ReadTimeout: " in str(error.value)
     assert f"POST {hub.url}/api/repos/create" in str(error.value)
     waiting = "while opening the repository 'judge' on the Hub: POST "
-    assert sum("Waiting for the Hub, which" in text and waiting in text for text in caplog.messages) == 1
-    assert "It is given up after 2 seconds (TRL_JAX_HUB_TIMEOUT)." in caplog.text
+    assert sum("The Hub has not" in text and waiting in text for text in caplog.messages) == 1
+    assert "The request will be aborted after 2 seconds (TRL_JAX_HUB_TIMEOUT)." in caplog.text
 
 
 @pytest.mark.parametrize("file", [thorough("config.json"), WEIGHTS])
@@ -86,9 +86,11 @@ def test_a_hub_that_hangs_ends_a_fetch(file, fetch, hub, caplog):
     with Clock() as clock, pytest.raises(ConnectionError) as error:
         fetch()
     assert clock.seconds < 20
-    assert str(error.value).startswith(f"model='{NAME}': {file} could not be fetched from the Hub, whose client said: ")
+    assert str(error.value).startswith(
+        f"model='{NAME}': {file} could not be downloaded from the Hub; its client reported: "
+    )
     assert f"/{NAME}/resolve/" in str(error.value)
-    assert "no good answer within 2 seconds (TRL_JAX_HUB_TIMEOUT)" in str(error.value)
+    assert "did not succeed within 2 seconds (TRL_JAX_HUB_TIMEOUT)" in str(error.value)
     assert f"while fetching {file} of model='{NAME}'" in caplog.text
 
 
@@ -117,8 +119,10 @@ def test_an_hour_is_not_waited_for(fetch, hub):
     with Clock() as clock, pytest.raises(ConnectionError) as error:
         fetch()
     assert clock.seconds < 20
-    assert f"model='{NAME}': {WEIGHTS} could not be fetched" in str(error.value) and hub.url in str(error.value)
-    assert "status 429, and the server asks to wait 3600 seconds. That is more than 2 (TRL_J" in str(error.value)
+    assert f"model='{NAME}': {WEIGHTS} could not be downloaded" in str(error.value) and hub.url in str(error.value)
+    assert "the server answered with status 429 and asks to wait 3600 seconds, which is more than 2 (TRL_J" in str(
+        error.value
+    )
 
 
 def test_a_second_is_waited_for(fetch, hub, monkeypatch):
@@ -137,7 +141,7 @@ def test_a_second_is_waited_for(fetch, hub, monkeypatch):
 
 def test_a_limit_that_is_no_number(fetch, monkeypatch):
     monkeypatch.setenv(limits.VARIABLE, "soon")
-    with pytest.raises(ValueError, match="TRL_JAX_HUB_TIMEOUT is 'soon', wanted a number of seconds"):
+    with pytest.raises(ValueError, match="TRL_JAX_HUB_TIMEOUT must be a number of seconds, such as 60, got 'soon'"):
         fetch()
 
 
@@ -146,10 +150,10 @@ def test_zeros_in_the_place_of_weights_are_noticed_and_not_kept(fetch, hub):
     hub.fault = lambda method, path: "zeros" if path.endswith(WEIGHTS) and method == "GET" else None
     with pytest.raises(ValueError) as error:
         fetch()
-    assert str(error.value).startswith(f"model='{NAME}': {WEIGHTS} came damaged. Its sha256 is ")
+    assert str(error.value).startswith(f"model='{NAME}': {WEIGHTS} is corrupted: its sha256 is ")
     sent, meant = (hashlib.sha256(data).hexdigest() for data in (bytes(len(whole)), whole))
-    assert f"Its sha256 is {sent}, that on the Hub is {meant}." in str(error.value)
-    assert "start again, which fetches it anew" in str(error.value)
+    assert f"its sha256 is {sent}, but {meant} on the Hub." in str(error.value)
+    assert "Start again to download it again" in str(error.value)
     hub.fault = lambda method, path: None
     assert fetch().params
 
@@ -171,7 +175,7 @@ def test_a_transfer_that_breaks_off_names_the_model(fetch, hub, monkeypatch):
     hub.fault = lambda method, path: "half" if path.endswith(WEIGHTS) and method == "GET" else None
     with pytest.raises(ConnectionError) as error:
         fetch()
-    assert f"model='{NAME}': {WEIGHTS} could not be fetched from the Hub, whose client said: " in str(error.value)
+    assert f"model='{NAME}': {WEIGHTS} could not be downloaded from the Hub; its client reported: " in str(error.value)
 
 
 def test_a_signal_at_the_end_of_training_cuts_the_upload_off(trainer, hub, tmp_path, monkeypatch, caplog):
@@ -231,7 +235,7 @@ def test_a_signal_during_a_scripts_own_push_says_what_it_cuts_off(when, number, 
     with Clock() as clock:
         said = child.communicate(timeout=50)[1]
     assert child.returncode == code and clock.seconds < 15, said
-    assert f'trl_jax: {number.name}: leaving while uploading "mine" to somebody/judge. That is cut off.' in said
+    assert f'trl_jax: {number.name}: exiting while uploading "mine" to somebody/judge, which is interrupted.' in said
 
 
 def test_an_error_of_our_own_is_not_tried_again(hub, tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_an_interrupt_gives_back_the_completions_that_are_there(model, monkeypat
     monkeypatch.setattr(generator, "refilled", interrupted)
     done = model.generate_batch(prompts(), batch_size=2, max_new_tokens=3)
     assert list(done) == ["req_1", "req_5", "req_6"]
-    assert "Interrupted: 3 of 7 completions are there, and are returned." in caplog.text
+    assert "Interrupted: returning the 3 of 7 completions that are finished." in caplog.text
     monkeypatch.setattr(generator, "prefill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate_batch(prompts(), batch_size=2, max_new_tokens=3)
@@ -147,8 +147,8 @@ def test_the_tokenizers_ids_count_where_the_model_has_none(model, tokenizer, mon
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "Prompt 0 is \\[\\]: wanted a string, or messages as in"),
-        ([{"content": "x"}], "wanted a string, or messages"),
+        ([], "Prompt 0 must be a string, or messages such as .* got \\[\\]"),
+        ([{"content": "x"}], "must be a string, or messages"),
         ([{"role": "user", "content": [{"type": "image"}]}], "^The prompt: .*rows with images are not supported yet"),
         (TALK, "the tokenizer has no chat template. Pass text, or set"),
     ],
@@ -161,10 +161,10 @@ def test_prompts_of_another_form(model, prompt, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"inputs": [[3], []]}, "Prompt 1 has 0 tokens: wanted at least one"),
-        ({"inputs": [[3], [9999]]}, "Prompt 1 has 1 tokens: wanted .* from 0 to"),
+        ({"inputs": [[3], []]}, "Prompt 1 has 0 tokens. A prompt needs at least one"),
+        ({"inputs": [[3], [9999]]}, "Prompt 1 has 1 tokens. .* from 0 to"),
         ({"persistent_manager": True}, r"`model_kwargs` are not used by the model: \['persistent_manager'\]"),
-        ({"num_beams": 2}, "there are no beams"),
+        ({"num_beams": 2}, "there is no beam search"),
         ({"max_length": 30}, "Input length of input_ids is 30"),
     ],
 )

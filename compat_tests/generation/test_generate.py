@@ -372,25 +372,28 @@ def test_errors_of_the_prompt_have_transformers_words(ours, theirs):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"input_ids": [[1, 5000]]}, "input_ids has the id 5000, but the model embeds the ids 0 to"),
+        ({"input_ids": [[1, 5000]]}, "input_ids has the id 5000, but the model's ids run from 0 to"),
         ({"input_ids": [[-100, 3]]}, "input_ids has the id -100"),
-        ({"input_ids": [3, 4]}, r"input_ids has the shape \(2,\) and the type int64: wanted whole numbers"),
-        ({"input_ids": [[]]}, "at least one token a row"),
-        ({"input_ids": [[0.5]]}, "the type float64"),
-        ({"input_ids": [[3, 4], [0, 0]]}, "Row 1 of input_ids has no token but padding"),
-        ({"input_ids": [[3, 4]], "attention_mask": [[1]]}, r"attention_mask has the shape \(1, 1\)"),
-        ({"num_beams": 4}, "num_beams=4 is not in this release of trl_jax: there are no beams. Sample"),
+        ({"input_ids": [3, 4]}, r"input_ids must be integers .* got shape \(2,\) and dtype int64"),
+        ({"input_ids": [[]]}, "at least one token per row"),
+        ({"input_ids": [[0.5]]}, "dtype float64"),
+        ({"input_ids": [[3, 4], [0, 0]]}, "Row 1 of input_ids is all padding"),
+        (
+            {"input_ids": [[3, 4]], "attention_mask": [[1]]},
+            r"attention_mask must have the shape of input_ids, .* got \(1, 1\)",
+        ),
+        ({"num_beams": 4}, "num_beams=4 is not in this release of trl_jax: there is no beam search. Sample"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "there is no contrastive search"),
         ({"prompt_lookup_num_tokens": 3}, "there is no assisted decoding"),
         ({"assistant_model": "draft"}, "assistant_model='draft' is not in this release"),
         ({"guidance_scale": 1.5}, "there is no guidance"),
         ({"watermarking_config": {}}, "there are no watermarks"),
-        ({"custom_generate": "someone/repository"}, "transformers' decoding loops are torch's"),
-        ({"inputs_embeds": np.ones((1, 2, 3))}, "prompts are token ids"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "a step keeps none of the model's inner values"),
-        ({"cache_implementation": "quantized"}, "keys and values are kept as they are computed"),
+        ({"custom_generate": "someone/repository"}, "transformers' decoding loops need torch"),
+        ({"inputs_embeds": np.ones((1, 2, 3))}, "prompts must be token ids"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "intermediate values of the model are not kept"),
+        ({"cache_implementation": "quantized"}, "the cache always stores keys and values as computed"),
         ({"cache_implementation": "paged"}, "call generate_batch"),
-        ({"token_healing": True}, "prompts are not healed"),
+        ({"token_healing": True}, "tokens are not healed"),
     ],
 )
 def test_other_errors_say_what_to_do(ours, wrong, message):
@@ -407,7 +410,7 @@ def test_logits_that_are_not_finite_are_told_of(folder):
 
 
 def test_a_processor_that_leaves_no_token_is_told_of(ours):
-    with pytest.raises(RuntimeError, match="no token is left"):
+    with pytest.raises(RuntimeError, match="all tokens are masked out"):
         ours.generate([[3, 4]], do_sample=True, logits_processor=[lambda ids, scores: scores - np.inf])
 
 
@@ -421,6 +424,6 @@ def test_a_score_head_cannot_generate(tmp_path):
 
 def test_positions_that_end_are_told_of(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, "gpt2", tie=True, num_hidden_layers=1))
-    with pytest.raises(ValueError, match=f"but .* has positions for {model.max_positions}. Lower max_new_tokens"):
+    with pytest.raises(ValueError, match=f"but .* supports {model.max_positions}. Lower max_new_tokens"):
         model.generate([[3, 4]], max_new_tokens=model.max_positions - 1)
     assert model.generate([[3, 4]], max_new_tokens=2, pad_token_id=0).shape == (1, 4)

@@ -77,26 +77,26 @@ def norm(model):
 
 
 CHANGES = {
-    act: r"model\.layers\.0\.mlp\.act_fn is a ReLU, and by its config a SiLUActivation",
-    forward: r"model\.layers\.0\.mlp\.forward is a function of the script's",
-    hook: r"model\.layers\.0 has a hook of the script's, <lambda>",
-    before: "lm_head has a hook of the script's, <lambda>",
-    backward: r"model\.layers\.0 has a hook of the script's, <lambda>",
+    act: r"model\.layers\.0\.mlp\.act_fn is a ReLU, but a SiLUActivation according to its config",
+    forward: r"model\.layers\.0\.mlp\.forward was replaced by the script",
+    hook: r"model\.layers\.0 has a hook set by the script, <lambda>",
+    before: "lm_head has a hook set by the script, <lambda>",
+    backward: r"model\.layers\.0 has a hook set by the script, <lambda>",
     gradient: r"the gradient of lm_head\.weight has a hook",
-    tie: "its head and its embedding are one, and its config has tie_word_embeddings=False",
-    epsilon: r"input_layernorm\.variance_epsilon is 0\.5, and by its config 1e-06",
-    later_config: r"input_layernorm\.variance_epsilon is 1e-06, and by its config 0\.25",
-    scale: r"self_attn\.scaling is 0\.01, and by its config 0\.35\d+",
-    frequencies: r"rotary_emb\.inv_freq has other numbers than by its config",
-    norm: r"model\.norm is a Identity, and by its config a LlamaRMSNorm",
+    tie: "its head and embedding are tied, but its config has tie_word_embeddings=False",
+    epsilon: r"input_layernorm\.variance_epsilon is 0\.5, but 1e-06 according to its config",
+    later_config: r"input_layernorm\.variance_epsilon is 1e-06, but 0\.25 according to its config",
+    scale: r"self_attn\.scaling is 0\.01, but 0\.35\d+ according to its config",
+    frequencies: r"rotary_emb\.inv_freq differs from the values that its config determines",
+    norm: r"model\.norm is a Identity, but a LlamaRMSNorm according to its config",
 }
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_that_jax_would_pass_over_is_refused(change, model):
     change(model)
-    words = r"model is a LlamaForCausalLM that was changed after it was made: .*"
-    with pytest.raises(ValueError, match=words + CHANGES[change] + r"\. JAX computes what its config says"):
+    words = r"model is a LlamaForCausalLM that was modified after it was created: .*"
+    with pytest.raises(ValueError, match=words + CHANGES[change] + r"\. JAX would ignore"):
         accepted(model)
 
 
@@ -108,7 +108,7 @@ def test_a_dropout_that_was_turned_off_is_refused(checkpoint):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0
-    with pytest.raises(ValueError, match=r"\.p is 0, and by its config 0\.1"):
+    with pytest.raises(ValueError, match=r"\.p is 0, but 0\.1 according to its config"):
         accepted(model)
     assert accepted(model, dropout=False)
 
@@ -117,10 +117,10 @@ def test_dropout_around_a_score_head_is_left_out_where_it_does_not_count(checkpo
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint(), num_labels=1)
     linear = model.score
     model.score = nn.Sequential(nn.Dropout(0.3), linear)
-    with pytest.raises(ValueError, match="score is a Sequential, and by its config a Linear"):
+    with pytest.raises(ValueError, match="score is a Sequential, but a Linear according to its config"):
         accepted(model, "score")
     assert accepted(model, "score", dropout=False) and model.score is linear
-    assert "model.score has dropout around its linear layer" in caplog.text
+    assert "model.score is a linear layer wrapped with dropout" in caplog.text
     model.score = nn.Sequential(linear, nn.Linear(1, 1))
     with pytest.raises(ValueError, match="score is a Sequential"):
         accepted(model, "score", dropout=False)

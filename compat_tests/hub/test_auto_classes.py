@@ -43,7 +43,7 @@ def test_arguments_of_from_pretrained_and_from_config(checkpoint, tmp_path):
     config.num_attention_heads = 2
     made = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder), dtype="bfloat16")
     assert made.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="it says another architecture than"):
+    with pytest.raises(ValueError, match="describes a different architecture than"):
         AutoModelForCausalLM.from_pretrained(folder, config=config)
     few = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     whole = AutoModelForCausalLM.from_pretrained(folder)

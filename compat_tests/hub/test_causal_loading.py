@@ -67,7 +67,7 @@ def test_a_language_model_becomes_a_scorer_and_a_scorer_a_language_model(tmp_pat
 
 
 def test_an_encoder_has_no_language_models_head(tmp_path):
-    with pytest.raises(ValueError, match="model_type 'bert' reads in both directions and has no causal language model"):
+    with pytest.raises(ValueError, match="model_type 'bert' is bidirectional and has no causal language model"):
         AutoModelForCausalLM.from_pretrained(variants.tiny_model(tmp_path, "bert"))
 
 
@@ -193,7 +193,7 @@ def test_a_bias_that_the_familys_head_does_not_have_is_left_out_and_said(tmp_pat
     )
     with caplog.at_level(logging.WARNING):
         model = AutoModelForCausalLM.from_pretrained(folder)
-    assert "lm_head.bias is left out: a LlamaForCausalLM has none, here as in transformers." in caplog.text
+    assert "lm_head.bias is dropped because a LlamaForCausalLM does not have it, as in transformers." in caplog.text
     assert_same_logits(model, folder)
     caplog.clear()
     AutoModelForSequenceClassification.from_pretrained(folder)

@@ -57,7 +57,7 @@ def test_another_name_of_a_value_is_the_configs_own(folder, caplog):
     model = trl_jax.AutoModelForCausalLM.from_pretrained(folder("gpt2"), max_position_embeddings=512)
     assert model.config.n_positions == 512
     model = trl_jax.AutoModelForCausalLM.from_pretrained(folder("gpt2"), num_hidden_layers=1)
-    assert model.config.n_layer == 1 and "the first 1 are taken, as was asked for" in caplog.text
+    assert model.config.n_layer == 1 and "only the first 1 layers are loaded, as requested" in caplog.text
 
 
 def test_kinds_of_layers_are_those_of_the_layers_that_are_taken(folder, tmp_path):
@@ -86,7 +86,9 @@ def test_what_the_config_does_not_have_is_refused_as_in_transformers(values, fol
     transformers = pytest.importorskip("transformers")
     with pytest.raises(TypeError):
         transformers.AutoModelForCausalLM.from_pretrained(folder("llama"), **values)
-    with pytest.raises(TypeError, match=f"does not take {', '.join(sorted(values))}. It takes .* values of the check"):
+    with pytest.raises(
+        TypeError, match=f"does not accept {', '.join(sorted(values))}. It accepts .* values of the check"
+    ):
         trl_jax.AutoModelForCausalLM.from_pretrained(folder("llama"), **values)
 
 
@@ -103,6 +105,6 @@ def test_what_nothing_is_computed_with_is_passed_over_where_a_config_has_none(mo
 def test_models_that_are_exported_take_none_that_is_computed_with(tmp_path):
     pytest.importorskip("torch")
     tiny_model(tmp_path, "bloom")
-    with pytest.raises(TypeError, match="does not take layer_norm_epsilon. .*this one is exported as that says"):
+    with pytest.raises(TypeError, match="does not accept layer_norm_epsilon. .*this one runs as an exported program"):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(tmp_path, layer_norm_epsilon=0.1)
-    trl_jax.hub.find.find_checkpoint(str(tmp_path), use_cache=False)
+    trl_jax.hub.auto.find_checkpoint(str(tmp_path), use_cache=False)

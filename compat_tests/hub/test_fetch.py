@@ -143,8 +143,8 @@ def test_a_repository_without_config(hub):
 def test_a_mistyped_folder(name, tmp_path, monkeypatch):
     """Offline, as all tests are: what the client itself raises."""
     monkeypatch.chdir(tmp_path)
-    text = f"model={name!r}: there is no such folder in {tmp_path}, and no such repository could be fetched"
-    with pytest.raises(FileNotFoundError, match=re.escape(text) + ".*client said: .+"):
+    text = f"model={name!r}: there is no such folder in {tmp_path}, and no such repository could be downloaded"
+    with pytest.raises(FileNotFoundError, match=re.escape(text) + ".*client reported: .+"):
         load(name, cache_dir=str(tmp_path / "cache"))
 
 

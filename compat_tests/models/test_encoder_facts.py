@@ -139,7 +139,7 @@ def _off(found, wanted):
 @pytest.mark.parametrize("fact", REFUSED)
 def test_a_fact_of_shape(fact, folder, load_with):
     place, wrong = REFUSED[fact]
-    noticed = r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for|attention_out_norm"
+    noticed = r"Missing: .*Unexpected: |wrong shapes: .* config.json requires|attention_out_norm"
     with pytest.raises((ValueError, KeyError), match=noticed):
         load_with(folder(*place), fact, wrong)
 

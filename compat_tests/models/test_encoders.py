@@ -106,7 +106,7 @@ def test_calling_the_model(family, built):
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(folder, ids, mask), 1e-5)
     unmasked = variants.reference_logits(folder, ids, np.ones_like(ids))
     variants.assert_close(model(ids, token_type_ids=np.zeros_like(ids)).logits, unmasked, 1e-5, "without a mask")
-    with pytest.raises(ValueError, match="token_type_ids has other types than 0, but a single text is scored"):
+    with pytest.raises(ValueError, match="token_type_ids must be all 0 because single texts are scored"):
         model(ids, mask, token_type_ids=np.ones_like(ids))
 
 
@@ -177,7 +177,7 @@ def test_what_is_not_computed_is_refused(family, wrong, message, built):
 def test_a_text_longer_than_the_positions_is_refused(built):
     model = load(built("roberta", "other_pad"))
     assert model.max_positions == 512 - 7 - 1 and load(built("modernbert")).max_positions is None
-    with pytest.raises(ValueError, match="input_ids has 505 tokens a row, but the model has positions for 504"):
+    with pytest.raises(ValueError, match="input_ids has 505 tokens per row, but the model supports 504"):
         model(np.ones((1, 505), int))
     assert np.isfinite(model(np.ones((1, 504), int)).logits).all()  # computed on 512: the pads have no positions
 

@@ -177,7 +177,7 @@ def scores(model, **how):
 @pytest.mark.parametrize("fact", REFUSED)
 def test_a_fact_of_shape(fact, built, load_with):
     family, name, wrong = REFUSED[fact]
-    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json requires"):
         load_with(built(family, name), **{fact: wrong})
 
 
@@ -194,7 +194,7 @@ def test_a_fact_of_a_layers_kind(name, wrong, built, load_with):
     kinds = load_with(folder).source.config.arch.kinds
     meant = [kind.heads is not None if "heads" in wrong else kind.reuses for kind in kinds]
     changed = tuple(replace(kind, **wrong) if there else kind for kind, there in zip(kinds, meant, strict=True))
-    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json requires"):
         load_with(folder, kinds=changed)
 
 
@@ -236,7 +236,7 @@ def test_a_fact_of_the_experts_shape(fact, built, load_with):
     family, wrong = EXPERTS_SHAPE[fact]
     folder = built(family, "plain")
     experts = replace(load_with(folder).source.config.arch.experts, **{fact: wrong})
-    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json requires"):
         load_with(folder, experts=experts)
 
 

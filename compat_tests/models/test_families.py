@@ -147,8 +147,8 @@ def test_a_key_that_nobody_knows_is_passed_over(built, tmp_path, caplog):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "twist": 3}))
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"{tmp_path / 'model' / 'config.json'}: neither trl_jax nor transformers reads num_key_value_heads, twist: "
-        "without effect."
+        f"{tmp_path / 'model' / 'config.json'}: ignoring num_key_value_heads, twist, "
+        "which neither trl_jax nor transformers reads."
     ]
 
 

@@ -190,7 +190,7 @@ def test_an_adapter_s_base_must_say_how_it_is_stored(bare, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "dtype"}))
     run = replace(run, checkpoint=find_checkpoint(str(tmp_path), dtype="auto"))
-    with pytest.raises(ValueError, match="does not say in which dtype the weights are stored.*--dtype bfloat16"):
+    with pytest.raises(ValueError, match="does not say which dtype the weights are stored in.*--dtype bfloat16"):
         plan(run, config(tmp_path), topology("h100:1"))
 
 
@@ -203,7 +203,7 @@ def test_a_text_needs_a_bound(bare, tmp_path):
 
 def test_an_exported_program_has_no_outline(bare, tmp_path):
     exported = replace(bare(), checkpoint=replace(bare().checkpoint, native=None))
-    said = "'llama' runs as an exported program, which is made from the weights.* Plan for a model of as many layers"
+    said = "'llama' runs as an exported program, which cannot be compiled .* Plan with a native model type"
     with pytest.raises(ValueError, match=said):
         plan(exported, config(tmp_path), topology("cpu:1"))
 

@@ -179,7 +179,7 @@ def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
     assert found["scorer"] > 4 * 100_000 and "MiB of reward model in memory: estimated peak" in capsys.readouterr().out
     score = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --generate 4x16+8"
     assert main(["plan", *score.split()]) == 2
-    assert "cannot generate: it runs on the native backend and has a 'score' head" in capsys.readouterr().err
+    assert "cannot generate: it runs on the native backend with a 'score' head" in capsys.readouterr().err
 
 
 def test_tpus_read_completions_by_text(bare, tmp_path):

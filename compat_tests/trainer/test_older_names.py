@@ -180,9 +180,9 @@ def test_an_adapter_with_its_base(tmp_path):
     wanted = trainer.model(input_ids=ids).logits
     np.testing.assert_allclose(model(input_ids=ids).logits, wanted, atol=1e-5)
     np.testing.assert_allclose(model.merge_and_unload()(input_ids=ids).logits, wanted, atol=1e-4)
-    with pytest.raises(ValueError, match="it is a whole model. Load it with AutoModelForCausalLM"):
+    with pytest.raises(ValueError, match="which holds a full model. Load it with AutoModelForCausalLM"):
         trl_jax.AutoPeftModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ValueError, match="a model has one adapter"):
+    with pytest.raises(ValueError, match="a model has a single adapter"):
         trl_jax.AutoPeftModelForSequenceClassification.from_pretrained(folder, "other")
 
 

@@ -170,14 +170,14 @@ def test_torchs_functions_take_parameters(folder, dtype):
 
 def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
     model = make(trl_jax, folder, tmp_path).model
-    with pytest.raises(ValueError, match="not for a copy"):
+    with pytest.raises(ValueError, match="not on a copy"):
         model.get_parameter("score.weight").clone().requires_grad = False
     with pytest.raises(AttributeError, match="has no attribute 'decoder'"):
         model.decoder.requires_grad_(False)
     assert model.score and not hasattr(model.score, "_other")
     adapted = make(trl_jax, folder, tmp_path / "b", peft_config=trl_jax.LoraConfig(r=2)).model
     adapted.requires_grad_(True)
-    with pytest.raises(ValueError, match="beside an adapter: LoraConfig's target_modules"):
+    with pytest.raises(ValueError, match="on a model with an adapter. Use target_modules"):
         adapted.requires_grad_(False)
 
 
@@ -189,7 +189,7 @@ def test_a_torch_model_whose_code_would_be_passed_over_is_refused(folder, tmp_pa
         pass
 
     model = Mine.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"Mine: its own code would not run.*compute_loss"):
+    with pytest.raises(TypeError, match=r"Mine, whose own code would not run.*compute_loss"):
         make(trl_jax, model, tmp_path)
 
 

@@ -199,7 +199,7 @@ LATER = {
                  "max_grad_norm was changed from 0.0 to 1.0 while the run trains"),
     "passes": ({}, lambda trainer: vars(trainer.args).update(gradient_accumulation_steps=2),
                "gradient_accumulation_steps was changed from 1 to 2 while the run trains"),
-    "unfrozen": ({}, unfreeze, r"layernorm.weight was unfrozen while the run trains \(parameters in all: 2\)"),
+    "unfrozen": ({}, unfreeze, r"layernorm.weight was unfrozen during training \(2 parameters in total\)"),
 }  # fmt: skip
 
 

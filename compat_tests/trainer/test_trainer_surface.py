@@ -57,7 +57,9 @@ def test_what_is_not_built_is_refused_by_name(tmp_path):
 
 
 def test_a_peft_config_of_another_kind(tmp_path):
-    with pytest.raises(TypeError, match="^peft_config is a dict: wanted trl_jax.LoraConfig, .*, or peft's.$"):
+    with pytest.raises(
+        TypeError, match="^peft_config must be trl_jax.LoraConfig, .*, from trl_jax or peft, got a dict.$"
+    ):
         make(trl_jax, "no such folder", tmp_path, peft_config={"r": 8})
 
 

@@ -64,8 +64,8 @@ _SHARDED = (  # what that brings of torch to know sharded tensors, and to shard 
 
 
 class _Elsewhere(type):
-    """Whose instances are those of a class `name` of `module`. There are none until somebody has imported it; what is
-    called, or asked for an attribute, imports it."""
+    """Stands in for the class `name` of `module`. There are no instances until the module is imported; calling it or
+    accessing an attribute imports the module."""
 
     def __new__(cls, module: str, name: str):
         return super().__new__(cls, name, (), {"__module__": module})
@@ -88,7 +88,7 @@ class _Elsewhere(type):
 
 
 class _Absent(ModuleType):
-    """In the place of a module, all of whose names are elsewhere."""
+    """Stands in for a module; all of its names are imported on demand."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -97,8 +97,8 @@ class _Absent(ModuleType):
 
 
 def leave_models_aside() -> None:
-    """Import transformers.trainer_utils, its trackers and what its configs bring, unless that has been done or what
-    they need is there."""
+    """Import transformers.trainer_utils, its trackers and what its configs need, unless they or the modules to avoid
+    are already imported."""
     utils = import_module("transformers.utils")
     if not {_ACTIVATIONS, *_SHARDED} & sys.modules.keys() and utils.is_torch_distributed_available():
         _import_activations()
@@ -129,12 +129,12 @@ def _import_trackers(name: str) -> None:
 
 
 def _import_activations() -> None:
-    """Where they are needed at once after all, in another release, they are imported as ever."""
+    """Import it with stand-ins; if another release of transformers needs the real modules at once, import normally."""
     known = set(sys.modules)
     sys.modules.update({name: _Absent(name) for name in _SHARDED})
     try:
         import_module(_ACTIVATIONS)
-    except Exception:  # whatever it is: an error of transformers' own comes again
+    except Exception:  # transformers' own errors will be raised again by the normal import
         for name in sys.modules.keys() - known:
             if name.startswith("transformers."):
                 del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Find and load checkpoints: transformers' and PEFT's auto classes."""
+"""Find and load checkpoints: counterparts of transformers' and PEFT's auto classes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization, format
 from trl_jax.hub.tensor_map import make_tensor_map
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardingPlan, make_mesh
 
-# ----------------------------------------------------------------------------------------------------
-# PEFT's classes that load an adapter with its base model.
+# PEFT's auto classes: an adapter with its base model
 
 
 class AutoPeftModelForCausalLM:
-    """Loads an adapter, and the language model that it names, as peft's class of that name does."""
+    """Load an adapter and its base language model, as PEFT's class of the same name does."""
 
     @staticmethod
     def from_pretrained(
@@ -55,21 +54,24 @@ class AutoPeftModelForCausalLM:
         is_trainable: bool = False,
         **kwargs: Any,
     ) -> PreTrainedModel:
-        """Load the adapter of a folder or repository on its base model; `merge_and_unload()` gives the plain model.
+        """Load an adapter from a folder or repository onto its base model.
+
+        `merge_and_unload()` on the result returns the plain model.
 
         Args:
-            adapter_name: "default". is_trainable: accepted; a trainer trains the adapter in either case.
-            **kwargs: of `AutoModelForCausalLM.from_pretrained`.
+            adapter_name: must be "default".
+            is_trainable: accepted for compatibility; a trainer trains the adapter either way.
+            **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
-            ValueError: there is no adapter, or another adapter_name.
+            ValueError: no adapter was found, or adapter_name is not "default".
         """
         _check_name(adapter_name)
         return _adapted(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, **kwargs))
 
 
 class AutoPeftModelForSequenceClassification:
-    """Loads an adapter, and the model with the score head that it names, as peft's class of that name does."""
+    """Load an adapter and its base model with a score head, as PEFT's class of the same name does."""
 
     @staticmethod
     def from_pretrained(
@@ -78,7 +80,7 @@ class AutoPeftModelForSequenceClassification:
         is_trainable: bool = False,
         **kwargs: Any,
     ) -> PreTrainedModel:
-        """As `AutoPeftModelForCausalLM.from_pretrained`."""
+        """Like `AutoPeftModelForCausalLM.from_pretrained`."""
         _check_name(adapter_name)
         return _adapted(AutoModelForSequenceClassification.from_pretrained(pretrained_model_name_or_path, **kwargs))
 
@@ -86,25 +88,25 @@ class AutoPeftModelForSequenceClassification:
 def _check_name(adapter_name: str) -> None:
     if adapter_name != "default":
         raise ValueError(
-            f"adapter_name={adapter_name!r} is not in this release of trl_jax: a model has one adapter. Leave it out."
+            f"adapter_name={adapter_name!r} is not supported by this release of trl_jax, where a model has a single "
+            'adapter named "default". Leave adapter_name out.'
         )
 
 
 def _adapted(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(model.backend, AdaptedBackend):
         raise ValueError(
-            f"Can't find '{ADAPTER}' at '{model.name_or_path}': it is a whole model. Load it with AutoModelForCausalLM "
-            "or AutoModelForSequenceClassification."
+            f"Can't find '{ADAPTER}' at '{model.name_or_path}', which holds a full model. Load it with "
+            "AutoModelForCausalLM or AutoModelForSequenceClassification."
         )
     return model
 
 
-# ----------------------------------------------------------------------------------------------------
-# transformers' classes that load a model by name or folder.
+# transformers' auto classes
 
 
 class AutoModelForSequenceClassification:
-    """Loads a model with the score head by name or folder, as transformers' class of that name does."""
+    """Load a model with a score head by name or folder, as transformers' class of the same name does."""
 
     @staticmethod
     def from_pretrained(
@@ -116,37 +118,38 @@ class AutoModelForSequenceClassification:
         mesh_shape: str | Mapping[str, int] | None = None,
         **kwargs: Any,
     ) -> PreTrainedModel:
-        """Load a checkpoint of a supported model_type: classifier, causal LM (its head is dropped) or bare base.
+        """Load a checkpoint of a supported model_type: a classifier, a causal LM (its head is dropped) or a bare base.
 
         Args:
             pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
-            num_labels: 1, which is one score a text.
-            dtype: "float32", "bfloat16", "float16" or "auto" (as stored), which the weights are rounded to, and saved
-                in. Arrays and computation are float32.
-            seed: draws the score head where the checkpoint has none.
-            mesh_shape: as of a trainer's config, "fsdp:8" say: the model lies in parts on all devices. None: on one; a
-                trainer divides it by its own arguments in either case.
-            kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
-                attn_implementation is accepted (the backend picks its kernels); trust_remote_code fetches `*.py`
-                for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
-                its like are warned of. quantization_config holds the weights in few bits, for an adapter that trains
-                beside them or for a reference. config is one that was read from there: what is changed in it is saved.
-                Others are values of the config, as in transformers: rms_norm_eps=1e-5, say.
+            num_labels: must be 1 (one score per text).
+            dtype: "float32", "bfloat16", "float16" or "auto" (as stored). Weights are rounded to this dtype and saved
+                in it; arrays and computation are float32.
+            seed: initializes the score head if the checkpoint has none.
+            mesh_shape: as in a trainer's config, for example "fsdp:8", to shard the model over all devices. None puts
+                it on one device. A trainer reshards it according to its own arguments either way.
+            kwargs: revision, subfolder, token, cache_dir, local_files_only and gguf_file work as in transformers.
+                attn_implementation is accepted, but the backend picks its own kernels. trust_remote_code downloads
+                `*.py` for the tokenizer, whose code AutoTokenizer may then run; model code never runs. device_map and
+                similar arguments log a warning. quantization_config loads the weights in low precision, for a frozen
+                base model under an adapter or for a reference model. config is a config object read from the same
+                checkpoint; changes to it are saved. Anything else overrides a config value, as in transformers:
+                rms_norm_eps=1e-5.
 
         Raises:
-            ValueError, TypeError: an argument or a checkpoint at fault, by name.
+            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
         """
         kwargs |= {"num_labels": num_labels, "dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
 
     @staticmethod
     def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
-        """As `AutoModelForCausalLM.from_config`, with the score head."""
+        """Like `AutoModelForCausalLM.from_config`, with a score head."""
         return new_model(config, "score", seed, dtype)
 
 
 class AutoModelForCausalLM:
-    """Loads a causal language model by name or folder, as transformers' class of that name does."""
+    """Load a causal language model by name or folder, as transformers' class of the same name does."""
 
     @staticmethod
     def from_pretrained(
@@ -157,32 +160,34 @@ class AutoModelForCausalLM:
         mesh_shape: str | Mapping[str, int] | None = None,
         **kwargs: Any,
     ) -> PreTrainedModel:
-        """Load a checkpoint of a supported model_type: a causal LM, or a classifier or bare base, whose head is then
-        drawn unless it is tied to the embedding.
+        """Load a checkpoint of a supported model_type: a causal LM, or a classifier or bare base, for which a new
+        language model head is initialized unless it is tied to the embedding.
 
         Args:
             pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
             dtype: as in `AutoModelForSequenceClassification.from_pretrained`.
-            **kwargs: likewise.
-            seed: draws the head where the checkpoint has none.
-            mesh_shape: likewise; each device then writes completions of its own.
+            seed: initializes the head if the checkpoint has none.
+            mesh_shape: as in `AutoModelForSequenceClassification.from_pretrained`; with a mesh, each device generates
+                its own share of the completions.
+            **kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: an argument or a checkpoint at fault, by name.
+            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
         """
         kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, **kwargs)
 
     @staticmethod
     def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
-        """Make a model of a config, of transformers or a dict, with new weights; `seed` draws them. They are not those
-        that torch would draw.
+        """Build a model with new weights from a transformers config or a dict.
+
+        The weights are drawn from `seed`; they differ from the ones torch would draw.
 
         Args:
-            dtype: what they are saved in, as in `from_pretrained`; None: as the config says.
+            dtype: dtype that the weights are saved in, as in `from_pretrained`; None uses the config's.
 
         Raises:
-            ValueError: a model_type, key or value that is not supported, by name.
+            ValueError: names the unsupported model_type, key or value.
         """
         return new_model(config, "lm", seed, dtype)
 
@@ -201,64 +206,63 @@ def _from_pretrained(
     checkpoint = find_checkpoint(name, head=head, **kwargs)
     if config is not None:
         checkpoint = replace(checkpoint, config=_same_architecture(config, checkpoint))
-    few = None if quantization_config is None else as_quantization(quantization_config)
-    if few is not None:
-        checkpoint = replace(checkpoint, quantization=few)
-    return checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=few is not None)
+    quantization = None if quantization_config is None else as_quantization(quantization_config)
+    if quantization is not None:
+        checkpoint = replace(checkpoint, quantization=quantization)
+    return checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=quantization is not None)
 
 
 def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
-    """Return a config of transformers' that a script passes beside a checkpoint.
+    """Return the `config` that a script passed for a checkpoint, after checking that it has the same architecture.
 
     Raises:
-        ValueError: it would have the checkpoint computed in another way.
+        ValueError: the config would change how the checkpoint is computed.
     """
     native, given = checkpoint.native, json.loads(config.to_json_string(use_diff=False))
     known = type(config)().to_dict().keys() | ({} if native is None else native.raw).keys()
-    raw = {key: value for key, value in given.items() if key in known}  # a script's own keys are no architecture
+    raw = {key: value for key, value in given.items() if key in known}  # ignore keys that the script added
     if native is None or native_config(raw, native.path, checkpoint.head).arch != native.arch:
         raise ValueError(
-            f"config={type(config).__qualname__}: it says another architecture than {checkpoint.folder / 'config.json'}"
-            ", which is computed here. Leave config out, and write what shall be saved into model.config; for new "
-            "weights, from_config takes it."
+            f"config={type(config).__qualname__} describes a different architecture than "
+            f"{checkpoint.folder / 'config.json'}. Leave config out and set the values to be saved on model.config, or "
+            "use from_config to create a model with new weights."
         )
     return config
 
 
 def class_of_family(name: str) -> type:
-    """The class of that name in transformers, LlamaForCausalLM, as one of ours: `from_pretrained`, and new weights of
-    a config where it is called.
+    """Our class for a transformers class name such as LlamaForCausalLM. It has `from_pretrained`, and calling it with a
+    config creates a model with new weights.
 
     Raises:
-        AttributeError: there is no family with such a class.
+        AttributeError: no family has such a class.
     """
     prefix, ending = name.split("For", 1) if "For" in name else (name, "")
     auto = AutoModelForSequenceClassification if ending == "SequenceClassification" else AutoModelForCausalLM
     if prefix not in {family.class_prefix for family in families().values()}:
         raise AttributeError(
-            f"module 'trl_jax' has no attribute {name!r}: {auto.__name__} loads every type of model that there is."
+            f"module 'trl_jax' has no attribute {name!r}. {auto.__name__} loads every supported model type."
         )
     return type(name, (auto,), {"__new__": lambda cls, config, **options: cls.from_config(config, **options)})
 
 
-# ----------------------------------------------------------------------------------------------------
-# Finds a checkpoint by name or folder, checks its config, and loads it.
+# Checkpoints: find, check, load
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose config has been read and can be computed; its weights have not been read.
+    """A checkpoint whose config has been read and is supported, but whose weights have not been read yet.
 
     Attributes:
-        repository: the one on the Hub that has the weights; None for a folder.
-        config: transformers' object.
-        head: the head that the model gets.
-        dtype: "float32", "bfloat16", "float16" or "auto", which the weights are rounded to, and saved in.
-        native: the meaning of its config.json; None where transformers' own model runs as an exported program.
-        vocab_size, max_positions: as in PreTrainedModel. With another `vocab_size` than its files have, the model is
-            resized before it gets an adapter.
-        adapter, lora: the folder of an adapter on it, and that one's config.
-        quantization: how a model that was loaded already held its weights, which are floats of few values in the files.
+        repository: the Hub repository that holds the weights; None for a local folder.
+        config: transformers' config object.
+        head: the head that the model will have.
+        dtype: "float32", "bfloat16", "float16" or "auto": the dtype that weights are rounded to and saved in.
+        native: the parsed config.json; None if the model runs as a program exported from transformers.
+        vocab_size, max_positions: as in PreTrainedModel. If `vocab_size` differs from the files, the model is resized
+            before it gets an adapter.
+        adapter, lora: folder and config of an adapter saved for this model.
+        quantization: quantization that an already loaded model uses; its files hold the dequantized floats.
     """
 
     name: str
@@ -276,7 +280,7 @@ class Checkpoint:
 
     @property
     def can_resize(self) -> bool:
-        """Whether the loaded model can embed more tokens."""
+        """Whether the token embedding of the loaded model can be resized."""
         return self.native is not None and self.adapter is None
 
     def load(
@@ -287,42 +291,42 @@ class Checkpoint:
         *,
         as_stored: bool = False,
     ) -> PreTrainedModel:
-        """The model; `seed` draws the head where the checkpoint has none; `place` and `as_stored` as in `loading.load`,
-        the latter of native models.
+        """Load the model. `seed` initializes the head if the checkpoint has none; `place` and `as_stored` are as in
+        `checkpoint.load`, and `as_stored` only applies to native models.
 
         Raises:
-            ValueError: weights that train whole are to be quantised.
+            ValueError: quantization was requested for weights that are trained.
         """
         if self.adapter is not None:
             return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
-        few = self.quantization if as_stored else None  # a model that does not train
+        frozen = self.quantization if as_stored else None  # as_stored: the model is not trained
         _check_not_quantized(quantization or (None if as_stored else self.quantization))
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
         if self.native is None:
-            from trl_jax.exported.program import load_exported  # a package of its own, that few models need
+            from trl_jax.exported.program import load_exported  # rarely needed, so imported on demand
 
             options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
             params, backend, config = load_exported(self.folder, **options)
         else:
-            quantized = None if few is None else formats(few, None, self.native)
+            quantized = None if frozen is None else formats(frozen, None, self.native)
             options = {"seed": seed, "place": place, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
     def placement(self, plan: ShardingPlan | None) -> Placement | None:
-        """Where the parameters lie by a plan; None: on one device.
+        """Where `plan` places the parameters; None means on one device.
 
         Raises:
-            ValueError: the model runs as an exported program, or its heads cannot be divided so.
+            ValueError: the model runs as an exported program, or the plan cannot split its attention heads.
         """
         if plan is None:
             return None
         if self.native is None:
             raise ValueError(
-                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which lies on one "
-                "device where no trainer divides it. Leave mesh_shape out."
+                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which cannot be "
+                "sharded outside of a trainer. Leave mesh_shape out."
             )
         check_heads(plan, heads_of(self.native), self.name)
         return plan.place
@@ -330,22 +334,21 @@ class Checkpoint:
     def outline(
         self, lora: AdapterConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
     ) -> PreTrainedModel:
-        """The model with shapes in the place of its arrays: enough to compile with. Weights are neither read nor
-        fetched.
+        """The model with shapes instead of arrays, which is enough to compile it. Weights are not read or downloaded.
 
         Args:
-            lora: a new adapter on it; None leaves it as it is, with the adapter in its folder, if there is one.
-            parts: arrays lie in parts on several devices.
+            lora: config of a new adapter; None keeps the model as it is, including an adapter saved in its folder.
+            parts: whether arrays are sharded over several devices.
 
         Raises:
-            ValueError: the model runs as an exported program, which is made from its weights; and as in `load` and
-                `load_adapted`.
+            ValueError: the model runs as an exported program, which cannot be built without its weights; also as in
+                `load` and `load_adapted`.
         """
         if self.native is None:
             raise ValueError(
-                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which is made from "
-                "the weights: there is none to compile from config.json alone. Plan for a model of as many layers of "
-                "that width of a native type: llama, gpt2, bert."
+                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which cannot be "
+                "compiled from config.json without the weights. Plan with a native model type (llama, gpt2, bert) of "
+                "the same width and number of layers."
             )
         adapter = self.lora if lora is None else lora
         if adapter is None:
@@ -360,11 +363,11 @@ class Checkpoint:
     def _frozen_options(
         self, lora: AdapterConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
-        """The options of `load_native` for the frozen weights beside an adapter."""
+        """Arguments of `load_native` for the frozen base weights under an adapter."""
         native, quantization = resized_config(self.native, self.vocab_size), quantization or self.quantization
-        beside = lora if isinstance(lora, LoraConfig) else None  # virtual tokens leave all weights as they are
-        quantized = None if quantization is None else formats(quantization, beside, native)
-        bits = () if parts else halves(beside, native)  # the layout on several devices goes by the plain weights
+        adapted = lora if isinstance(lora, LoraConfig) else None  # prompt tuning does not touch the weights
+        quantized = None if quantization is None else formats(quantization, adapted, native)
+        bits = () if parts else halves(adapted, native)  # the sharding layout expects plain weights
         if self.vocab_size != self.native.arch.vocab_size:
             bits = set(bits).difference(tables_of_tokens(bits))
         return {"as_stored": True, "formats": quantized, "bits": bits}
@@ -377,11 +380,11 @@ class Checkpoint:
         quantization: BitsAndBytesConfig | None = None,
         place: Placement | None = None,
     ) -> PreTrainedModel:
-        """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in,
-        or are quantised.
+        """The model with a new adapter, or with the one saved in `folder`. The base weights keep their stored dtype or
+        are quantized.
 
         Raises:
-            ValueError: the model is an exported program, or the adapter does not go with it.
+            ValueError: the model runs as an exported program, or the adapter does not fit it.
         """
         if self.native is None:
             raise _no_adapters(self.name, self.config.model_type)
@@ -396,7 +399,7 @@ class Checkpoint:
 
 
 def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
-    """Find a checkpoint, its weights on the Hub if need be; other arguments as in `from_pretrained`."""
+    """Find a checkpoint locally or on the Hub; other arguments are as in `from_pretrained`."""
     if head == "score":
         check_labels(kwargs.pop("num_labels", 1))
     fetch, dtype, values = checked_arguments(dict(kwargs), dtype)
@@ -405,8 +408,8 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
         return _find_adapted(folder, repository, head, dtype, fetch, values)
     raw, path = read_config(folder), folder / "config.json"
     exported = is_exported(raw, families(), path, head)
-    if exported and (unheard := values.keys() - PASSED_OVER):
-        raise not_taken(unheard, " for other models: this one is exported as that says")
+    if exported and (unknown := values.keys() - PASSED_OVER):
+        raise not_taken(unknown, " for other models; this one runs as an exported program, which has fixed values")
     raw = with_values(raw, values, path, head)
     if exported:
         config = transformers_config(raw, path, head)
@@ -418,26 +421,26 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
 
 
 def _check_not_quantized(quantization: BitsAndBytesConfig | None) -> None:
-    """Raise ValueError where weights that train whole are to be quantised."""
+    """Raise ValueError if trained weights would be quantized."""
     if quantization is not None:
         raise ValueError(
-            "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
-            "LoraConfig(...) beside it, or leave it out."
+            "quantization_config requires an adapter because quantized weights cannot be trained. Also pass "
+            "peft_config=LoraConfig(...), or leave quantization_config out."
         )
 
 
 def _no_adapters(name: str, model_type: str) -> ValueError:
     return ValueError(
-        f"{name}: models of type {model_type!r} run as exported programs, which take no adapter in this release of "
-        "trl_jax. Train the whole model, or an adapter of a native type: llama, qwen2, bert."
+        f"{name}: models of type {model_type!r} run as exported programs, which do not support adapters in this "
+        "release of trl_jax. Train the whole model, or use a native model type (llama, qwen2, bert)."
     )
 
 
 def with_adapter(
     model: PreTrainedModel, lora: AdapterConfig, seed: int | TorchGenerator, adapter: Path | None = None
 ) -> PreTrainedModel:
-    """A new model, with an adapter that trains: a new one, or the one in a folder. It shares the arrays of `model`,
-    which stays as it is."""
+    """A new model with a trainable adapter, either new or loaded from a folder. It shares the arrays of `model`, which
+    is not changed."""
     if not isinstance(model.backend, NativeBackend):
         raise _no_adapters(model.name_or_path, model.config.model_type)
     lora = replace(lora, base_model_name_or_path=lora.base_model_name_or_path or model.name_or_path)
@@ -448,13 +451,13 @@ def with_adapter(
 
 
 def rows_on_disk(name: str, config: Any) -> int | None:
-    """How many tokens the checkpoint of that name embeds, by its config.json on this machine; None without one.
+    """Vocabulary size in the local config.json of the named checkpoint; None if there is no such file.
 
     Args:
-        config: transformers' object that was read of it, whose commit is asked for.
+        config: transformers' config object of the checkpoint, which names the commit.
     """
     try:
-        commit = vars(config).get("_commit_hash")  # which configs of folders lack
+        commit = vars(config).get("_commit_hash")  # missing if the config came from a folder
         folder, _ = checkpoint_folder(name, revision=commit, local_files_only=True)
         return transformers_config(read_config(folder), folder / "config.json", "lm").get_text_config().vocab_size
     except (FileNotFoundError, ConnectionError, ValueError):
@@ -469,7 +472,7 @@ def _find_adapted(
     fetch: dict[str, Any],
     values: dict[str, Any],
 ) -> Checkpoint:
-    """An adapter's folder: the checkpoint is that of its base model, whose config has these `values`."""
+    """Find the base model of the adapter in a folder; `values` override values of the base model's config."""
     lora = read_adapter_config(folder)
     if repository is not None:
         repository.fetch_adapter()
@@ -477,7 +480,7 @@ def _find_adapted(
     options = {key: fetch[key] for key in access if key in fetch}
     options |= {"revision": lora.revision} if lora.revision else {}
     if not base:
-        raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
+        raise ValueError(f"{folder / ADAPTER} has no base_model_name_or_path. Set it to the name of the base model.")
     try:
         checkpoint = find_checkpoint(base, head=head, dtype=dtype, **options, **values)
     except (FileNotFoundError, ValueError) as error:
@@ -488,16 +491,16 @@ def _find_adapted(
     return replace(checkpoint, adapter=folder, lora=lora, vocab_size=vocab_size, max_positions=positions)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A model of a config alone, with new weights.
+# New models from a config
 
 
 def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None) -> PreTrainedModel:
-    """The model of transformers' config object, or of a dict like config.json: matrices and tables are normal with the
-    config's `initializer_range`, norms and biases change nothing. It is saved in `dtype`, or in the config's.
+    """Build a model with new weights from a transformers config object or a dict like config.json.
+
+    Matrices and embeddings are normal with the config's `initializer_range`; norms and biases start as the identity.
 
     Raises:
-        ValueError: a model_type, key or value that is not supported, by name.
+        ValueError: names the unsupported model_type, key or value.
     """
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
@@ -514,7 +517,7 @@ def _drawn(config: NativeConfig, generator: TorchGenerator) -> dict[str, jax.Arr
     for path, leaf in nnx.to_flat_state(nnx.split(nnx.eval_shape(config.model))[1]):
         name, axes = ".".join(map(str, path)), leaf.get_metadata()["axes"]
         if path[-1] == "A_log":  # of a gated delta net
-            values = np.log(generator.uniform(leaf.size, 7.995) + np.float32(8.005))  # of numbers between 0.01 and 16
+            values = np.log(generator.uniform(leaf.size, 7.995) + np.float32(8.005))  # log of U(0.01, 16)
             params[name] = jnp.asarray(values.reshape(leaf.shape), jnp.float32)
         elif path[-1] == "dt_bias":
             params[name] = jnp.ones(leaf.shape, jnp.float32)
@@ -531,22 +534,21 @@ def _drawn(config: NativeConfig, generator: TorchGenerator) -> dict[str, jax.Arr
 
 
 def _one_plus(arch: Any, path: tuple) -> bool:
-    """Whether the norm that has this parameter scales by 1 + it."""
+    """Whether the norm that owns this parameter scales by 1 + weight."""
     if path[-2] == "out_norm":  # of a gated delta net
         return False
     kind = arch.qk_norm_kind if path[-2] in ("q_norm", "k_norm") else arch.norm
     return kind.endswith("_one_plus")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where a model that no trainer has lies: on one device, or divided over those of a mesh.
+# Placement of models loaded outside of a trainer
 
 
 def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | None:
-    """The plan of a mesh such as "data:2,fsdp:4" of all devices; None without one.
+    """The sharding plan for a mesh such as "data:2,fsdp:4" over all devices; None without a mesh.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices, or divide texts.
+        ValueError: the sizes do not match the number of devices, or the mesh has a sequence axis.
     """
     asked = of_mesh_shape(mesh_shape)
     if asked is None:
@@ -555,27 +557,26 @@ def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | 
     sizes = settled(asked, len(devices), len({device.process_index for device in devices}))
     if sizes.get(SEQUENCE, 1) > 1:
         raise ValueError(
-            f"mesh_shape={mesh_shape!r}: the axis sequence divides the texts of a training step. Give these devices to "
-            "data or fsdp."
+            f"mesh_shape={mesh_shape!r}: the sequence axis splits the texts of a training step and has no use here. "
+            "Use data or fsdp for these devices."
         )
     return ShardingPlan(make_mesh(sizes))
 
 
 def check_heads(plan: ShardingPlan, heads: Mapping[str, int] | None, name: str) -> None:
-    """Raise ValueError where the tensor axis does not divide the heads of the model of this name; `heads` is None of an
-    exported program."""
+    """Raise ValueError if the tensor axis does not divide the model's attention heads; `heads` is None for an exported
+    program."""
     size = plan.size(TENSOR)
     if size == 1:
         return
     if heads is None:
         raise ValueError(
-            f"mesh: tensor {size} divides products by name, and {name} runs as an exported program. Divide it with "
-            "fsdp instead."
+            f"mesh: tensor={size} needs a native model, but {name} runs as an exported program. Use fsdp instead."
         )
     odd = {kind: count for kind, count in heads.items() if count % size}
     if odd:
         shown = " and ".join(f"{count} {kind}" for kind, count in odd.items())
         raise ValueError(
-            f"mesh: tensor {size} does not divide the {shown} of {name}. Choose a tensor size that does, and give the "
-            "rest to fsdp."
+            f"mesh: tensor={size} does not divide the {shown} of {name}. Choose a divisor, and use fsdp for the "
+            "rest of the devices."
         )

@@ -1,4 +1,4 @@
-"""The backend of a model: the code that computes, saves and loads it."""
+"""The interface of a model backend: the code that computes, saves and loads one model."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from trl_jax.hub.heads import HeadName
 
 
 class Backend(abc.ABC):
-    """Everything about a loaded model but its numbers.
+    """Everything about a loaded model except its parameters.
 
     Attributes:
-        name: its name in the trainer's log, at `log_level`.
-        head: the head that the model has.
-        graph: of the module that `models.functional.merge` makes of it and a dict of parameters.
-        vocab_size: ids run below it.
-        max_positions: the length of the longest text that has positions; None where any has.
-        embeddings: paths of the tables that tokens and positions are looked up in.
-        tensors: path of a parameter -> a name it has on disk.
-        dtypes: tensor on disk -> the dtype it is saved in.
-        undecayed: paths of parameters without weight decay whose names do not tell.
-        buffers: paths of arrays that are saved but no parameters: they never train.
-        infers_lengths: it finds the end of a row by its pads; without a pad id, the end is the last token.
-        ignores_types: token_type_ids have no effect.
-        takes_packed: it computes texts laid end to end as if each were alone.
-        takes_stripes: a text's tokens may be divided over devices.
-        causal: tokens do not depend on later ones, so two texts may share what both begin with.
-        window: the number of tokens that one sees in the narrowest layer, itself among them; None: all.
-        drops_out: it has dropout that training may turn on.
-        draws_experts: its routers draw experts at random while it trains.
-        takes_noise: noise may be added to its embeddings.
-        has_routers: it has routers of experts, whose loads can be summed.
-        can_resize: it can embed more tokens than its checkpoint did.
-        batch_invariant: the output of a text does not depend on the rows beside it.
-        saves_in_background: `save` may run in a thread while the model trains.
-        can_freeze: a script may freeze parameters; beside an adapter it says so in its config.
-        virtual: the tokens that an adapter puts before each text.
-        heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
+        name: name of the backend in the trainer's log, logged at `log_level`.
+        head: which head the model has.
+        graph: module graph that `models.model.merge` combines with a dict of parameters.
+        vocab_size: token ids are below this number.
+        max_positions: longest supported text in tokens; None if there is no limit.
+        embeddings: paths of the token and position embeddings.
+        tensors: path of a parameter -> a name of it on disk.
+        dtypes: tensor on disk -> dtype that it is saved in.
+        undecayed: paths of parameters without weight decay that cannot be recognized by their names.
+        buffers: paths of arrays that are saved but never trained.
+        infers_lengths: whether it finds the end of a row by its padding; without a pad id, the last token is the end.
+        ignores_types: whether token_type_ids have no effect.
+        takes_packed: whether several texts can be packed into a row without influencing each other.
+        takes_stripes: whether the tokens of a text can be split over devices.
+        causal: whether tokens do not depend on later ones, so that texts can share a common prefix.
+        window: attention window of the narrowest layer in tokens, including the current one; None for full attention.
+        drops_out: whether it has dropout that training may enable.
+        draws_experts: whether its routers sample experts during training.
+        takes_noise: whether noise can be added to its embeddings.
+        has_routers: whether it has expert routers whose loads can be summed.
+        can_resize: whether the token embedding can be resized.
+        batch_invariant: whether the output of a text is independent of the other rows in the batch.
+        saves_in_background: whether `save` may run in a thread while the model trains.
+        can_freeze: whether a script may freeze parameters; with an adapter, the adapter's config decides that.
+        virtual: virtual tokens that an adapter puts before each text.
+        heads: number of attention heads by kind, which the tensor axis of a mesh must divide; None if the model cannot
+            be split along that axis.
     """
 
     name: str
@@ -80,50 +81,50 @@ class Backend(abc.ABC):
 
     @property
     def main_dtype(self) -> str:
-        """The dtype that the first of its tensors is saved in."""
+        """The dtype that its first tensor is saved in."""
         return next(iter(self.dtypes.values()))
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
-        """The logical axes of parameters, by path; a parameter without any is left out."""
+        """Logical axes of parameters, by path; parameters without any are left out."""
         return {}
 
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        """Write config.json and safetensors that transformers loads; not `writes`: only read every parameter."""
+        """Write config.json and safetensors that transformers loads. With `writes=False`, only read the parameters."""
 
     @abc.abstractmethod
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        """Read the parameters that `save` wrote; on several devices where `place` says, or not yet."""
+        """Read the parameters that `save` wrote, placed on several devices if `place` is given."""
 
     @abc.abstractmethod
     def resized(self, rows: int) -> Backend:
-        """The backend of this model with another number of tokens. Raises ValueError where that cannot be."""
+        """The backend of this model with a vocabulary of `rows` tokens. Raises ValueError if it cannot be resized."""
 
     @abc.abstractmethod
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """Each tensor under its name on disk, float32."""
+        """Yield each tensor with its name on disk, in float32."""
 
     def named(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """Each parameter under its name in PyTorch, float32: by default that on disk."""
+        """Yield each parameter with its name in PyTorch, in float32; by default the same as `on_disk`."""
         return self.on_disk(params)
 
     def torch_param_layout(self) -> TorchParamLayout:
-        """The places in torch's tensors of the arrays that train."""
+        """Where trained arrays are located in torch's tensors."""
         return TorchParamLayout()
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """Name on disk -> the paths of the arrays that it lies in, each with its index there."""
+        """Name on disk -> the paths of the arrays that hold the tensor, each with the tensor's index in that array."""
         return {name: [(name, ())] for name in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:
-        """The number of the model's parameters that this array stands for."""
+        """Number of model parameters in this array."""
         return array.size
 
     def floats(self, path: str, array: jax.Array) -> jax.Array:
-        """The array; as floats where it holds their bits."""
+        """The array as floats, converted if it stores their raw bits."""
         return array
 
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
-        """The parameter at a path, float32, in whichever format it is held."""
+        """The parameter at a path in float32, whatever format it is stored in."""
         return arrays[path]

@@ -1,4 +1,4 @@
-"""Checkpoint folders to arrays and back."""
+"""Load a checkpoint folder into arrays and save arrays to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ from trl_jax.mesh.mesh import owned
 from trl_jax.models.model import logical_axes
 from trl_jax.nn.linear import HALVES, Format
 
-# ----------------------------------------------------------------------------------------------------
-# From a flat dict of arrays to a Hugging Face folder.
+# Saving
 
 
 def save(
@@ -44,10 +43,10 @@ def save(
     changed: Mapping[str, Any],
     writes: bool = True,
 ) -> None:
-    """Write config.json and the weights as transformers has them for this model_type and head.
+    """Write config.json and the weights in transformers' format for this model_type and head.
 
-    Names, shards and every config key but those `changed` are those of the source; each tensor has the dtype it was
-    loaded in. Where not `writes`, parameters are only read.
+    Names, shards and config keys are those of the source, except for the config keys in `changed`. Each tensor is saved
+    in the dtype it was loaded in. With `writes=False`, parameters are only read.
     """
     entries = entries_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
@@ -73,7 +72,7 @@ IndexedEntry = tuple[TensorEntry, tuple[int, ...]]
 
 
 def entries_of(params: dict[str, jax.Array], source: Source) -> dict[str, list[IndexedEntry]]:
-    """Tensor on disk -> the entries that have a slice in it, each with its index in our array."""
+    """Tensor on disk -> the entries stored in it, each with its index in our array."""
     entries: dict[str, list[IndexedEntry]] = {}
     for entry in source.tensor_map:
         for tensor, index in entry.tensors(params[entry.path].shape):
@@ -82,7 +81,7 @@ def entries_of(params: dict[str, jax.Array], source: Source) -> dict[str, list[I
 
 
 def read_tensor(params: dict[str, jax.Array], entries: list[IndexedEntry]) -> np.ndarray:
-    """One tensor on disk, joined from the arrays of its entries; float32."""
+    """One tensor as saved on disk, assembled from the arrays of its entries; float32."""
     entry, index = entries[0]
     if entry.tensor_slice is None:
         return taken(params[entry.path], index)
@@ -92,45 +91,42 @@ def read_tensor(params: dict[str, jax.Array], entries: list[IndexedEntry]) -> np
     return whole
 
 
-# ----------------------------------------------------------------------------------------------------
-# Changes the number of rows in the table of tokens, and in the head of a language model.
+# Resizing the vocabulary
 
-
-_TABLES = ("embed.weight", "layer_embed.table.weight")  # of a trunk
+_TABLES = ("embed.weight", "layer_embed.table.weight")  # paths within a trunk
 
 
 def resized_source(source: Source, rows: int) -> Source:
-    """The source of a checkpoint that has so many rows."""
+    """The source of the same checkpoint with a vocabulary of `rows` tokens."""
     return replace(source, config=resized_config(source.config, rows), resized=True)
 
 
 def resized_config(config: NativeConfig, rows: int) -> NativeConfig:
-    """The config of a model that has so many rows."""
+    """The config of the same model with a vocabulary of `rows` tokens."""
     raw, changed, facts = dict(config.raw), {"vocab_size": rows}, {"vocab_size": rows}
     if vars(config.arch).get("layer_embedding") is not None:
         changed["vocab_size_per_layer_input"] = rows
         facts["layer_embedding"] = replace(config.arch.layer_embedding, rows=rows)
-    if "text_config" in raw:  # of a model that reads images too
+    if "text_config" in raw:  # a vision-language model
         changed = {"text_config": raw["text_config"] | changed}
     return replace(config, raw=raw | changed, arch=replace(config.arch, **facts))
 
 
 def resized_table(table: jax.Array, rows: int) -> jax.Array:
-    """`[V, D]` to `[rows, D]`, or a bias `[V]` to `[rows]`: new rows are the mean of the old ones.
+    """Resize `[V, D]` to `[rows, D]`, or a bias `[V]` to `[rows]`. New rows are the mean of the old ones.
 
-    transformers draws them around that mean with a billionth of the rows' covariance (`mean_resizing`).
+    transformers (`mean_resizing`) samples them around that mean with 1e-9 times the covariance of the rows.
     """
     new = max(rows - len(table), 0)
     return jnp.concatenate([table[:rows], jnp.broadcast_to(jnp.mean(table, axis=0), (new, *table.shape[1:]))])
 
 
 def tables_of_tokens(params: Iterable[str]) -> list[str]:
-    """The paths of the arrays with a row for each token, whichever trunk they belong to."""
+    """The paths of arrays with one row per token, in any trunk."""
     return [path for path in params if path.partition(".")[2] in _TABLES or path.startswith("lm_head.")]
 
 
-# ----------------------------------------------------------------------------------------------------
-# From a checkpoint folder to a flat dict of float32 arrays.
+# Loading
 
 
 logger = logging.getLogger(__name__)
@@ -140,17 +136,17 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint that a model was loaded from, as far as saving it again needs to know.
+    """What is needed to save a model in the same form as the checkpoint it was loaded from.
 
-    Tensors go by their full name, with the family's prefix, whether or not the file had it.
+    Tensors are identified by their full name, including the family's prefix even if the file omits it.
 
     Attributes:
         shards: file name -> its tensors.
-        dtypes: tensor -> the dtype it is saved in.
-        dtype: that of tensors which the files had not, and the one that config.json will name.
-        carried: reads each tensor that is saved as it came.
-        drawn: the tensors that the checkpoint lacks.
-        resized: whether the tables of tokens have had another number of rows since it was loaded.
+        dtypes: tensor -> dtype that it is saved in.
+        dtype: dtype of tensors that the files do not have; also saved in config.json.
+        carried: readers of the tensors that are saved unchanged.
+        drawn: tensors that the checkpoint lacks and that were initialized.
+        resized: whether the vocabulary was resized after loading.
     """
 
     config: NativeConfig
@@ -173,22 +169,24 @@ def load(
     bits: Collection[str] = (),
     place: Placement | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
-    """Read the weights beside a config.json: with the head, with another one, which is dropped, or of a bare base.
+    """Read the weights of a config.json, from a checkpoint with the wanted head, with another head, which is dropped,
+    or with no head.
 
     Args:
-        config: its folder holds safetensors, single or sharded; where torch is, pytorch_model.bin will do.
+        config: the parsed config. Its folder holds safetensors, single or sharded, or pytorch_model.bin if torch is
+            installed.
         dtype: "float32", "bfloat16" or "float16" rounds the weights to that dtype; "auto" keeps each tensor's own.
-            Either way the arrays returned are float32; the dtype is what they are written in again.
-        seed: a head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it; a generator goes on
-            from where it is.
-        as_stored: the arrays have the dtype in question instead, as those may that do not train.
-        formats: paths of weights that are quantised as they are read: `<path>.codes` and so on take their place.
-        bits: paths of weights that, where they have sixteen bits and stay as stored, become `<path>.codes`, those bits.
-        place: from a parameter's logical axes and shape to its sharding, on several devices.
+            The arrays returned are float32 either way; the dtype is used again when they are saved.
+        seed: a head that the checkpoint lacks is initialized as after `torch.manual_seed(seed)`; a generator continues
+            from its current state.
+        as_stored: return arrays in that dtype instead of float32, for weights that are not trained.
+        formats: paths of weights to quantize while reading; each is replaced by `<path>.codes` and so on.
+        bits: paths of weights to keep as raw 16-bit values in `<path>.codes`, if they are stored in 16 bits.
+        place: a parameter's logical axes and shape -> its sharding, for several devices.
 
     Raises:
-        FileNotFoundError, ValueError: the file, tensor or key at fault by name.
-        MemoryError: an array does not fit, on this machine or its device.
+        FileNotFoundError, ValueError: names the file, tensor or key that is wrong.
+        MemoryError: an array does not fit into host or device memory.
     """
     files = open_files(config.path.parent)
     _, shapes = config.abstract
@@ -225,11 +223,11 @@ def outline(
     formats: dict[str, Format] | None = None,
     bits: Collection[str] = (),
 ) -> tuple[Shapes, Source]:
-    """The result of `load` from a config.json alone: shapes in the place of arrays. The checkpoint is taken to lack
-    what one of that architecture does.
+    """What `load` would return, from a config.json alone, with shapes instead of arrays. Assumes that the checkpoint
+    lacks the tensors that checkpoints of this architecture usually lack.
 
     Raises:
-        ValueError: arrays are to stay as stored, and neither `dtype` nor config.json says how that is.
+        ValueError: arrays keep their stored dtype, but neither `dtype` nor config.json names it.
     """
     _, shapes = config.abstract
     tensor_map = make_tensor_map(shapes, config.names)
@@ -258,8 +256,8 @@ def _stated_dtype(config: NativeConfig) -> str:
     stated = config.raw.get("dtype") or config.raw.get("torch_dtype")
     if stated is None:
         raise ValueError(
-            f"{config.path} does not say in which dtype the weights are stored, and dtype is 'auto'. Say "
-            "it: --dtype bfloat16."
+            f"{config.path} does not say which dtype the weights are stored in, and dtype is 'auto'. Set the dtype: "
+            "--dtype bfloat16."
         )
     return str(stated)
 
@@ -267,7 +265,7 @@ def _stated_dtype(config: NativeConfig) -> str:
 def _draw(
     config: NativeConfig, missing: list[Draw], tensor_map: list[TensorEntry], shapes: Shapes, seed: Any
 ) -> dict[str, jax.Array]:
-    """The arrays that the checkpoint lacks, drawn one after the other from one generator."""
+    """Initialize the arrays that the checkpoint lacks, in order, from one generator."""
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     path_of, new = {entry.tensor: entry.path for entry in tensor_map}, {}
     for draw in missing:
@@ -276,13 +274,13 @@ def _draw(
     if missing:
         names, folder = ", ".join(_tensors(missing)), config.path.parent
         level = logging.INFO if config.head.kind == "score" else logging.WARNING
-        text = "%s has no %s: drawn from a normal distribution with seed %d."
+        text = "%s has no %s: initialized from a normal distribution with seed %d."
         logger.log(level, text, folder, names, generator.seed)
     return new
 
 
 def _tensors(draws: Iterable[Draw]) -> tuple[str, ...]:
-    """Each once: some are drawn twice."""
+    """The names without duplicates: some tensors are drawn twice."""
     return tuple(dict.fromkeys(draw.tensor for draw in draws))
 
 
@@ -303,16 +301,15 @@ def _reader(files: Files, name: str) -> Callable[[], list[Any]]:
     return lambda: [files.read(name)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tensors on disk and those that a model wants, by name and shape: both sides must match exactly.
+# Matching the tensors on disk with those of the model
 
 
 _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
 class Matched(NamedTuple):
-    """A checkpoint's table; full name of a tensor -> its name on disk; and whether the files have a head of its own for
-    a model that config.json takes for tied."""
+    """The tensor map of a checkpoint; full name of a tensor -> its name on disk; and whether the files have a separate
+    head although config.json says that it is tied to the embedding."""
 
     tensor_map: list[TensorEntry]
     on_disk: dict[str, str]
@@ -323,7 +320,7 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
     """Match the files of a checkpoint with the shapes of a model's parameters, before anything is allocated.
 
     Raises:
-        ValueError: a tensor that is missing, unexpected, of a wrong shape, or of a dtype that cannot be read.
+        ValueError: a tensor is missing, unexpected, has the wrong shape, or a dtype that cannot be read.
     """
     tensor_map = with_fused_experts(make_tensor_map(shapes, config.names), shapes, files.shapes)
     tensor_map = _with_stored_names(tensor_map, config, files)
@@ -343,7 +340,7 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
 
 
 def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, files: Files) -> list[TensorEntry]:
-    """A checkpoint with the names of another time keeps them, as transformers lets it."""
+    """Keep legacy tensor names of older checkpoints, which transformers accepts too."""
     base = config.family.base_prefix
     for prefix in config.family.other_prefixes:
         if any(name.startswith(prefix) for name in files.shapes):
@@ -362,7 +359,7 @@ def _with_prefix(name: str, old: str, new: str) -> str:
 
 
 def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[str, str]:
-    """Full name -> name on disk, without what is ignored or carried. The checkpoint of a bare base lacks the prefix."""
+    """Full name -> name on disk, without tensors that are ignored or carried. Base models omit the prefix on disk."""
     family = config.family
     bare = not any(name.startswith((family.base_prefix, *family.other_prefixes)) for name in files.shapes)
     dropped = family.ignored if family.carried is None else (*family.ignored, family.carried)
@@ -374,20 +371,20 @@ def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[st
             names[full] = name
         elif name.startswith(config.head.prefixes):
             logger.warning(
-                "%s: %s is left out: a %s has none, here as in transformers.", config.path.parent, name,
+                "%s: %s is dropped because a %s does not have it, as in transformers.", config.path.parent, name,
                 architecture(family, config.head.kind),
             )  # fmt: skip
     return names
 
 
 def _leave_layers_out(config: NativeConfig, on_disk: dict[str, str], wanted: set[str]) -> None:
-    """Take the last layers out of `on_disk` where from_pretrained was told to have fewer than config.json says."""
+    """Remove the last layers from `on_disk` if from_pretrained was asked for fewer layers than config.json has."""
     count, folder = config.arch.num_layers, config.path.parent
     numbers = {name: re.search(r"\.(\d+)\.", name) for name in on_disk.keys() - wanted}
     beyond = [name for name, number in numbers.items() if number and int(number[1]) >= count]
     if not beyond or read_native_config(folder, config.head.kind).arch.num_layers <= count:
         return
-    logger.warning("%s: of its layers the first %d are taken, as was asked for.", folder, count)
+    logger.warning("%s: only the first %d layers are loaded, as requested.", folder, count)
     for name in beyond:
         del on_disk[name]
 
@@ -399,10 +396,10 @@ def _check(config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: 
     if missing or unexpected:
         raise ValueError(
             f"{folder}: the weights do not fit config.json (model_type {family.model_type!r}). "
-            f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Pass the config.json that belongs to them."
+            f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Use the config.json of this checkpoint."
         )
     wrong = [
-        f"{name} is {brief(list(files.shapes[on_disk[name]]))}, config.json asks for {list(shape)}"
+        f"{name} is {brief(list(files.shapes[on_disk[name]]))}, but config.json requires {list(shape)}"
         for name, shape in wanted.items()
         if name in on_disk and files.shapes[on_disk[name]] != tuple(shape)
     ]
@@ -414,12 +411,11 @@ def _some(items: list[str]) -> str:
     return listed(items, separator="; ") or "none"
 
 
-# ----------------------------------------------------------------------------------------------------
-# Heads in checkpoints: one under another name, a language model's that is dropped, and the config.json to save.
+# Heads: renamed, dropped or untied, and the config.json to save
 
 
 def architecture(family: Family, head: HeadName) -> str:
-    """The class of transformers that loads what is saved."""
+    """The transformers class that loads the saved model."""
     if head == "score":
         return f"{family.class_prefix}ForSequenceClassification"
     from transformers.models.auto import modeling_auto
@@ -429,59 +425,61 @@ def architecture(family: Family, head: HeadName) -> str:
 
 
 def of_other_head(config: NativeConfig, name: str) -> bool:
-    """Whether a tensor belongs to the head that the model does not get."""
+    """Whether a tensor belongs to the head that is not loaded."""
     family = config.family
     return name in family.language_heads or (config.head.kind == "lm" and name.startswith(family.score_head.prefixes))
 
 
 def adopt(config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Take a head of another name for `score.weight`: the one tensor that nothing else accounts for, if it has the
-    head's shape. Changes `on_disk`, full name -> name on disk; `wanted` has the shapes of the model's tensors."""
+    """Use a differently named head as `score.weight`: the only unmatched tensor, if it has the shape of the head.
+
+    Changes `on_disk` (full name -> name on disk); `wanted` has the shapes of the model's tensors.
+    """
     unknown = sorted(name for name in set(on_disk) - set(wanted) if not of_other_head(config, name))
     if "score.weight" not in set(wanted) - set(on_disk) or len(unknown) != 1:
         return
     name = on_disk[unknown[0]]
     if files.shapes[name] == tuple(wanted["score.weight"]):
         folder = config.path.parent
-        logger.warning("%s: %s has the shape of the score head and is read, and saved, as score.weight.", folder, name)
+        logger.warning("%s: %s has the shape of the score head and is loaded and saved as score.weight.", folder, name)
         on_disk["score.weight"] = on_disk.pop(unknown[0])
 
 
 def check_dropped(config: NativeConfig, on_disk: Collection[str]) -> None:
-    """Raise ValueError where the language model's head that config.json speaks of is not there: such a checkpoint may
-    be broken, even if that head is dropped."""
+    """Raise ValueError if the language model head that config.json promises is missing. Such a checkpoint may be
+    broken, even though that head would be dropped."""
     heads, named = config.family.language_heads, str((config.raw.get("architectures") or [""])[0])
     if config.head.kind == "lm" or not heads or not named.endswith("ForCausalLM"):
         return
     if not config.arch.tied_embeddings and not set(heads) & set(on_disk):
         raise ValueError(
             f"{config.path.parent}: config.json says architectures=[{named!r}] and tie_word_embeddings=false, but the "
-            f"weights have no {heads[0]}. Set tie_word_embeddings to true if the head is the embedding."
+            f"weights have no {heads[0]}. Set tie_word_embeddings to true if the head shares the embedding's weights."
         )
 
 
 def has_own_head(config: NativeConfig, files: Files, on_disk: Mapping[str, str], embedding: str) -> bool:
-    """Whether there is a language model's head that is not the table of tokens, which config.json takes it for: as in
-    transformers, the files are right. `embedding` is the full name of that table."""
+    """Whether the files hold a language model head that differs from the embedding although config.json says that they
+    are tied. The files win, as in transformers. `embedding` is the full name of the token embedding."""
     head = next((name for name in config.family.language_heads if name in on_disk), None)
     if not config.is_tied or head is None or embedding not in on_disk:
         return False
     if np.array_equal(files.read(on_disk[head]), files.read(on_disk[embedding])):
         return False
     logger.warning(
-        "%s: config.json says tie_word_embeddings=true, but %s differs from %s: the head has its own weights, here as "
-        "in transformers, and is saved so.", config.path.parent, head, on_disk[embedding],
+        "%s: config.json says tie_word_embeddings=true, but %s differs from %s. The head keeps its own weights, as in "
+        "transformers, and is saved untied.", config.path.parent, head, on_disk[embedding],
     )  # fmt: skip
     return True
 
 
 def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the checkpoint's config.json for a model with this head: the keys TRL's save changes, and no others.
+    """A copy of the checkpoint's config.json with only the keys changed that TRL's save changes.
 
     Args:
-        dtype: the name of the dtype on disk.
-        changed: keys that a run or its script has set, such as the ids of tokens; those of a part, such as text_config,
-            under its name.
+        dtype: name of the dtype on disk.
+        changed: keys that a run or its script has set, such as token ids; keys of a nested config such as text_config
+            are nested.
     """
     raw, head = config.raw, config.head.kind
     written = {**raw, "architectures": [architecture(config.family, head)]}
@@ -490,7 +488,7 @@ def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]
         written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
-    if "text_config" not in raw:  # older files have its keys among their own
+    if "text_config" not in raw:  # older files keep these keys at the top level
         changed = dict(changed)
         changed |= changed.pop("text_config", {})
     return _with(written, changed)
@@ -502,15 +500,14 @@ def _with(written: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]
     return written | dict(changed) | parts
 
 
-# ----------------------------------------------------------------------------------------------------
-# Our arrays from the tensors of a checkpoint: rounded, quantised, as bits, or spread over devices.
+# Reading arrays
 
 
 Files = CheckpointFiles | GgufFiles | PickledFiles
 
 
 def open_files(folder: Path) -> Files:
-    """The weights of a folder, in the format they have."""
+    """Open the weights of a folder in whatever format they have."""
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)
     if only_pickled(folder):
@@ -521,12 +518,13 @@ def open_files(folder: Path) -> Files:
 
 @dataclass(frozen=True)
 class ArrayReader:
-    """Reads our arrays one by one.
+    """Read our arrays one at a time.
 
     Attributes:
+        files: the opened weights.
         on_disk: full name of a tensor -> its name in `files`.
-        dtype: the dtype that values are rounded to; "auto" keeps each tensor's own.
-        in_float32: matches the names of tensors that are float32 where others have sixteen bits.
+        dtype: dtype that values are rounded to; "auto" keeps each tensor's own.
+        in_float32: pattern of the tensor names that stay float32 while others are 16-bit.
     """
 
     files: Files
@@ -535,27 +533,27 @@ class ArrayReader:
     in_float32: str | None = None
 
     def dtype_of(self, name: str) -> str:
-        """The dtype that the tensor of this name in `files` is read in."""
+        """The dtype in which a tensor, named as in `files`, is read."""
         dtype = self.files.dtypes[name] if self.dtype == "auto" else self.dtype
         return "float32" if dtype in HALVES and self.in_float32 and re.search(self.in_float32, name) else dtype
 
     def stored_dtype(self, entry: TensorEntry) -> Any:
-        """The dtype of an array that stays as it is stored: its first tensor's, or the one all are rounded to."""
+        """The dtype of an array that keeps its stored dtype: its first tensor's, or the one that all are rounded to."""
         return jnp.dtype(self.dtype_of(self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]))
 
     def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
-        """One of our arrays, on one device or laid out as `sharding` says."""
+        """One of our arrays, on one device or sharded as `sharding` says."""
         if sharding is None:
             return self._assemble(entry, shape, dtype, lambda values: values.astype(dtype, copy=False))
         return read_sharded(self._read_part, entry, shape, self.on_disk, sharding, dtype)
 
     def bits(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The bits of an array of 16-bit floats, uint16."""
+        """The raw bits of an array of 16-bit floats, as uint16."""
         return self._assemble(entry, shape, jnp.uint16, lambda x: x.astype(dtype, copy=False).view(np.uint16))
 
     def quantized(self, entry: TensorEntry, shape: tuple[int, ...], form: Format) -> dict[str, jax.Array]:
-        """The arrays of a quantised weight, by path; each tensor is quantised when it is read, so that the whole of the
-        weights is never there as floats."""
+        """The arrays of a quantized weight, by path. Each tensor is quantized as it is read, so that the full weight
+        never exists in floating point."""
         leading, leaves = shape[: entry.stacked], form.leaves()
         arrays = {name: np.empty((*leading, *inner), kind) for name, (inner, kind) in leaves.items()}
         for tensor, index in entry.tensors(shape):
@@ -564,15 +562,15 @@ class ArrayReader:
         return {f"{entry.path}.{name}": owned(values) for name, values in arrays.items()}
 
     def _assemble(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, convert: Any) -> jax.Array:
-        """Put the tensors in place one by one: besides the array, one tensor is in memory, or a small array twice."""
+        """Fill an array tensor by tensor, with one extra tensor in memory at a time (or a second copy, if small)."""
 
         def read(tensor: str) -> np.ndarray:
             return convert(entry.take(self._read(self.on_disk[tensor])))
 
         tensors = entry.tensors(shape)
-        if not entry.stacked:  # a copy: memory of NumPy cannot be donated
+        if not entry.stacked:  # copy, because JAX cannot donate NumPy's memory
             return owned(read(tensors[0][0]).astype(dtype, copy=False))
-        if math.prod(shape) * np.dtype(dtype).itemsize <= SMALL:  # nothing is compiled for its shape
+        if math.prod(shape) * np.dtype(dtype).itemsize <= SMALL:  # avoids compiling a program for its shape
             host = np.empty(shape, dtype)
             for tensor, index in tensors:
                 host[index] = read(tensor)
@@ -590,7 +588,7 @@ class ArrayReader:
         return self._rounded(tensor, values)
 
     def _read_part(self, tensor: str, index: Index | None) -> np.ndarray:
-        """Only these bytes of a safetensors file; other formats give a tensor whole."""
+        """Read part of a tensor. Only safetensors files can avoid reading the whole tensor."""
         if index is None or not isinstance(self.files, CheckpointFiles):
             values = self.files.read(tensor)
             values = values if index is None else values[index]
@@ -609,12 +607,10 @@ def _set_at(array: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
     return array.at[tuple(index)].set(values.astype(array.dtype))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Experts that lie on disk as transformers' modules have them: all in one tensor of three axes.
-
+# Experts fused into one 3D tensor, as in transformers' modules
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-# The matrix of one expert -> the tensor of all, and its place among the two that may lie in it.
+# Weight of a single expert -> the fused tensor, and its position if two weights share that tensor.
 _FUSED = {
     ".{}.gate_proj.weight": (_GATE_UP, 0),
     ".{}.up_proj.weight": (_GATE_UP, 1),
@@ -625,8 +621,8 @@ _FUSED = {
 def with_fused_experts(
     tensor_map: list[TensorEntry], shapes: Mapping[str, Any], on_disk: Mapping[str, tuple[int, ...]]
 ) -> list[TensorEntry]:
-    """The table of a checkpoint with a tensor for each matrix of an expert, as it is where `on_disk` has one for all
-    experts in their place, either way round; such a checkpoint is saved as it came, as by transformers."""
+    """Adapt the tensor map to checkpoints that store all experts in one tensor, in either orientation. Other maps are
+    returned unchanged. The checkpoint is saved in the form it had, as in transformers."""
     if not any(name.endswith(f".experts.{_GATE_UP}") for name in on_disk):
         return tensor_map
     return [_fused(entry, shapes[entry.path].shape, on_disk) for entry in tensor_map]
@@ -646,40 +642,34 @@ def _fused(entry: TensorEntry, shape: tuple[int, ...], on_disk: Mapping[str, tup
     return replace(entry, tensor=tensor, tensor_slice=rows)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parts of arrays on the host, without a program for each shape: XLA takes longer to make it than to run.
-
+# Slices on the host: XLA takes longer to compile a program for each shape than to run it.
 
 SMALL = 64 << 20  # bytes
 
 
 def taken(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-    """`array[index]` on the host; a small array comes there whole."""
+    """`array[index]` on the host; a small array is copied there as a whole first."""
     if isinstance(array, jax.Array) and array.is_fully_addressable and array.nbytes <= SMALL:
         array = np.asarray(array)
     return np.asarray(array[index])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Files of what prepares images and sounds, which vLLM and transformers want beside a model that sees or hears.
-
+# Processor files, which vLLM and transformers expect in a multimodal checkpoint
 
 _NAMES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def keep_processor_files(before: Path, folder: Path) -> None:
-    """Copy those that a checkpoint came with, from the folder `before`, into the one that it is saved to."""
+    """Copy the processor files of a checkpoint from the folder `before` to the one that it is saved to."""
     for name in _NAMES:
         if (before / name).is_file() and not (folder / name).exists():
             shutil.copyfile(before / name, folder / name)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arrays on several devices from tensors on disk: each device's part is read by itself.
-
+# Sharded reading: each device's part is read on its own.
 
 Index = tuple[slice, ...]
-Read = Callable[[str, Index | None], np.ndarray]  # a tensor on disk, or a part of it
+Read = Callable[[str, Index | None], np.ndarray]  # reads a tensor on disk, or part of it
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
 
 
@@ -691,9 +681,9 @@ def read_sharded(
     sharding: Any,
     dtype: Any = np.float32,
 ) -> jax.Array:
-    """One of our arrays, laid out as `sharding` says; only this process's devices get their parts.
+    """Read one of our arrays, sharded as `sharding` says. Each process only reads the parts of its own devices.
 
-    Besides the array, the host holds the part of one device; twice for a moment.
+    In addition to the array, the host holds one device's part, and briefly two copies of it.
     """
     indices = sharding.addressable_devices_indices_map(shape)
     devices_of: dict[tuple, list[Any]] = {}
@@ -705,12 +695,12 @@ def read_sharded(
         values = _read_part(read, entry, shape, names, tuple(slice(*axis) for axis in ends), dtype)
         parts |= {device: jax.device_put(values, device, may_alias=False) for device in devices}
         del values
-        jax.block_until_ready([parts[device] for device in devices])  # until then they hold the values, too
+        jax.block_until_ready([parts[device] for device in devices])  # the host values are held until then
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in indices])
 
 
 def shard_array(place: Placement, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """An array that every process has, laid out as `place` says of its logical `axes`."""
+    """Shard an array that every process holds in full; `place` maps its logical `axes` and shape to a sharding."""
     values = np.asarray(array)
     return jax.make_array_from_callback(array.shape, place(axes, array.shape), lambda index: values[index])
 
@@ -728,5 +718,5 @@ def _read_part(
 
 
 def _read_values(read: Read, entry: TensorEntry, tensor: str, inner: Index) -> np.ndarray:
-    """A fused tensor is read whole: our numbers are scattered over it."""
+    """A fused tensor is read as a whole because our values are not contiguous in it."""
     return read(tensor, inner) if entry.tensor_slice is None else entry.take(read(tensor, None))[inner]

@@ -1,4 +1,4 @@
-"""Read a config.json: every key that transformers reads must be read here or refused."""
+"""Read config.json strictly: every key that transformers reads must be read here or refused."""
 
 from __future__ import annotations
 
@@ -20,60 +20,57 @@ from trl_jax.hub.gguf import METHOD as MXFP4
 from trl_jax.models.arch import Arch
 from trl_jax.nn.rope import Rope
 
-# ----------------------------------------------------------------------------------------------------
-# The layers that see all of the text before them, and those that see a window of it.
+# Layer types: full or sliding-window attention
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_layer_types(config: ConfigReader, default: list[str]) -> list[str]:
-    """`layer_types`, one of FULL and SLIDING for each layer."""
+    """`layer_types`: FULL or SLIDING for each layer."""
     types = config.names("layer_types") or default
     if len(types) != len(default) or set(types) - {FULL, SLIDING}:
         raise ValueError(
-            f"{config.source}: layer_types has {len(types)} entries of {sorted(set(types))}, wanted {len(default)} of "
-            f"{FULL} or {SLIDING}."
+            f"{config.source}: layer_types must be {len(default)} entries of {FULL} or {SLIDING}, got {len(types)} "
+            f"entries of {sorted(set(types))}."
         )
     return types
 
 
 def read_window(config: ConfigReader) -> int | None:
-    """`sliding_window` in tokens; None where it is null, or absent and the model_type has no default."""
+    """`sliding_window` in tokens; None if it is null, or absent without a default for the model_type."""
     return None if config.value("sliding_window") is None else config.size("sliding_window")
 
 
 def windows_of(types: list[str], window: int | None) -> tuple[int | None, ...]:
-    """A window for each layer."""
+    """The attention window of each layer; None for full attention."""
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Config objects of transformers, made of what a config.json says.
+# transformers' config objects
 
 
 def config_class(model_type: str) -> Any:
-    """transformers' class of a config."""
+    """transformers' config class for a model_type."""
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type]
 
 
 def config_object(raw: dict[str, Any], source: str, **values: Any) -> Any:
-    """The object of a config.json, with further values.
+    """transformers' config object for a config.json; `values` override some of its values.
 
     Raises:
-        ValueError: its class refuses a value.
+        ValueError: the config class rejects a value.
     """
-    content = with_floats(copy.deepcopy(raw))  # its classes change what they are given
+    content = with_floats(copy.deepcopy(raw))  # config classes modify their input
     try:
         return config_class(raw["model_type"]).from_dict(content, **values)
-    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
-        raise ValueError(f"{source}: transformers refuses it: {error}. Correct that key.") from error
+    except Exception as error:  # config classes validate with errors of many types, none of which names the file
+        raise ValueError(f"{source}: transformers rejects this config: {error}. Correct that key.") from error
 
 
-# ----------------------------------------------------------------------------------------------------
-# The rope keys of config.json, in both generations: `rope_theta` + `rope_scaling`, and `rope_parameters`.
+# Rope: older configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`
 
 
 _NEEDED = {
@@ -97,21 +94,21 @@ _TAKEN = {
 }  # fmt: skip
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 KINDS = tuple(_NEEDED)
-_OF_ALL = tuple(kind for kind in KINDS if kind != "proportional")  # which asks for the channels of each kind of layer
-_TINY = 1e-9  # the least that is divided by
-_LEAST_THETA = 1.001  # the least whose logarithm is divided by
+_OF_ALL = tuple(kind for kind in KINDS if kind != "proportional")  # which needs the head size of each layer type
+_TINY = 1e-9  # lower bound for divisors
+_LEAST_THETA = 1.001  # keeps log(theta), a divisor, above 0
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Rope:
-    """The positions of a decoder whose layers share one rope.
+    """The rope of a decoder whose layers all share it.
 
     Args:
-        partial: whether `partial_rotary_factor` is a fact of this model_type (see `read_rotary_dim`) or refused.
-        extra_keys: keys of the section that the family reads itself.
+        partial: whether this model_type supports `partial_rotary_factor` (see `read_rotary_dim`); otherwise refuse it.
+        extra_keys: keys of the rope section that the family reads itself.
 
     Raises:
-        ValueError: a type this release does not compute, an unknown or missing key, each by name.
+        ValueError: names an unsupported rope type, or an unknown or missing key.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
     return _rope(config, _section(config), theta, partial=partial, extra_keys=extra_keys)
@@ -120,12 +117,14 @@ def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozen
 def read_ropes(
     config: ConfigReader, types: list[str], *, local_theta: float, channels: Mapping[str, int] | None = None
 ) -> tuple[Rope, ...]:
-    """The rope of each layer, where `rope_parameters` has a section for each of the layer's `types`.
+    """The rope of each layer, if `rope_parameters` has a section for each layer type.
 
-    The older keys: `rope_scaling` is for full attention alone, `rope_local_base_freq` the theta of sliding attention.
+    In older configs, `rope_scaling` applies to full attention only, and `rope_local_base_freq` is the theta of sliding
+    attention.
 
     Args:
-        channels: those of a head by type, where they differ; only such ropes may be proportional.
+        types: the type of each layer.
+        channels: head size by layer type, if they differ; only these ropes may be proportional.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
     thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
@@ -135,7 +134,7 @@ def read_ropes(
         raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
     ropes = {}
     for kind, default in thetas.items():
-        section = {"rope_type": "default", **(nested.get(kind) or {})}  # a bare `type` has no effect
+        section = {"rope_type": "default", **(nested.get(kind) or {})}  # `type` alone has no effect here
         section = section | legacy if kind == _FULL else section
         source = f"{config.source}: rope_parameters.{kind}"
         rope = ConfigReader(_without_null(section), source)
@@ -150,29 +149,29 @@ def read_ropes(
 def read_rotary_dim(
     config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor", *, whole: bool = False
 ) -> int:
-    """The number of rotated channels of a head: `partial_rotary_factor` of the section, or `key` of the config.
+    """Number of rotated channels per head, from `partial_rotary_factor` of the rope section or `key` of the config.
 
-    `whole`: any whole number will do, where transformers computes it; for an odd one see `Rope.frequencies`.
+    `whole`: accept any integer that transformers can compute, including odd ones (see `Rope.frequencies`).
     """
     fraction = config.number(key, default, maximum=1.0)
     fraction = _section(config).number("partial_rotary_factor", fraction, maximum=1.0)
     channels = int(head_dim * fraction)
     if not whole and (channels < 2 or channels % 2):
-        raise config.wrong(key, fraction, f"a share of the {head_dim} channels of a head that is even and at least 2")
+        raise config.wrong(key, fraction, f"a fraction of the {head_dim} channels per head that is even and at least 2")
     return channels
 
 
 def rotated(config: ConfigReader, arch: Arch, default: float, key: str = "partial_rotary_factor") -> Arch:
-    """The facts of a model with so many rotated channels, in the smallest ones an odd number or none; arguments as of
-    `read_rotary_dim`."""
+    """`arch` with the number of rotated channels set, which can be odd or zero in very small models; arguments are as
+    in `read_rotary_dim`."""
     whole = arch.ropes[0].kind in ("default", "linear")
     rotary_dim = read_rotary_dim(config, arch.head_dim, default, key, whole=whole)
     return replace(arch, rotary_dim=rotary_dim, ropes=arch.ropes if rotary_dim else (None,) * arch.num_layers)
 
 
 def with_scales_by_length(config: ConfigReader, rope: Rope) -> Rope:
-    """The rope as phimoe has it: any but the default one is scaled by `short_mscale` or, for long texts,
-    `long_mscale`. Its frequencies are those of short texts, however long a text is, as in transformers 5.23."""
+    """phimoe's rope: all kinds except the default are scaled by `short_mscale`, or by `long_mscale` for long texts. The
+    frequencies are always the short ones, regardless of the text's length, as in transformers 5.23."""
     if rope.kind == "default":
         return rope
     section, length = _section(config), config.value("original_max_position_embeddings")
@@ -187,7 +186,7 @@ def with_scales_by_length(config: ConfigReader, rope: Rope) -> Rope:
 
 
 def read_score_scale(config: ConfigReader) -> float:
-    """The factor of scores in DeepSeek's models where yarn has `mscale_all_dim`, as in transformers; else 1."""
+    """DeepSeek's factor on attention scores if yarn has `mscale_all_dim`, as in transformers; otherwise 1."""
     section = _section(config)
     kind = section.value("rope_type", section.value("type", "default"))
     mscale = section.number("mscale_all_dim", 0.0)
@@ -198,7 +197,7 @@ def read_score_scale(config: ConfigReader) -> float:
 
 
 def _section(config: ConfigReader) -> ConfigReader:
-    """`rope_scaling` or else `rope_parameters`: transformers lets the older key win."""
+    """`rope_scaling` or else `rope_parameters`: the older key takes precedence, as in transformers."""
     legacy, current = config.section("rope_scaling"), config.section("rope_parameters")
     name = "rope_scaling" if legacy else "rope_parameters"
     return ConfigReader(_without_null(legacy or current), f"{config.source}: {name}")
@@ -224,7 +223,7 @@ def _rope(
 
 
 def _proportional(rope: ConfigReader, theta: float) -> Rope:
-    """A rope of which some pairs of channels stand still, among as many as there are."""
+    """A rope that rotates only a fraction of the channel pairs."""
     _check_keys(rope, "proportional", frozenset())
     theta = rope.number("rope_theta", theta, minimum=_LEAST_THETA)
     fraction = rope.number("partial_rotary_factor", 1.0, maximum=1.0)
@@ -235,13 +234,13 @@ def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> No
     keys = set(rope.raw) - _ALWAYS - extra_keys
     unknown, missing = sorted(keys - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - keys)
     if unknown:
-        raise ValueError(f"{rope.source}: rope_type {kind!r} does not take {listed(unknown)}.")
+        raise ValueError(f"{rope.source}: rope_type {kind!r} does not accept {listed(unknown)}.")
     if missing:
         raise ValueError(f"{rope.source}: rope_type {kind!r} needs {', '.join(missing)}.")
 
 
 def _details(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
-    """The fields of Rope that the type needs besides its factor."""
+    """The fields of Rope that this type needs in addition to `factor`."""
     if kind == "linear":
         return {}
     length = rope.size("original_max_position_embeddings", config.value("max_position_embeddings"))
@@ -261,7 +260,7 @@ def _details(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, A
 
 
 def _yarn_attention(factor: float, mscale: float, mscale_all: float) -> float:
-    """YaRN's temperature on cosines and sines (arXiv:2309.00071, eq. 22); a scale of 0 counts as absent."""
+    """YaRN's temperature for cosines and sines (arXiv:2309.00071, eq. 22); a scale of 0 counts as absent."""
 
     def temperature(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -285,13 +284,12 @@ def _longrope_details(config: ConfigReader, rope: ConfigReader) -> dict[str, Any
     }
 
 
-# ----------------------------------------------------------------------------------------------------
-# A strict reader of config.json: every key is read, declared inert, passed over with a line, or refused.
+# ConfigReader: every key is read, declared inert, logged as unread by transformers, or refused
 
 
 logger = logging.getLogger(__name__)
 
-# Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.
+# Keys that do not affect the computation: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
     """
     add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
@@ -310,9 +308,9 @@ INERT = frozenset(
 
 
 class ConfigReader:
-    """The values of a config.json; it remembers which keys were asked for.
+    """Typed access to the values of a config.json; records which keys were read.
 
-    `defaults` are those of transformers' class for the model_type; they come before the ones passed with a key.
+    `defaults` are those of transformers' config class; they take precedence over defaults passed along with a key.
     """
 
     def __init__(self, raw: dict[str, Any], source: str, defaults: dict[str, Any] | None = None):
@@ -321,24 +319,24 @@ class ConfigReader:
         self._asked = {"tie_word_embeddings"}
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value; `default` where it is null, or where the key is absent and the class has no default."""
+        """The value; `default` if it is null, or if it is absent and the config class has no default."""
         self._asked.add(key)
         if key not in self.raw:
             return self._defaults.get(key, default)
         return default if self.raw[key] is None else self.raw[key]
 
     def with_values(self, **values: Any) -> ConfigReader:
-        """A reader of the same config with other values; a key that either is asked for counts as read in both."""
+        """A reader of the same config with some values replaced; both readers share the record of keys read."""
         other = ConfigReader({**self.raw, **values}, self.source, self._defaults)
         other._asked = self._asked
         return other
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and null: for some keys, that is not their default."""
+        """Whether the key is present and null, which for some keys differs from their default."""
         return key in self.raw and self.raw[key] is None
 
     def size(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        """A whole number from `minimum` to `maximum`."""
+        """An integer from `minimum` to `maximum`."""
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise self.wrong(key, value, f"a whole number from {minimum:,} to {maximum:,}")
@@ -352,15 +350,15 @@ class ConfigReader:
         return float(value)
 
     def optional_number(self, key: str, *, minimum: float = 0.0) -> float | None:
-        """A finite number, or None where the key is null, or absent and without a default."""
+        """A finite number; None if the key is null, or absent without a default."""
         return None if self.value(key) is None else self.number(key, minimum=minimum)
 
     def refuse(self, key: str, *allowed: Any) -> None:
-        """Refuse every value but those allowed: others ask for what is not computed here."""
+        """Refuse all values except those allowed, because they ask for something that is not implemented."""
         value = self.value(key, allowed[0])
         if value not in allowed:
             wanted = " or ".join(map(repr, allowed))
-            raise self.wrong(key, value, f"{wanted}, the only value computed for this model_type")
+            raise self.wrong(key, value, f"{wanted}, the only value supported for this model_type")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.value(key, default)
@@ -375,7 +373,7 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> dict[str, Any]:
-        """An object of its own; empty where the key is absent or null."""
+        """A nested object; empty if the key is absent or null."""
         value = self.value(key, {})
         if not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
@@ -390,7 +388,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def limits(self, key: str) -> tuple[float, float]:
-        """Two numbers from 0 on, the second one no smaller, and infinite where it is no limit."""
+        """A lower and an upper limit, both at least 0; the upper one is infinite if it is not given."""
         value = with_floats(self.value(key))
         two = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
         if not two or not 0 <= value[0] <= value[1]:
@@ -398,7 +396,7 @@ class ConfigReader:
         return float(value[0]), float(value[1])
 
     def names(self, key: str) -> list[str] | None:
-        """A list of strings; None where the key is absent or null."""
+        """A list of strings; None if the key is absent or null."""
         value = self.value(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             raise self.wrong(key, value, "a list of names")
@@ -408,29 +406,29 @@ class ConfigReader:
         return ValueError(f"{self.source}: {key} is {brief(value)}, wanted {wanted}.")
 
     def finish(self, unread: Callable[[str], bool] = lambda key: False) -> None:
-        """Refuse keys that nobody read: an unknown one may change what the model computes.
+        """Refuse keys that have not been read: an unknown key may change what the model computes.
 
         Args:
-            unread: whether transformers does not read a key, either. The log names those.
+            unread: whether transformers ignores a key too; such keys are only logged.
         """
-        private = {key for key in self.raw if key.startswith("_")}  # notes that transformers takes for itself
+        private = {key for key in self.raw if key.startswith("_")}  # transformers' internal notes
         unknown = sorted(set(self.raw) - self._asked - INERT - private)
         passed_over = [key for key in unknown if unread(key)]
         if passed_over:
             keys = listed(passed_over)
-            logger.warning("%s: neither trl_jax nor transformers reads %s: without effect.", self.source, keys)
+            logger.warning("%s: ignoring %s, which neither trl_jax nor transformers reads.", self.source, keys)
         unknown = [key for key in unknown if key not in passed_over]
         if unknown:
             kind, keys = brief(self.raw.get("model_type")), listed([f"{key}={brief(self.raw[key])}" for key in unknown])
             raise ValueError(
                 f"{self.source} has keys that trl_jax does not know for model_type {kind}: "
-                f"{keys}. They might change what the model computes, so they are not ignored. Remove them if they "
+                f"{keys}. They are not ignored because they might change what the model computes. Remove them if they "
                 "have no effect."
             )
 
 
 def with_floats(value: Any) -> Any:
-    """Numbers that JSON does not have in the place of what transformers writes for them: {"__float__": "Infinity"}."""
+    """Replace transformers' encoding of numbers that JSON lacks, such as {"__float__": "Infinity"}, by the numbers."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -439,22 +437,22 @@ def with_floats(value: Any) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `folder/config.json`. Weights in MXFP4 are read as bfloat16, and saved so: what it says of them is
-    left out.
+    """Read `folder/config.json`. MXFP4 weights are loaded and saved as bfloat16, so their quantization config is
+    dropped.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not a JSON object, or the checkpoint is quantised in another way.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a JSON object, or the checkpoint is quantized by another method.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a checkpoint folder holds config.json and *.safetensors.")
+        raise FileNotFoundError(f"{path} does not exist. A checkpoint folder must hold config.json and *.safetensors.")
     try:
         raw = files.read(path)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nest beyond Python's limits
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or beyond Python's limits on digits or nesting
         raise ValueError(f"{path} is not valid JSON ({error}). Download the checkpoint again.") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a JSON {type(raw).__name__}, wanted an object.")
+        raise ValueError(f"{path} must hold a JSON object, got a {type(raw).__name__}.")
     reader = ConfigReader(raw, str(path))
     reader.names("architectures")
     for key in ("id2label", "label2id"):
@@ -466,22 +464,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     method = raw["quantization_config"].get("quant_method")
     if method != MXFP4:
         raise ValueError(
-            f"{path}: the weights are quantised (quant_method={brief(method)}), which this release of trl_jax cannot "
-            f"read. Pass the unquantised checkpoint, or one with quant_method={MXFP4!r}."
+            f"{path}: the weights are quantized (quant_method={brief(method)}), which this release of trl_jax cannot "
+            f"read. Use the unquantized checkpoint, or one with quant_method={MXFP4!r}."
         )
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Keys of a config.json that transformers' code of its model does not read: whoever trains it there does without.
+# Keys that transformers ignores
 
 
 _SHARED = ("cache_utils.py", "masking_utils.py", "modeling_rope_utils.py")
 
 
 def is_unread(config_class: Any, key: str) -> bool:
-    """Whether neither the class of the config nor the models' code beside it, nor what all models share, mentions a
-    key. False where the code is not there to be read."""
+    """Whether transformers ignores a key: neither the config class, nor the model code in its module, nor code shared
+    by all models mentions it. False if that code is not available."""
     if key in config_class.attribute_map or any(key == field.name for field in dataclasses.fields(config_class)):
         return False
     code = _code(config_class)

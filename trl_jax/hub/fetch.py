@@ -1,4 +1,4 @@
-"""Download from the Hub: limits, digests and what is left in the cache."""
+"""Find and download checkpoints on the Hub: time limits, digests, and signals while waiting."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ from trl_jax.hub.peft_config import ENCODER as _ENCODER_WEIGHTS
 from trl_jax.hub.peft_config import PICKLED, no_adapter
 from trl_jax.hub.peft_config import WEIGHTS as _ADAPTER_WEIGHTS
 
-# ----------------------------------------------------------------------------------------------------
-# A checkpoint's folder on this machine. From the Hub it comes in two steps: the small files, then the weights.
+# Checkpoint folders. A repository is downloaded in two steps: first the small files, then the weights.
 
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -54,9 +53,9 @@ _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEna
 
 @dataclass(frozen=True)
 class Repository:
-    """One commit of a Hub repository (or of a subfolder in it), and the cached `folder` of its files.
+    """One commit of a Hub repository, or of a subfolder in it, and the cache `folder` of its files.
 
-    `access` has the token, cache_dir and local_files_only for requests to the Hub.
+    `access` holds the token, cache_dir and local_files_only for requests to the Hub.
     """
 
     name: str
@@ -66,18 +65,18 @@ class Repository:
     access: dict[str, Any] = field(repr=False)
 
     def fetch_small_files(self, *, code: bool) -> None:
-        """Fetch config and tokenizer, with `code` `*.py` too; of deeper folders only the named chat templates."""
+        """Download the config and tokenizer files, plus `*.py` with `code`; from subfolders only chat templates."""
         patterns = (*SMALL, "*.py") if code else SMALL
         ignored = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
         self._snapshot(patterns, ignored)
 
     def fetch_weights(self) -> None:
-        """Fetch the single file or the shards that the index lists, never both; pytorch_model.bin where that is all.
+        """Download the single weights file or the shards in the index, never both; pytorch_model.bin as a last resort.
 
         Raises:
             ValueError: the weights are in another format.
-            FileNotFoundError: there are none, or they cannot be fetched.
-            ConnectionError: they did not arrive as a whole.
+            FileNotFoundError: there are no weights, or they cannot be downloaded.
+            ConnectionError: the download was interrupted.
         """
         try:
             _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
@@ -88,10 +87,10 @@ class Repository:
                 raise self._without_weights(error) from safe_cause(error)
 
     def fetch_adapter(self) -> None:
-        """Fetch the weights of an adapter.
+        """Download the weights of an adapter.
 
         Raises:
-            FileNotFoundError: there are none, or only as a pickle.
+            FileNotFoundError: there are none, or only a pickle.
         """
         self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
@@ -99,7 +98,7 @@ class Repository:
         raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
-        """Fetch pytorch_model.bin, if there is one and torch can read it; returns whether."""
+        """Download pytorch_model.bin if it exists and torch can read it; return whether that was the case."""
         if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
             return False
         self._snapshot(["pytorch_model*.bin"], [])
@@ -120,7 +119,7 @@ class Repository:
                 check_digest(file, self.name)
 
     def _listed(self) -> list[str]:
-        """The files of the repository."""
+        """Names of the files in the repository."""
         with _fetching(self.name, "the list of its files"):
             api = huggingface_hub.HfApi()
             return api.list_repo_files(self.name, revision=self.commit, token=self.access["token"])
@@ -128,8 +127,8 @@ class Repository:
     def _without_weights(self, error: EntryNotFoundError) -> Exception:
         if isinstance(error, LocalEntryNotFoundError):
             return FileNotFoundError(
-                f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be fetched. "
-                f"The Hub's client said: {client_said(error)}"
+                f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be downloaded. "
+                f"The Hub client reported: {client_said(error)}"
             )
         names = self._listed()
         pickled = _prefix(self.subfolder) + "pytorch_model"
@@ -150,15 +149,15 @@ def checkpoint_folder(
     gguf_file: str | None = None,
     code: bool = False,
 ) -> tuple[Path, Repository | None]:
-    """The folder of the config and the tokenizer of `name`, and the repository that has the weights.
+    """The folder with the config and tokenizer of `name`, and the repository that holds its weights.
 
-    A folder is taken as it is, with no repository, and so is a GGUF file: `name` itself, or `gguf_file` in it. Other
-    names are looked up on the Hub; `code` fetches `*.py` too.
+    A local folder is used as it is, without a repository; so is a GGUF file, which is `name` itself or `gguf_file` in
+    the folder. Other names are looked up on the Hub. `code` also downloads `*.py`.
 
     Raises:
-        FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
-        ConnectionError: a file did not arrive as a whole.
-        TypeError, ValueError: the token cannot be one.
+        FileNotFoundError: there is no such folder or repository, or it has no such `subfolder`.
+        ConnectionError: a download was interrupted.
+        TypeError, ValueError: the token is invalid.
     """
     token = as_token("token", token)
     folder = Path(name).expanduser()
@@ -170,7 +169,7 @@ def checkpoint_folder(
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise FileNotFoundError(
-                f"{shown('model', name)}: there is no such folder, and it is not a Hub repository's name."
+                f"{shown('model', name)}: there is no such folder, and it is not a valid name of a Hub repository."
             )
         repository = _fetched(name, revision, subfolder, access, code)
         return repository.folder, repository
@@ -180,18 +179,18 @@ def checkpoint_folder(
 
 
 def client_said(error: Exception) -> str:
-    """The text of an error of the Hub's client, with its cause and without the tokens that it asks with."""
+    """The message of a Hub client error including its cause, without tokens."""
     learn(huggingface_hub.get_token(), "hub_token")
     return scrubbed(_text(error))
 
 
 def safe_cause(error: Exception) -> Exception | None:
-    """The error as the cause of another; None where its text, which tracebacks print, holds a secret."""
+    """The error, to be chained as a cause; None if its message, which tracebacks print, contains a secret."""
     return error if client_said(error) == _text(error) else None
 
 
 def _text(error: BaseException) -> str:
-    """The error's text, the request where a transport's error says nothing of it, and the cause."""
+    """The error's message, the request if a transport error omits it, and the cause."""
     text = str(error)
     if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError | HubSilentError):
         text = f"{type(error).__name__}: {text} ({error.request.method} {str(error.request.url).partition('?')[0]})"
@@ -200,10 +199,10 @@ def _text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _fetching(name: str, files: str) -> Iterator[None]:
-    """Limit a block that asks the Hub for files of a model; an error that breaks it off names both.
+    """Limit the Hub requests of a block; an error that interrupts it names the model and the files.
 
     Raises:
-        ConnectionError: the Hub did not send them as a whole.
+        ConnectionError: the Hub did not send the files completely.
     """
     with limited(f"fetching {files} of model={name!r}"):
         try:
@@ -211,21 +210,21 @@ def _fetching(name: str, files: str) -> Iterator[None]:
         except (*_UNREACHED, EntryNotFoundError, RevisionNotFoundError):
             raise
         except (HTTPError, OSError) as error:
-            if not isinstance(error, HTTPError) and error.errno is not None:  # of the disk
+            if not isinstance(error, HTTPError) and error.errno is not None:  # a disk error
                 raise
             raise ConnectionError(
-                f"model={name!r}: {files} could not be fetched from the Hub, whose client said: {client_said(error)} "
-                "Start again: what has arrived as a whole is not fetched twice."
+                f"model={name!r}: {files} could not be downloaded from the Hub; its client reported: "
+                f"{client_said(error)} Start again: complete files are not downloaded twice."
             ) from safe_cause(error)
 
 
 def _gguf(folder, name, file, revision, subfolder, access) -> Path:
-    """A GGUF file of a folder or a repository."""
+    """Path of a GGUF file in a folder or a repository."""
     if not folder.is_dir():
         try:
             return _download(name, file, subfolder, revision, access)
         except (*_UNREACHED, EntryNotFoundError) as error:
-            text = f"{shown('model', name)}: gguf_file={file!r} could not be fetched: {client_said(error)}"
+            text = f"{shown('model', name)}: gguf_file={file!r} could not be downloaded: {client_said(error)}"
             raise FileNotFoundError(text) from safe_cause(error)
     if not (folder / subfolder / file).is_file():
         raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
@@ -233,7 +232,7 @@ def _gguf(folder, name, file, revision, subfolder, access) -> Path:
 
 
 def _fetched(name, revision, subfolder, access, code) -> Repository:
-    """The repository, its small files in the cache. A config comes first: its path names the commit of the others."""
+    """The repository with its small files in the cache. config.json comes first because its path names the commit."""
     try:
         config = _config(name, subfolder, revision, access)
         commit = config.parents[len(PurePosixPath(subfolder).parts)].name
@@ -241,8 +240,8 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
         repository.fetch_small_files(code=code)
     except _UNREACHED as error:
         raise FileNotFoundError(
-            f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be fetched "
-            f"from the Hub, whose client said: {client_said(error)}"
+            f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be "
+            f"downloaded from the Hub; its client reported: {client_said(error)}"
         ) from safe_cause(error)
     except EntryNotFoundError as error:
         text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {client_said(error)}"
@@ -251,7 +250,7 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
 
 
 def _config(name, subfolder, revision, access) -> Path:
-    """config.json, or that of an adapter, which has no other."""
+    """config.json, or the adapter's config, since an adapter has no config.json."""
     try:
         return _download(name, "config.json", subfolder, revision, access)
     except LocalEntryNotFoundError:
@@ -264,10 +263,10 @@ def _config(name, subfolder, revision, access) -> Path:
 
 
 def _download(name, file, subfolder, revision, access) -> Path:
-    """Fetch one file unless the cache has it.
+    """Download a file unless it is in the cache.
 
     Raises:
-        ValueError: its digest is not the Hub's.
+        ValueError: its digest differs from the Hub's.
     """
     with _fetching(name, file):
         path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
@@ -276,40 +275,38 @@ def _download(name, file, subfolder, revision, access) -> Path:
 
 
 def _prefix(subfolder: str) -> str:
-    """The beginning of the names of a subfolder's files in the repository's list."""
+    """The prefix of a subfolder's files in the repository's file list."""
     return f"{PurePosixPath(subfolder)}/" if subfolder else ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Limits of waiting for the Hub: hooks on its client's own session, in force while a block of `limited` runs.
-
+# Time limits: hooks on the Hub client's own session, active while a block of `limited` runs
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TRL_JAX_HUB_TIMEOUT"
 _DEFAULT = 60.0  # seconds
-_TOLD_AFTER = 5.0  # seconds without an answer
-_LOOKS = 0.25  # seconds between two looks at what is waited for
-_TRIED_AGAIN = (408, 429, 500, 502, 503, 504)  # statuses after which the client tries again
+_WARN_AFTER = 5.0  # seconds without an answer
+_POLL = 0.25  # seconds between checks
+_RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that make the client retry
 
-_NOT_OURS = ("/datasets/", "/api/datasets/")  # rows that a script reads meanwhile, as its own library does
-_UNLIMITED = "trl_jax.unlimited"  # an extension of their requests, which redirected ones inherit
+_NOT_OURS = ("/datasets/", "/api/datasets/")  # a script may load a dataset meanwhile, under its own library's limits
+_UNLIMITED = "trl_jax.unlimited"  # extension that marks these requests; redirected requests inherit it
 
-_operations: list[str] = []  # under way: "fetching ..."
-_waits: dict[str, float] = {}  # request without a good answer so far -> since when; inf while its body is sent
+_operations: list[str] = []  # in progress: "fetching ..."
+_waits: dict[str, float] = {}  # request without a successful answer -> waiting since; inf while its body is being sent
 _sockets: list[weakref.ref] = []
-_cut_off = False  # whether the process is about to leave
+_cut_off = False  # whether the process is about to exit
 
 
 class HubSilentError(HTTPError):
-    """Ends a request without a good answer within `patience()`; the Hub's client does not try it again."""
+    """Ends a request that was not answered successfully within `patience()`; the Hub client does not retry it."""
 
 
 def patience() -> float:
-    """The seconds in which a request must get a good answer, all tries together.
+    """Seconds within which a request must succeed, including all retries.
 
     Raises:
-        ValueError: TRL_JAX_HUB_TIMEOUT is no such number.
+        ValueError: TRL_JAX_HUB_TIMEOUT is not a positive number.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -317,14 +314,14 @@ def patience() -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(value) < math.inf:
             return float(value)
-    raise ValueError(f"{VARIABLE} is {value!r}, wanted a number of seconds, such as 60.")
+    raise ValueError(f"{VARIABLE} must be a number of seconds, such as 60, got {value!r}.")
 
 
 @contextlib.contextmanager
 def limited(operation: str) -> Iterator[None]:
-    """Limit the requests of a block. `operation`, such as "fetching x", says in the log what is waited for.
+    """Limit the duration of the requests in a block. `operation`, such as "fetching x", appears in the log.
 
-    In the main thread a signal leaves at once, and says which operation it cut off.
+    In the main thread, a signal exits immediately and reports which operation was interrupted.
     """
     patience()
     if threading.current_thread() is threading.main_thread():
@@ -337,7 +334,7 @@ def limited(operation: str) -> Iterator[None]:
         with leaving_told(under_way, cut_off):
             yield
         for request in [] if _cut_off or len(_operations) > 1 else list(_waits):
-            logger.warning("%s had no good answer while %s.", request, operation)
+            logger.warning("%s did not succeed while %s.", request, operation)
     finally:
         done.set()
         _operations.remove(operation)
@@ -347,33 +344,33 @@ def limited(operation: str) -> Iterator[None]:
 
 
 def under_way() -> list[str]:
-    """The operations that wait for the Hub now."""
+    """The operations that are waiting for the Hub."""
     return list(_operations)
 
 
 def cut_off() -> None:
-    """Break off all requests under way, and refuse further ones until `begin_again`."""
+    """Abort all requests in progress and refuse new ones until `begin_again` is called."""
     global _cut_off
     _cut_off = True
     for known in list(_sockets):
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # already closed
             if (end := known()) is not None:
-                socket.socket.shutdown(end, socket.SHUT_RDWR)  # wakes the thread that reads from it
+                socket.socket.shutdown(end, socket.SHUT_RDWR)  # wakes up the thread that reads from it
 
 
 def begin_again() -> None:
-    """Allow requests after `cut_off`."""
+    """Allow requests again after `cut_off`."""
     global _cut_off
     _cut_off = False
 
 
 def is_cut_off() -> bool:
-    """Whether requests were broken off because the process is about to leave."""
+    """Whether requests were aborted because the process is about to exit."""
     return _cut_off
 
 
 def _hook() -> None:
-    """Put our hooks on the client's session, unless they are there; it makes a new one after lost connections."""
+    """Install our hooks on the client's session if needed; the client creates a new session after connection errors."""
     session = huggingface_hub.get_session()
     hooks = session.event_hooks
     if _before not in hooks["request"]:
@@ -383,24 +380,24 @@ def _hook() -> None:
 
 def _watch(operation: str, done: threading.Event) -> None:
     told = False
-    while not done.wait(_LOOKS):
+    while not done.wait(_POLL):
         _hook()
-        late = [key for key, since in list(_waits.items()) if time.monotonic() - since > _TOLD_AFTER]
+        late = [key for key, since in list(_waits.items()) if time.monotonic() - since > _WARN_AFTER]
         if late and not told:
             told = True
             logger.warning(
-                "Waiting for the Hub, which has not answered for %g seconds, while %s: %s. It is given up after %g "
-                "seconds (%s).", _TOLD_AFTER, operation, late[0], patience(), VARIABLE,
+                "The Hub has not answered for %g seconds while %s: %s. The request will be aborted after %g seconds "
+                "(%s).", _WARN_AFTER, operation, late[0], patience(), VARIABLE,
             )  # fmt: skip
 
 
 def _key(request: Any) -> str:
-    """The request in messages; what follows the ? may be a signature."""
+    """The request as shown in messages, without the query string, which may contain a signature."""
     return scrubbed(f"{request.method} {str(request.url).partition('?')[0]}")
 
 
 def _before(request: Any) -> None:
-    """Set the time limits of a request that is about to be sent, or refuse it."""
+    """Set the timeouts of a request that is about to be sent, or refuse it."""
     if not _operations:
         return
     key, now, limit = _key(request), time.monotonic(), patience()
@@ -409,11 +406,11 @@ def _before(request: Any) -> None:
     if _UNLIMITED in request.extensions:
         return
     if _cut_off:
-        raise HubSilentError(f"{key} was broken off, as the process is leaving.")
+        raise HubSilentError(f"{key} was aborted because the process is exiting.")
     left = limit - max(0.0, now - _waits.setdefault(key, now))
     if left <= 0:
         _waits.pop(key, None)
-        raise HubSilentError(f"{key}: no good answer within {limit:g} seconds ({VARIABLE}).")
+        raise HubSilentError(f"{key} did not succeed within {limit:g} seconds ({VARIABLE}).")
     limits = request.extensions["timeout"]
     request.extensions["timeout"] = {
         kind: left if limits.get(kind) is None else min(limits[kind], left)
@@ -423,7 +420,8 @@ def _before(request: Any) -> None:
 
 
 def _traced(key: str, uploads: bool) -> Callable[[str, dict], None]:
-    """Note the sockets of a request, and of an upload when its body has gone: nobody waits before that."""
+    """A trace hook that records the sockets of a request and, for an upload, when its body has been sent: the time
+    limit starts then."""
 
     def trace(event: str, info: dict) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
@@ -437,11 +435,11 @@ def _traced(key: str, uploads: bool) -> Callable[[str, dict], None]:
 
 
 def _after(response: Any) -> None:
-    """Note a good answer. Before the client tries again, wait as long as the server asks for, within the limit."""
+    """Record a successful answer. Before the client retries, wait as long as the server asks, within the limit."""
     if not _operations or _UNLIMITED in response.request.extensions:
         return
     key = _key(response.request)
-    if response.status_code not in _TRIED_AGAIN:
+    if response.status_code not in _RETRIED:
         _waits.pop(key, None)
         return
     asked = _asked_wait(response)
@@ -451,19 +449,19 @@ def _after(response: Any) -> None:
     if end - _waits.get(key, time.monotonic()) > patience():
         _waits.pop(key, None)
         raise HubSilentError(
-            f"{key}: status {response.status_code}, and the server asks to wait {asked} seconds. That is more than "
-            f"{patience():g} ({VARIABLE})."
+            f"{key}: the server answered with status {response.status_code} and asks to wait {asked} seconds, which is "
+            f"more than {patience():g} ({VARIABLE})."
         )
-    if response.request.method == "POST":  # which some of the client's functions do not try again
+    if response.request.method == "POST":  # some client functions do not retry these
         return
     while time.monotonic() < end and not _cut_off:
-        time.sleep(min(_LOOKS, asked))
+        time.sleep(min(_POLL, asked))
     response.headers["Retry-After"] = "0"
     response.headers.pop("ratelimit", None)
 
 
 def _asked_wait(response: Any) -> int | None:
-    """The seconds that the server asks to wait, by the headers that its client reads; None where it does not."""
+    """Seconds that the server asks to wait, from the headers that the client reads; None if it does not ask."""
     limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
     if limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds
@@ -471,21 +469,20 @@ def _asked_wait(response: Any) -> int | None:
     return int(asked) if asked.isdecimal() else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Files of the Hub's cache, compared with the sha256 that the Hub gave for them.
+# Digests: compare cached files with the sha256 from the Hub
 
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def check_digest(file: Path, model: str) -> None:
-    """Compare a file of the cache with its digest, once for as long as it stays as it is.
+    """Check the digest of a cached file, once until the file changes.
 
-    The cache calls a large file's content by the sha256 that the Hub gives for it, and links to that. Other files, and
-    a cache without links, are not compared.
+    The cache names the content of a large file by its sha256 on the Hub and links to it. Other files, and caches
+    without links, are not checked.
 
     Raises:
-        ValueError: it is another file; it is gone from the cache, so the next one to ask fetches it again.
+        ValueError: the content differs. The file is removed from the cache, so that it is downloaded again next time.
     """
     wanted = Path(os.readlink(file)).name if file.is_symlink() else ""
     if _SHA256.fullmatch(wanted) is None or not file.is_file():
@@ -502,17 +499,17 @@ def check_digest(file: Path, model: str) -> None:
         for part in (file, file.parent / os.readlink(file), content):
             part.unlink(missing_ok=True)
         raise ValueError(
-            f"model={model!r}: {file.name} came damaged. Its sha256 is {found}, that on the Hub is {wanted}. It was "
-            f"removed from the cache ({file}): start again, which fetches it anew. If that does not help, something "
-            "between here and the Hub (a proxy, a mirror, the disk) changes files."
+            f"model={model!r}: {file.name} is corrupted: its sha256 is {found}, but {wanted} on the Hub. It was "
+            f"removed from the cache ({file}). Start again to download it again. If that does not help, something "
+            "between here and the Hub (a proxy, a mirror, the disk) modifies files."
         )
     if mark is not None:
-        with contextlib.suppress(OSError):  # nowhere to note it: it is compared again
+        with contextlib.suppress(OSError):  # if the result cannot be stored, the file is checked again next time
             mark.write_text(state, encoding="utf-8")
 
 
 def _mark(content: Path) -> Path | None:
-    """The file that notes what was compared; None where none can be written."""
+    """The file that records a successful check; None if it cannot be created."""
     try:
         folder = huggingface_hub.cached_assets_path("trl_jax", "digests", "compared")
     except OSError:
@@ -520,8 +517,7 @@ def _mark(content: Path) -> Path | None:
     return Path(folder) / hashlib.sha256(str(content).encode()).hexdigest()[:32]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Signals while the Hub is waited for, outside of train(), which handles them itself.
+# Signals while waiting for the Hub outside of train(), which handles signals itself
 
 
 _ENDING = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
@@ -530,10 +526,11 @@ _ALL = _ENDING | {signal.SIGINT: signal.default_int_handler}
 
 @contextlib.contextmanager
 def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> Iterator[None]:
-    """Within the block, a signal that would end the process says which operations that cuts off.
+    """Within the block, report which operations are interrupted if a signal ends the process.
 
-    SIGINT raises KeyboardInterrupt, after `cut_off`: the client's threads would be waited for. The others end the
-    process, as without us, with the exit status 128 + n. Handlers of the script, or of a run, stay in place.
+    SIGINT calls `cut_off` first, because Python would otherwise wait for the client's threads, and then raises
+    KeyboardInterrupt. Other signals end the process with status 128 + n as usual. Handlers installed by the script or
+    by a training run are kept.
     """
     before = _handled(_ALL, operations, cut_off)
     try:
@@ -544,18 +541,18 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
 
 
 def told_from_now_on(operations: Callable[[], list[str]]) -> None:
-    """As `leaving_told`, without an end and without SIGINT, which leaves the script's threads alone."""
+    """Like `leaving_told`, but permanent and without SIGINT, which does not end the script's threads."""
     _handled(_ENDING, operations, lambda: None)
 
 
 def _handled(defaults: dict, operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> dict:
-    """Handle signals that have these handlers, and return what was replaced; nothing outside of the main thread."""
+    """Install handlers for signals that have these defaults and return the old ones; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
 
     def leave(number: int, frame: FrameType | None) -> None:
         for operation in operations():
-            say(f"{signal.Signals(number).name}: leaving while {operation}. That is cut off.")
+            say(f"{signal.Signals(number).name}: exiting while {operation}, which is interrupted.")
         if number == signal.SIGINT:
             cut_off()
             raise KeyboardInterrupt

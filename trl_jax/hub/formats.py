@@ -1,4 +1,4 @@
-"""File formats: safetensors, pickles, and a diagnosis of files that are neither."""
+"""Checkpoint files: safetensors, pickles, and diagnosis of broken files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from trl_jax.core.text import brief, listed, printable
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.torch_bridge import PICKLED
 
-# ----------------------------------------------------------------------------------------------------
-# Checkpoints that are pytorch_model.bin: torch reads their tensors, no code in them is run.
+# pytorch_model.bin, which torch reads without running code
 
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def only_pickled(folder: Path) -> bool:
-    """Whether a folder has its weights as pytorch_model.bin alone, and torch is here to read them."""
+    """Whether a folder only has pytorch_model.bin, and torch is installed to read it."""
     safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     return not safe and torch_bridge.available() and any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
 
 
 class PickledFiles:
-    """The tensors of pytorch_model.bin, single or sharded, with the methods of `CheckpointFiles`."""
+    """The tensors of pytorch_model.bin, single or sharded, with the same methods as `CheckpointFiles`."""
 
     def __init__(self, folder: Path):
         self._tensors: dict[str, Any] = {}
@@ -43,7 +42,7 @@ class PickledFiles:
             with text.naming(folder / name):
                 tensors = torch_bridge.unpickled(folder / name)
             if twice := tensors.keys() & self._tensors.keys():
-                raise ValueError(f"{folder / name} holds the tensor {min(twice)}, which an earlier shard holds too.")
+                raise ValueError(f"{folder / name} holds the tensor {min(twice)}, which is also in an earlier shard.")
             self.shards[name] = list(tensors)
             self._tensors |= tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -51,7 +50,7 @@ class PickledFiles:
         self._folder = folder
 
     def check_dtypes(self, tensors: Iterable[str]) -> None:
-        """Refuse the first of these tensors that is in a dtype which cannot be read."""
+        """Raise ValueError for the first of these tensors that has an unsupported dtype."""
         for tensor in tensors:
             if self.dtypes[tensor] not in DTYPES.values():
                 raise ValueError(
@@ -60,27 +59,26 @@ class PickledFiles:
                 )
 
     def read(self, tensor: str) -> np.ndarray:
-        """The values of one tensor, in the dtype of the file."""
+        """The values of one tensor, in the file's dtype."""
         return torch_bridge.as_array(self._tensors[tensor])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Safetensors on disk: checked, read one tensor at a time, and written in the shards they came in.
+# Safetensors: checked, read one tensor at a time, and written in the original shards
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_MAPPED = 2**28  # bytes read of a file until its pages are released
+_MAPPED = 2**28  # bytes read from a file before its pages are released
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint folder, by name. Headers are read at once, data only when asked for.
+    """The tensors of a checkpoint folder, by name. Only headers are read up front.
 
     Attributes:
-        shards: file name -> the tensors it holds, in the file's order.
+        shards: file name -> its tensors, in the file's order.
         shapes: tensor -> shape.
-        dtypes: tensor -> "float32", "bfloat16" or "float16"; of others the file's own word.
+        dtypes: tensor -> "float32", "bfloat16" or "float16"; for other dtypes the file's own name.
     """
 
     def __init__(self, folder: Path):
@@ -96,7 +94,7 @@ class CheckpointFiles:
         self.shards[path.name] = list(handle.keys())
         for tensor in self.shards[path.name]:
             if tensor in self._shard_of:
-                raise ValueError(f"{path} holds the tensor {tensor}, which an earlier shard holds too.")
+                raise ValueError(f"{path} holds the tensor {tensor}, which is also in an earlier shard.")
             header = handle.get_slice(tensor)
             dtype = header.get_dtype()
             self.dtypes[tensor], self.shapes[tensor] = DTYPES.get(dtype, dtype), tuple(header.get_shape())
@@ -104,27 +102,27 @@ class CheckpointFiles:
         self._handles[path.name] = handle
 
     def check_dtypes(self, tensors: Iterable[str]) -> None:
-        """Refuse the first of these tensors that is in a dtype which cannot be read."""
+        """Raise ValueError for the first of these tensors that has an unsupported dtype."""
         for tensor in tensors:
             if self.dtypes[tensor] not in DTYPES.values():
                 raise ValueError(
                     f"{self._folder / self._shard_of[tensor]}: tensor {tensor} has dtype {self.dtypes[tensor]}; "
-                    f"trl_jax reads {', '.join(DTYPES)}. Dequantise the checkpoint, or save it again in one of these."
+                    f"trl_jax reads {', '.join(DTYPES)}. Dequantize the checkpoint, or save it again in one of these."
                 )
 
     def read(self, tensor: str) -> np.ndarray:
-        """The values of one tensor, in the dtype of the file."""
+        """The values of one tensor, in the file's dtype."""
         with text.naming(self._folder / self._shard_of[tensor]):
             return self._handles[self._shard_of[tensor]].get_tensor(tensor)
 
     def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The values of a part of it; no other is read from the disk."""
+        """Part of a tensor; the rest is not read from disk."""
         with text.naming(self._folder / self._shard_of[tensor]):
             return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
     def release(self, tensor: str, count: int) -> None:
-        """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
-        closed, so now and then it is opened anew; not after loading, when it may have been overwritten."""
+        """Count `count` bytes read for this tensor, and reopen its file occasionally, because mapped pages count as
+        memory of this process until the file is closed. Not after loading, when the file may have been overwritten."""
         shard = self._shard_of[tensor]
         self._read[shard] = self._read.get(shard, 0) + count
         if self._read[shard] > _MAPPED:
@@ -132,38 +130,38 @@ class CheckpointFiles:
 
 
 def shape_of(path: Path, name: str) -> tuple[int, ...] | None:
-    """The shape of a tensor of one file; None where it has none of this name."""
+    """The shape of a tensor in a file; None if the file does not have it."""
     handle = _opened(path)
     return tuple(handle.get_slice(name).get_shape()) if name in handle.keys() else None  # noqa: SIM118 - no mapping
 
 
 def tensor_names(path: Path) -> list[str]:
-    """The names of the tensors of one file."""
+    """Names of the tensors in a file."""
     return list(_opened(path).keys())
 
 
 def read_one(path: Path, name: str) -> np.ndarray:
-    """One tensor of a file."""
+    """Read one tensor of a file."""
     return _opened(path).get_tensor(name)
 
 
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of one small file.
+    """Read all tensors of a small file.
 
     Raises:
-        ValueError: it cannot be read, or has a tensor of another dtype.
+        ValueError: the file is unreadable, or has a tensor of another dtype.
     """
     handle = _opened(path)
     names = list(handle.keys())
     strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
     if strange:
-        raise ValueError(f"{path}: {brief(strange[0])} is no floating-point tensor of {', '.join(DTYPES)}.")
+        raise ValueError(f"{path}: {brief(strange[0])} is not a floating-point tensor ({', '.join(DTYPES)}).")
     with text.naming(path):
         return {name: handle.get_tensor(name) for name in names}
 
 
 def _opened(path: Path) -> Any:
-    """A handle of safetensors', whose reader takes the last of two tensors of one name without a word."""
+    """Open a file with safetensors, which would silently use the last of several tensors with the same name."""
     try:
         with text.naming(path):
             handle = safe_open(path, framework="numpy")
@@ -175,7 +173,7 @@ def _opened(path: Path) -> Any:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    if (folder / SINGLE).is_file():  # transformers, too, reads this one where both are
+    if (folder / SINGLE).is_file():  # takes precedence, as in transformers
         return [SINGLE]
     if not (folder / INDEX).is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
@@ -192,49 +190,49 @@ def _shard_names(folder: Path) -> list[str]:
 
 def unconverted(where: str, model: str) -> ValueError:
     return ValueError(
-        f"{where} has its weights only as pytorch_model.bin, which trl_jax reads only where torch is installed: pip "
-        f"install 'trl_jax[torch]'. Or convert them: AutoModel.from_pretrained({model}).save_pretrained(folder)."
+        f"{where} only has pytorch_model.bin, which trl_jax can read if torch is installed: pip install "
+        f"'trl_jax[torch]'. Or convert it: AutoModel.from_pretrained({model}).save_pretrained(folder)."
     )
 
 
 def no_weights(where: str) -> FileNotFoundError:
-    return FileNotFoundError(f"{where} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+    return FileNotFoundError(f"{where} has no weights: neither {SINGLE} nor {INDEX} exists.")
 
 
 def indexed_shards(folder: Path, index: str = INDEX) -> list[str]:
-    """The file names in the index, each a plain one of that folder; they need not exist."""
+    """File names in the index, checked to be plain names in that folder; the files may not exist."""
     path = folder / index
     try:
         weight_map = files.read(path)["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not an index: wanted a JSON object with weight_map, tensor to file. Reading it: "
+            f"{path} is not a valid index, which is a JSON object with a weight_map from tensors to files: "
             f"{brief(error, 200)}."
         ) from error
     strange = [name for name in names if not isinstance(name, str) or not _plain(name)]
     if strange or not names:
         raise ValueError(
-            f"{path} names shards outside its folder or none at all: {brief(strange, 500)}. Nothing was opened. "
-            "Shards are plain file names: download the index again."
+            f"{path} names shards outside its folder, or none at all: {brief(strange, 500)}. Nothing was opened. "
+            "Shards must be plain file names. Download the index again."
         )
     return names
 
 
 def _plain(name: str) -> bool:
-    fits = Path(name).name == name and len(name) <= 255  # the longest that file systems have
+    fits = Path(name).name == name and len(name) <= 255  # the limit of common file systems
     return fits and name not in ("", "..") and "\\" not in name and "\0" not in name
 
 
 def write_checkpoint(
     folder: Path, shards: dict[str, list[str]], tensor: Callable[[str], Pieces], *, writes: bool = True
 ) -> None:
-    """Write `shards` (file name -> tensors) and, for more than one, the index; one piece of a tensor is in memory at a
-    time.
+    """Write `shards` (file name -> tensors) and, for several shards, the index, with one piece of a tensor in memory
+    at a time.
 
-    Where not `writes`, each tensor is read and nothing kept: several processes gather a tensor together, one writes it.
-    A file replaces an earlier one when it is complete, for tensors may be read from that. Other files that an earlier
-    save left in `folder` are removed at the end: a reader would take their weights for these.
+    With `writes=False`, tensors are read but not stored: several processes gather a tensor, and one of them writes it.
+    A file replaces the old one once it is complete, because tensors may be read from the old one. Other files that an
+    earlier save left in `folder` are removed at the end, so that a reader does not use their weights.
     """
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
@@ -265,7 +263,7 @@ def _write(path: Path, tensors: dict[str, Pieces]) -> None:
 
 
 def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:
-    """The shards to write: those of the source without tensors that are left out, new tensors in the last one."""
+    """The shards to write: the source's shards without omitted tensors, and new tensors in the last shard."""
     groups = [[tensor for tensor in tensors if tensor in kept] for tensors in source.values()]
     groups = [group for group in groups if group] or [[]]
     groups[-1] = groups[-1] + added
@@ -274,19 +272,18 @@ def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Finds the fault of a file that safetensors refuses; its own errors seldom name the tensor.
+# Diagnosis of files that safetensors refuses, since its errors seldom name the tensor
 
 
 _OPENINGS = {
-    b"version https://git-lfs": "this is a git-LFS pointer, not the weights: run `git lfs pull`",
+    b"version https://git-lfs": "this is a git-LFS pointer instead of the weights: run `git lfs pull`",
     **dict.fromkeys(
         (b"<!", b"<?", b"<h", b"<H"),
-        "this is an HTML or XML page, probably an error page saved in place of the file: download it again",
+        "this is an HTML or XML page, probably an error page saved instead of the file: download it again",
     ),
-    b"PK\x03\x04": "this is a zip archive, probably a PyTorch .bin under another name: convert it",
-    b"Entry not found": "this is an answer of the Hub, which has no such file",
-    b"\x80\x02\x8a": "this is a pickle, probably a PyTorch .bin under another name: convert it",
+    b"PK\x03\x04": "this is a zip archive, probably a renamed PyTorch .bin: convert it",
+    b"Entry not found": "this is an error message of the Hub, which has no such file",
+    b"\x80\x02\x8a": "this is a pickle, probably a renamed PyTorch .bin: convert it",
 }
 _BITS = {
     "F64": 64,
@@ -304,33 +301,33 @@ _ANOTHER = "download it again"
 
 
 def diagnose(path: Path) -> str | None:
-    """The fault of a file that is no safetensors file, and the way out; None if it looks like a good one."""
+    """What is wrong with a file that is not valid safetensors, and how to fix it; None if it looks valid."""
     size = path.stat().st_size
     with path.open("rb") as file:
         opening = file.read(64)
         if size < 8:
-            return f"it has {size} bytes, an interrupted download perhaps: {_ANOTHER}"
+            return f"it has {size} bytes, perhaps because a download was interrupted: {_ANOTHER}"
         known = next((text for mark, text in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
         if known is not None:
             return known
         if opening.isascii() and b"\0" not in opening:
-            return f"it is text: {_ANOTHER}"  # which is not shown: a link may lead to any file
+            return f"it is a text file: {_ANOTHER}"  # content is not shown, because a link may point to any file
         length = int.from_bytes(opening[:8], "little")
         if length > min(size - 8, 100_000_000):
-            return f"its header should have {length:,} bytes, the file has {size:,}: {_ANOTHER}"
+            return f"its header should have {length:,} bytes, but the file has {size:,}: {_ANOTHER}"
         file.seek(8)
         return _faulty_header(file.read(length), size - 8 - length)
 
 
 def check_names(path: Path) -> None:
-    """Raise ValueError where a file that safetensors can read has two tensors of one name in its header."""
+    """Raise ValueError if the header of a file that safetensors can read contains a name twice."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         files.loads(file.read(length))
 
 
 def _faulty_header(text: bytes, data: int) -> str | None:
-    """The first fault of a header before `data` bytes of tensors."""
+    """The first error in a header that is followed by `data` bytes of tensors."""
     try:
         tensors = {name: entry for name, entry in files.loads(text).items() if name != "__metadata__"}
         spans = {name: tuple(entry["data_offsets"]) for name, entry in tensors.items()}
@@ -340,24 +337,24 @@ def _faulty_header(text: bytes, data: int) -> str | None:
             start, end = spans[name]
             fault = _faulty_tensor(tensors[name]["dtype"], tensors[name]["shape"], end - start)
             if fault is None and start != reached:
-                fault = f"begins at byte {start:,}, the tensor before it ends at {reached:,}"
+                fault = f"begins at byte {start:,}, but the previous tensor ends at {reached:,}"
             if fault is None and end > data:
-                fault = f"ends at byte {end:,} of {data:,}: the file is cut short, {_ANOTHER}"
+                fault = f"ends at byte {end:,} of {data:,}: the file is truncated, {_ANOTHER}"
             if fault is not None:
                 return f"tensor {listed([name])} {fault}"
             reached = end
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its header is not a JSON object of tensors ({str(error)[:300]}): {_ANOTHER}"
-    return f"{data - reached:,} bytes after its last tensor belong to none: {_ANOTHER}" if reached < data else None
+    return f"{data - reached:,} bytes after the last tensor are unused: {_ANOTHER}" if reached < data else None
 
 
 def _faulty_tensor(dtype: str, shape: list[int], size: int) -> str | None:
     if dtype not in _BITS:
-        known = "which safetensors does not know or cannot size; save it as F32, BF16 or F16"
+        known = "which safetensors does not know or cannot handle; save it as F32, BF16 or F16"
         return f"has dtype {listed([dtype])}, {known}"
-    if not all(type(axis) is int for axis in shape):  # a product with a list or a text would be as long as it says
-        return f"has shape {brief(shape)}, wanted whole numbers: {_ANOTHER}"
+    if not all(type(axis) is int for axis in shape):  # otherwise the product could be a huge list or string
+        return f"has shape {brief(shape)} instead of integers: {_ANOTHER}"
     wanted = math.prod(shape) * _BITS[dtype] // 8
     if wanted == size:
         return None
-    return f"of dtype {dtype} and shape {brief(shape)} takes {wanted:,} bytes, but has {size:,}"
+    return f"of dtype {dtype} and shape {brief(shape)} needs {wanted:,} bytes, but has {size:,}"

@@ -1,4 +1,4 @@
-"""Parameters that a script freezes, by torch's flag for it: `requires_grad = False`."""
+"""Parameters that a script freezes with torch's flag, `requires_grad = False`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name on disk -> paths of its arrays, each with its index
+Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name on disk -> (path of our array, index in it)
 
 
 def trainable_masks(frozen: Collection[str], locations: Locations, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """For each array that is frozen in part or whole, by path, the layers that train: bool `[L]`, `[L, E]` or `[]`.
+    """For each partly or fully frozen array, by path, which layers are trained: bool `[L]`, `[L, E]` or `[]`.
 
     Args:
         frozen: names on disk.
-        locations: where in our arrays the tensors on disk lie.
+        locations: where our arrays hold the tensors on disk.
     """
     masks: dict[str, np.ndarray] = {}
     for name in frozen:
@@ -27,7 +27,7 @@ def trainable_masks(frozen: Collection[str], locations: Locations, params: Mappi
 
 
 def stop_frozen_gradients(params: Mapping[str, jax.Array], masks: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The same numbers; only the layers that train have a gradient."""
+    """The same values, with gradients stopped for frozen layers."""
     return dict(params) | {
         path: _select(mask, params[path], jax.lax.stop_gradient(params[path]))
         for path, mask in masks.items()
@@ -36,7 +36,7 @@ def stop_frozen_gradients(params: Mapping[str, jax.Array], masks: Mapping[str, n
 
 
 def zero_frozen_updates(updates: Mapping[str, jax.Array], masks: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Updates, zero for what is frozen: a weight decays without a gradient, too."""
+    """Updates with zeros for frozen layers, which weight decay would change even without a gradient."""
     zeros = {path: jnp.zeros_like(updates[path]) for path in masks}
     return dict(updates) | {path: _select(mask, updates[path], zeros[path]) for path, mask in masks.items()}
 
@@ -48,16 +48,16 @@ def _select(mask: np.ndarray, trained: jax.Array, frozen: jax.Array) -> jax.Arra
 
 
 def frozen_size(masks: Mapping[str, np.ndarray], params: Mapping[str, Any]) -> int:
-    """The number of frozen parameters."""
+    """Number of frozen parameters."""
     return sum(params[path].size * int((~mask).sum()) // max(mask.size, 1) for path, mask in masks.items())
 
 
 def check_unfrozen(names: Collection[str]) -> None:
-    """Raise ValueError where parameters were unfrozen while a run trains: an optimizer was made without them, or has
-    counted the steps that they did not take."""
+    """Raise ValueError if parameters were unfrozen during a run: the optimizer has no state for them, or its step count
+    includes steps that they did not take part in."""
     if names:
         raise ValueError(
-            f"{sorted(names)[0]} was unfrozen while the run trains (parameters in all: {len(names)}). The optimizer "
-            "goes by what trained at the beginning, and TRL's would leave it as it is. Unfreeze between calls of "
-            "train()."
+            f"{sorted(names)[0]} was unfrozen during training ({len(names)} parameters in total). The optimizer only "
+            "updates what was trained at the start, as in TRL, where the parameter would not change. Unfreeze between "
+            "calls of train()."
         )

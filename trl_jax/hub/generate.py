@@ -1,4 +1,4 @@
-"""`generate`: transformers' arguments, batches and results."""
+"""`generate` and its variants: transformers' arguments, batching and results."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from trl_jax.hub.generation_inputs import (
 )
 from trl_jax.nn.platform import platform
 
-# ----------------------------------------------------------------------------------------------------
-# transformers' `generate` of a native model.
+# Methods of a model
 
 
 class GenerationApi:
-    """transformers' `generate`, of a model with a language model's head. Needs `backend`, `config`,
+    """transformers' `generate` for models with a language model head. Mixin that needs `backend`, `config`,
     `generation_config`, `graph` and `arrays`."""
 
     generation_config: Any
@@ -62,28 +61,29 @@ class GenerationApi:
         dtype: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Complete prompts, with transformers' arguments and, on a CPU in float32, its tokens.
+        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, draws the same tokens.
 
         Args:
-            inputs: token ids `[rows, T]`, as lists, NumPy's, JAX's or torch's; or as `input_ids`, with an
+            inputs: token ids `[rows, T]` as lists or as NumPy, JAX or torch arrays. Alternatively pass `input_ids` and
                 `attention_mask`, as in `generate(**tokenizer(...))`.
             generation_config: transformers' object; fields that are None come from the model's own.
-            logits_processor: functions of the caller that change scores, called on the host in each step with NumPy's
-                arrays, or torch's tensors where they or the prompts are of that kind.
-            stopping_criteria: likewise, functions that say which rows end.
-            prefix_allowed_tokens_fn: likewise, a function of a prompt's number and a row that lists what may follow.
-            synced_gpus: has no effect: all processes of a mesh run one program.
-            streamer: gets the prompts and each step's tokens.
-            seed: of the tokens that are drawn; None goes on with the process's stream, which `trl_jax.set_seed` seeds.
-            dtype: that the model computes in. None: on a CPU float32; elsewhere the 16-bit type that it is stored in,
-                if it is.
+            logits_processor: user functions that modify scores. They are called on the host in each step, with NumPy
+                arrays, or with torch tensors if they are transformers' processors or the prompts are tensors.
+            stopping_criteria: user functions, called in the same way, that decide which rows end.
+            prefix_allowed_tokens_fn: user function, called in the same way, that lists the allowed next tokens given
+                the index of a prompt and its row.
+            synced_gpus: has no effect, because all processes of a mesh run the same program.
+            streamer: receives the prompts and the tokens of each step.
+            seed: for sampling; None continues the process's random stream, which `trl_jax.set_seed` seeds.
+            dtype: dtype of the computation. None uses float32 on a CPU, otherwise the stored 16-bit type, if any.
             kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`.
 
-        Returns int64 `[rows, T + new]`, torch's where the prompts are; with return_dict_in_generate=True a
-        GenerateOutput.
+        Returns:
+            int64 `[rows, T + new]`, as a torch tensor if the prompts are one; a GenerateOutput with
+            return_dict_in_generate=True.
 
         Raises:
-            ValueError: an argument that is not in this release or out of its range.
+            ValueError: an argument is not supported in this release or out of range.
             RuntimeError: the model's logits are not finite.
         """
         del synced_gpus
@@ -119,20 +119,21 @@ class GenerationApi:
         dtype: Any = None,
         **kwargs: Any,
     ) -> dict[str, Completion]:
-        """Complete any number of prompts, `batch_size` completions at a time: where those of a prompt have ended, the
-        next one takes its place.
+        """Complete any number of prompts, `batch_size` completions at a time. When all completions of a prompt have
+        ended, the next prompt takes its place.
 
-        A completion's tokens depend on the seed and its number alone, whatever `batch_size`, but are not those of
-        `generate`.
+        The tokens of a completion only depend on the seed and its number, not on `batch_size`, but they differ from
+        those of `generate`.
 
         Args:
             inputs: token ids of each prompt, without padding.
-            batch_size: completions that are computed at once.
-            progress_bar: show how many tokens were drawn, and how many a second.
-            generation_config: as in `generate`, like `seed`, `dtype` and `kwargs`.
+            batch_size: number of completions computed together.
+            progress_bar: show the number of generated tokens, and tokens per second.
+            generation_config: as in `generate`; so are `seed`, `dtype` and `kwargs`.
 
-        Returns a Completion by its request_id, "req_0", "req_1", ..., those of a prompt side by side. After a Ctrl-C
-        these are as many as are there.
+        Returns:
+            Completions by request_id ("req_0", "req_1", ...), with those of a prompt adjacent. After Ctrl-C, the
+            completions finished so far.
         """
         if not len(inputs):
             return {}
@@ -152,11 +153,11 @@ class GenerationApi:
         chat_template_kwargs: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> list[Any]:
-        """Complete texts or conversations: a string for each prompt, or a list of them with num_return_sequences.
+        """Complete texts or conversations. Returns a string per prompt, or a list of them with num_return_sequences.
 
         Args:
-            tokenizer: the model's; its EOS and pad ids count where the model's generation_config has none.
-            arguments: those of `generate_batch`.
+            tokenizer: the model's; its EOS and pad ids are used if the model's generation_config has none.
+            arguments: as in `generate_batch`.
         """
         options = chat_template_kwargs or {}
         ids = [encoded_prompt(prompt, tokenizer, f"Prompt {row}", **options) for row, prompt in enumerate(prompts)]
@@ -171,10 +172,10 @@ def _stream(seed: int | None) -> TorchGenerator:
 
 
 def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
-    """input_ids and attention_mask.
+    """Return input_ids and attention_mask.
 
     Raises:
-        ValueError: ids are given twice, or there is something else.
+        ValueError: ids are given twice, or there are unknown arguments.
     """
     ids = others.get("input_ids")
     if inputs is not None and ids is not None:
@@ -183,7 +184,7 @@ def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
             f"{inputs} or input_ids=..."
         )
     if np.any(others.get("token_type_ids")):
-        raise ValueError("token_type_ids has other types than 0, but each row is a single text. Leave it out.")
+        raise ValueError("token_type_ids must be all 0 because each row is a single text. Leave it out.")
     _check_unused(others, ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code"))
     return inputs if ids is None else ids, others.get("attention_mask")
 
@@ -197,8 +198,7 @@ def _check_unused(others: Mapping[str, Any], known: tuple[str, ...]) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Many prompts, so many at a time: tokens that do not depend on which are computed together.
+# Batched generation, where tokens do not depend on which completions are computed together
 
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,9 @@ logger = logging.getLogger(__name__)
 class Completion:
     """One completion of a prompt, with transformers' names.
 
-    number: among all of the call. generated_tokens: with the id that ends it, where one does. logprobs: of each, by the
-    model's logits as they were.
+    number: index among all completions of the call.
+    generated_tokens: includes the id that ends the text, if any.
+    logprobs: log-probability of each token under the model's unprocessed logits.
     """
 
     number: int
@@ -224,14 +225,17 @@ class Completion:
 
 
 class Batches:
-    """Completes prompts, so many at a time, those of like length together. Where all completions of a prompt have ended
-    the next one takes its place; with stop strings or a time limit, which the host looks at, a batch ends as a whole.
+    """Completes prompts in batches of similar length.
+
+    When all completions of a prompt have ended, the next prompt takes its place. With stop strings or a time limit,
+    which are checked on the host, a batch ends as a whole.
 
     Args:
-        prompts: token ids of all of them: the longest decides how much room for new tokens `max_length` leaves.
-        stream: the generator whose next two words are the key that tokens are drawn with.
-        batch_size: completions that are computed at once. tokenizer: for stop strings.
-        window: how many prompts in a row are sorted by length; None: all of them.
+        prompts: token ids of all prompts; the longest one determines how many new tokens `max_length` leaves.
+        stream: generator whose next two words become the sampling key.
+        batch_size: number of completions computed together.
+        tokenizer: for stop strings.
+        window: number of consecutive prompts to sort by length; None sorts all.
     """
 
     def __init__(
@@ -254,10 +258,10 @@ class Batches:
         before, behind = processors_of(settings, self._text)
         self._processors = (*before.values(), *behind.values())
         self._key = random_key(stream) if settings.config.do_sample else None
-        self._size, self._window = max(1, batch_size // settings.completions), window or len(prompts)  # prompts
+        self._size, self._window = max(1, batch_size // settings.completions), window or len(prompts)  # in prompts
 
     def __call__(self, done: Callable[[list[Completion]], None], first: int = 0) -> None:
-        """Complete the prompts from this number on; `done` gets completions as they end."""
+        """Complete the prompts from number `first` on; `done` receives completions as they end."""
         numbers = np.concatenate([
             start + np.argsort([-len(ids) for ids in self._prompts[start : start + self._window]], kind="stable")
             for start in range(first, len(self._prompts), self._window)
@@ -269,7 +273,7 @@ class Batches:
             self.in_batches(numbers, done)
 
     def in_batches(self, numbers: np.ndarray, done: Callable[[list[Completion]], None]) -> None:
-        """Complete the prompts of these numbers, each batch until its last completion has ended."""
+        """Complete the prompts with these numbers, running each batch until its last completion has ended."""
         for start in range(0, len(numbers), self._size):
             request, drawing, taken = self._asked(numbers[start : start + self._size], done)
             completions = run(self._model, request, drawing, dtype=self._dtype, watch=self._watch(request.prompts))
@@ -278,7 +282,7 @@ class Batches:
     def _asked(
         self, numbers: np.ndarray, done: Callable[[list[Completion]], None]
     ) -> tuple[Request, KeyedDrawing | None, Callable[[Sequence[Completed]], None]]:
-        """The request of the prompts of these numbers, how its tokens are drawn, and what takes its completions."""
+        """The request for the prompts with these numbers, how to draw tokens, and what receives the completions."""
         group = self._settings.completions
         rows = (numbers[:, None] * group + np.arange(group)).reshape(-1)
         prompts = [self._prompts[number] for number in numbers]
@@ -301,7 +305,7 @@ class Batches:
 
 
 def collected(batches: Batches, total: int, *, progress_bar: bool) -> list[Completion]:
-    """All completions by their number; as many as are there when a Ctrl-C comes, unless there is none."""
+    """All completions in order. On Ctrl-C, those finished so far, or KeyboardInterrupt if there are none."""
     done: dict[int, Completion] = {}
     with tqdm(unit=" tokens", disable=not progress_bar) as bar:
 
@@ -314,7 +318,7 @@ def collected(batches: Batches, total: int, *, progress_bar: bool) -> list[Compl
         except KeyboardInterrupt:
             if not done:
                 raise
-            logger.warning("Interrupted: %d of %d completions are there, and are returned.", len(done), total)
+            logger.warning("Interrupted: returning the %d of %d completions that are finished.", len(done), total)
     return [done[number] for number in sorted(done)]
 
 
@@ -322,30 +326,29 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
     for number, ids in enumerate(prompts):
         if len(ids) == 0 or not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ValueError(
-                f"Prompt {number} has {len(ids)} tokens: wanted at least one, and ids of the vocabulary, from 0 to "
+                f"Prompt {number} has {len(ids)} tokens. A prompt needs at least one token, and ids from 0 to "
                 f"{vocabulary - 1}."
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Completions of prompts by a model: the settings of one generation, its random numbers, and its checks.
+# A single generation: settings, random numbers and checks
 
 
 class Drawing(Protocol):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
-        """Random numbers for at most `new` steps of so many rows, in chunks of `steps`."""
+        """Random numbers for up to `new` steps of `rows` rows, in chunks of `steps` steps."""
 
 
 @dataclass(frozen=True)
 class ExactDrawing:
-    """As transformers draws on a CPU, with torch's generator, which then stands behind the numbers that were used."""
+    """Sample as transformers does on a CPU with torch's generator, which is advanced by the numbers used."""
 
     stream: TorchGenerator
 
     def steps(self, rows: int, vocabulary: int) -> int:
-        """Of a chunk, whose words are made ahead of it."""
+        """Number of steps per chunk; random words are generated one chunk ahead."""
         return chunk_steps(rows, vocabulary, generator.STEPS)
 
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
@@ -354,14 +357,14 @@ class ExactDrawing:
 
 @dataclass(frozen=True)
 class KeyedDrawing:
-    """By a key, the numbers of the rows and the positions of their tokens alone; rows are numbered from 0 on, where
-    `numbers`, int `[R]`, does not say otherwise."""
+    """Sample from a key, the number of each row, and the position of its token. Rows are numbered from 0 unless
+    `numbers`, int `[R]`, is given."""
 
     key: jax.Array
     numbers: np.ndarray | None = None
 
     def steps(self, rows: int, vocabulary: int) -> int:
-        """Of a chunk: a step's numbers are made in it, whatever their count."""
+        """Number of steps per chunk. Random numbers are computed within each step, so any number works."""
         return generator.STEPS
 
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
@@ -369,13 +372,13 @@ class KeyedDrawing:
 
 
 def exact_draws(dtype: Any) -> bool:
-    """Whether this machine draws transformers' tokens: on a CPU, in float32."""
+    """Whether sampling reproduces transformers' tokens: on a CPU, in float32."""
     return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and jax.local_device_count() == 1
 
 
 def computing_dtype(model: Any, dtype: Any) -> jnp.dtype:
-    """The type that a generation computes in: as its caller says; else, on a CPU, float32, which is exact, and
-    elsewhere the 16-bit type that the model is stored in, as transformers does."""
+    """The dtype to compute a generation in: the one requested; otherwise float32 on a CPU, for exact results, and the
+    model's stored 16-bit type elsewhere, as in transformers."""
     if dtype is not None:
         return jnp.dtype(dtype)
     stored = jnp.dtype(model.backend.main_dtype)
@@ -394,19 +397,20 @@ def complete(
     logps: bool = True,
     progress: Progress | None = None,
 ) -> Completions:
-    """Complete prompts, each `group` times, the completions of a prompt side by side.
+    """Complete each prompt `group` times; completions of the same prompt are adjacent.
 
     Args:
-        model: a PreTrainedModel with a language model's head.
-        options: fields of a GenerationConfig, `eos_token_id` and `pad_token_id` among them; where one is None, that of
-            the model's generation_config counts.
-        stream: the generator that tokens are drawn with; it goes on behind them.
-        dtype: that the model computes in. head_dtype: its head; None: `dtype`.
-        logps: whether log-probabilities are kept: of the model's own logits, divided by the temperature.
-        progress: is told how far it is, as by `generation.generator.generate`.
+        model: a PreTrainedModel with a language model head.
+        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`. Fields that are None come
+            from the model's generation_config.
+        stream: generator for sampling; it is advanced by the numbers used.
+        dtype: dtype of the computation.
+        head_dtype: dtype of the head's computation; None means `dtype`.
+        logps: whether to return log-probabilities under the model's logits divided by the temperature.
+        progress: called with the progress, as by `generation.generator.generate`.
 
     Raises:
-        ValueError: options that are not in this release or out of their range, or no room for a token.
+        ValueError: options are not supported in this release or out of range, or there is no room for a new token.
         RuntimeError: the model's logits are not finite.
     """
     from transformers import GenerationConfig
@@ -424,10 +428,10 @@ def complete(
 
 
 def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
-    """The lengths and ids of a generation.
+    """The lengths and token ids of a generation.
 
     Raises:
-        ValueError: no room for a token.
+        ValueError: there is no room for a new token.
     """
     positions = model.config.get_text_config().to_dict().get("max_position_embeddings")
     return Text(settings.eos, prompt_length, max_length(settings, prompt_length, positions), model.vocab_size)
@@ -436,13 +440,13 @@ def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
 def request_of(
     settings: Settings, text: Text, prompts: list[np.ndarray], group: int, processors: tuple[Processor, ...]
 ) -> Request:
-    """The request of `group` completions of each of these prompts, which are as wide as `text` says."""
+    """The request for `group` completions of each prompt, padded to the width in `text`."""
     new = text.max_length - text.prompt_length
     return Request(prompts, group, settings.eos, settings.pad or 0, new, processors, width=text.prompt_length)
 
 
 def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawing | None:
-    """How tokens are drawn; None where the likeliest are taken."""
+    """How to sample tokens; None for greedy decoding."""
     if not settings.config.do_sample:
         return None
     return ExactDrawing(stream) if exact_draws(dtype) else KeyedDrawing(random_key(stream))
@@ -452,10 +456,10 @@ def run(
     model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, head_dtype: Any = None,
     watch: Watch | None = None, progress: Progress | None = None,
 ) -> Completions:  # fmt: skip
-    """Generate; the stream stands behind the steps that were taken, or where it was if that fails.
+    """Generate. The stream is advanced by the steps taken, or left unchanged if generation fails.
 
     Raises:
-        ValueError: the model has no positions for the longest completion.
+        ValueError: the model does not support the length of the longest completion.
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)
@@ -480,10 +484,10 @@ def run_queue(
     model: Any, request: Request, drawing: KeyedDrawing | None, done: Callable[[Sequence[Completed]], None], *,
     slots: int, dtype: Any,
 ) -> None:  # fmt: skip
-    """Generate, `slots` prompts at a time; `done` gets completions as they end.
+    """Generate `slots` prompts at a time; `done` receives completions as they end.
 
     Raises:
-        ValueError, RuntimeError: as `run`.
+        ValueError, RuntimeError: as in `run`.
     """
     _check_positions(model, request)
     request = replace(request, virtual=model.backend.virtual)
@@ -501,25 +505,25 @@ def run_queue(
 
 
 def _precision(weights: Weights) -> Any:
-    """Products as precise as the dtype that is computed in."""
+    """Matmul precision that matches the dtype of the computation."""
     return jax.default_matmul_precision("float32" if weights.dtype == jnp.float32 else "default")
 
 
 def _check_drawn(tokens: np.ndarray) -> None:
     if (tokens < 0).any():
         raise RuntimeError(
-            "probability tensor contains either `inf`, `nan` or element < 0: the model's logits are not finite, or no "
-            "token is left to be drawn."
+            "probability tensor contains either `inf`, `nan` or element < 0: the model's logits are not finite, or all "
+            "tokens are masked out."
         )
 
 
 def check_generates(model: Any) -> None:
-    """Raises ValueError where the model is no native decoder with a language model's head."""
+    """Raise ValueError unless the model is a native decoder with a language model head."""
     if model.backend.head != "lm" or not model.backend.causal:
         raise ValueError(
-            f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend and has a "
-            f"{model.backend.head!r} head; wanted a native decoder with a language model's head. Load it with "
-            "AutoModelForCausalLM, or generate with transformers."
+            f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend with a "
+            f"{model.backend.head!r} head, but generation needs a native decoder with a language model head. Load it "
+            "with AutoModelForCausalLM, or generate with transformers."
         )
 
 
@@ -527,6 +531,6 @@ def _check_positions(model: Any, request: Request) -> None:
     longest = max(map(len, request.prompts)) + request.max_new_tokens
     if model.max_positions is not None and longest > model.max_positions:
         raise ValueError(
-            f"The longest prompt and its new tokens are {longest} tokens, but {model.name_or_path} has positions for "
+            f"The longest prompt with its new tokens has {longest} tokens, but {model.name_or_path} supports "
             f"{model.max_positions}. Lower max_new_tokens, or shorten the prompt."
         )

@@ -1,4 +1,4 @@
-"""Streamers, stopping criteria and logits processors of the caller during generation."""
+"""User callbacks during generation: streamers, stopping criteria and logits processors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from trl_jax.generation.sampling import History, Processor, Text
 from trl_jax.hub.generation_inputs import Prompts, Settings, StopStrings, is_torch
 from trl_jax.hub.torch_bridge import as_array, as_tensors
 
-# ----------------------------------------------------------------------------------------------------
-# The functions that a caller of `generate` gives, and the values of each step that it asks for.
+# The user's functions and requested outputs
 
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """The result of `generate` with return_dict_in_generate=True; by attribute or by name.
+    """The result of `generate` with return_dict_in_generate=True; fields are available as attributes and keys.
 
     sequences: int64 `[rows, prompt + new]`.
-    scores, logits: a tuple of float32 `[rows, V]`, one a step: processed, and as the model gave them; None where not
-    asked for.
-    logprobs: float32 `[rows, new]`, of each new token by the model's logits as they were; 0 behind a text's end.
+    scores, logits: tuple of float32 `[rows, V]`, one per step: processed scores, and the model's logits; None if not
+        requested.
+    logprobs: float32 `[rows, new]`, log-probability of each new token under the model's logits; 0 after a text's end.
     """
 
     sequences: Any
@@ -43,7 +42,7 @@ class GenerateOutput:
 
 
 class Caller:
-    """The functions of a caller, which change scores and end texts, and the values of each step that it wants."""
+    """The user's functions, which modify scores and end texts, and the per-step outputs that the user requested."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Caller:
 
     @contextmanager
     def processors(self, before: dict[str, Processor], behind: dict[str, Processor]) -> Iterator[tuple[Processor, ...]]:
-        """All processors in their order, ours and the caller's."""
+        """All processors, ours and the user's, in the order in which they are applied."""
         functions = [Called(one, self._prompts.in_torch) for one in self._own]
         functions += [self._prefix] if self._prefix else []
         with on_host([*functions, *self._recorders.values()], self._failures) as called:
@@ -75,7 +74,7 @@ class Caller:
             yield (*first, *chain, *last)
 
     def watch(self, text: Text, streamer: Any, tokenizer: Any) -> StepWatch | None:
-        """None where nothing has to be looked at in each step."""
+        """What to do on the host in each step; None if there is nothing to do."""
         criteria = [self._failures] if self._own or self._prefix else []
         criteria += criteria_of(self._settings.config, tokenizer)
         criteria += [Called(one, self._prompts.in_torch) for one in self._criteria]
@@ -86,7 +85,7 @@ class Caller:
         return StepWatch(self._prompts, self._settings.completions, text.max_length, **options)
 
     def result(self, completions: Completions) -> Any:
-        """The sequences, or all that was asked for."""
+        """The sequences, or a GenerateOutput if requested."""
         prompts = self._prompts
         sequences = prompts.sequences(completions.tokens, self._settings.completions)
         if not self._settings.config.return_dict_in_generate:
@@ -96,15 +95,14 @@ class Caller:
         return GenerateOutput(sequences, kept.get("output_scores"), kept.get("output_logits"), logprobs)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A caller's own processors among ours: compiled steps call them on the host.
+# Processors that compiled steps call on the host
 
 
 OnHost = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (ids [B, T], scores [B, V]) -> scores
-_running: dict[int, OnHost] = {}  # by number, so that another call of `generate` compiles nothing anew
+_running: dict[int, OnHost] = {}  # by number, so that another call of `generate` does not recompile
 _numbers = itertools.count()
 
-# Field of GenerationConfig -> transformers' class for it, which a caller's processor of that class replaces.
+# Field of GenerationConfig -> transformers' class for it. A user's processor of that class replaces ours.
 _CLASSES = {
     "sequence_bias": "SequenceBiasLogitsProcessor",
     "encoder_repetition_penalty": "EncoderRepetitionPenaltyLogitsProcessor",
@@ -125,7 +123,7 @@ _CLASSES = {
 
 
 class HostProcessor(NamedTuple):
-    """Calls a function of the host, by its number."""
+    """Calls a host function by its number."""
 
     number: jax.Array
 
@@ -135,30 +133,30 @@ class HostProcessor(NamedTuple):
 
 
 def _dispatch(number: Any, ids: Any, lengths: Any, scores: Any) -> np.ndarray:
-    """All rows are as long: none takes the place of another where functions are called."""
+    """All rows have the same length, because rows are not replaced when host functions are used."""
     return _running[int(number)](np.asarray(ids)[:, : int(np.max(lengths))].astype(np.int64), np.array(scores))
 
 
 class Failures:
-    """Raises in the loop what functions raised when they were called from compiled code, which would hide it."""
+    """Re-raises exceptions of host functions in the generation loop; compiled code would hide them."""
 
     def __init__(self):
         self.errors: list[Exception] = []
 
     def caught(self, function: OnHost) -> OnHost:
-        """The function, which leaves no score to draw by where it raises."""
+        """Wrap a function to record its exception and return scores that allow no token."""
 
         def call(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
             try:
                 return function(ids, scores)
-            except Exception as error:  # whatever it is, it is raised again where users see it
+            except Exception as error:  # re-raised in the loop, where the user sees it
                 self.errors.append(error)
                 return np.full_like(scores, np.nan)
 
         return call
 
     def __call__(self, ids: np.ndarray, scores: Any) -> np.ndarray:
-        """A criterion that ends no row."""
+        """A stopping criterion that never ends a row, but raises a recorded exception."""
         if self.errors:
             raise self.errors[0]
         return np.zeros(len(ids), bool)
@@ -166,7 +164,7 @@ class Failures:
 
 @contextmanager
 def on_host(functions: Iterable[OnHost], failures: Failures) -> Iterator[list[HostProcessor]]:
-    """The processors that call these functions, for as long as it is open."""
+    """Register host functions within the context and yield the processors that call them."""
     numbers = {next(_numbers): failures.caught(function) for function in functions}
     _running.update(numbers)
     try:
@@ -177,7 +175,7 @@ def on_host(functions: Iterable[OnHost], failures: Failures) -> Iterator[list[Ho
 
 
 class Recorder:
-    """Keeps the scores of every step, float32 `[B, V]` each."""
+    """Records the scores of every step, each float32 `[B, V]`."""
 
     def __init__(self):
         self.steps: list[np.ndarray] = []
@@ -188,8 +186,8 @@ class Recorder:
 
 
 class Called:
-    """A caller's processor or criterion, given torch's tensors where it is of transformers' classes or the prompts are
-    torch's, NumPy's arrays elsewhere."""
+    """Calls a user's processor or criterion with torch tensors if it is one of transformers' classes or the prompts are
+    tensors, otherwise with NumPy arrays."""
 
     def __init__(self, function: Callable[..., Any], in_torch: bool):
         self._function = function
@@ -201,10 +199,10 @@ class Called:
 
 
 class PrefixConstraint:
-    """transformers' `prefix_allowed_tokens_fn(row, ids)`: a list of the ids that may follow.
+    """transformers' `prefix_allowed_tokens_fn(row, ids)`, which returns a list of the allowed next ids.
 
     Args:
-        completions: rows of a prompt, which share its number.
+        completions: number of rows per prompt; they share the prompt's index.
     """
 
     def __init__(self, allowed: Callable[[int, Any], Any], completions: int, in_torch: bool):
@@ -227,10 +225,11 @@ class PrefixConstraint:
 
 
 def merged(built: dict[str, Processor], own: list[tuple[Any, Processor]]) -> list[Processor]:
-    """Our processors by field, and the caller's: one of transformers' class for a field in its place, others behind.
+    """Merge our processors by field with the user's. A user's processor of transformers' class for a field replaces
+    ours; others are appended.
 
     Args:
-        own: each as it was given, and as it is called.
+        own: pairs of the processor as passed and as called.
     """
     in_place = {type(given).__name__: processor for given, processor in own}
     names = {name: _CLASSES[name] for name in built}
@@ -239,20 +238,19 @@ def merged(built: dict[str, Processor], own: list[tuple[Any, Processor]]) -> lis
 
 
 def in_order(built: dict[str, Processor]) -> dict[str, Processor]:
-    """By transformers' order of fields."""
+    """Sort processors into transformers' order of fields."""
     return {name: built[name] for name in _CLASSES if name in built}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Looks at each token as it is drawn: streamers, and whatever ends texts but their EOS and their length.
+# Callbacks that see each token: streamers, and stopping criteria other than EOS and length
 
 
-# (ids [B, T], scores) -> whether each row ends, bool [B] or one for all
+# (ids [B, T], scores) -> which rows end, bool [B] or a single bool
 Criterion = Callable[[np.ndarray, Any], np.ndarray]
 
 
 class MaxTime:
-    """Ends all rows once so many seconds have passed since it was made."""
+    """Ends all rows when a number of seconds has passed since its creation."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
@@ -262,22 +260,23 @@ class MaxTime:
 
 
 def criteria_of(config: Any, tokenizer: Any) -> list[Criterion]:
-    """Those of a GenerationConfig that are asked on the host.
+    """The criteria of a GenerationConfig that are checked on the host.
 
     Raises:
-        ValueError: stop strings and no tokenizer, in transformers' words.
+        ValueError: stop strings without a tokenizer, in transformers' words.
     """
     criteria: list[Criterion] = [] if config.max_time is None else [MaxTime(config.max_time)]
     return criteria if config.stop_strings is None else [*criteria, StopStrings(config.stop_strings, tokenizer)]
 
 
 class StepWatch:
-    """Shows a streamer each step's tokens, and asks criteria which rows end with them.
+    """Passes each step's tokens to a streamer and asks the criteria which rows end.
 
     Args:
-        prompts, completions: of the generation, and of each prompt.
-        max_length: of prompts and new tokens.
-        scores: those of all steps so far, for the criteria; None where they are not kept.
+        prompts: the prompts of the generation.
+        completions: number of completions per prompt.
+        max_length: maximum length of a prompt and its new tokens.
+        scores: the scores of all steps so far, for the criteria; None if they are not recorded.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What `generate` is given: prompts as ids or text, and the settings of one call."""
+"""Inputs of `generate`: prompts as ids or text, and the settings of a call."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from trl_jax.data.checks import check_no_media
 from trl_jax.generation.sampling import Options, Processor, Renormalize, Text, logits_processors, sampling_processors
 from trl_jax.hub.torch_bridge import as_tensors
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts as callers have them, as rows without padding, and sequences as callers get them back.
+# Prompts: token ids in any form to unpadded rows, and back
 
 
 logger = logging.getLogger(__name__)
@@ -34,8 +33,9 @@ logger = logging.getLogger(__name__)
 class Prompts:
     """Rows of token ids.
 
-    ids: int64 `[rows, T]`, as they came. rows: of each, the tokens that are no padding, int32. in_torch: whether they
-    came as torch's tensor.
+    ids: int64 `[rows, T]`, as passed.
+    rows: int32 ids of each row, without padding.
+    in_torch: whether a torch tensor was passed.
     """
 
     ids: np.ndarray
@@ -47,34 +47,34 @@ class Prompts:
         return self.ids.shape[1]
 
     def grouped(self, completions: int) -> tuple[list[np.ndarray], int]:
-        """Each prompt once where rows that are equal follow each other, and how many completions each then has."""
+        """Merge consecutive equal rows into one prompt each; also return the number of completions per prompt."""
         runs = [len(list(run)) for _, run in groupby(row.tobytes() for row in self.rows)]
         repeats = math.gcd(*runs)
         return self.rows[::repeats], repeats * completions
 
     def sequences(self, tokens: np.ndarray, completions: int) -> Any:
-        """int64 `[rows x completions, T + new]`, the prompts as they came with their tokens behind them."""
+        """int64 `[rows * completions, T + new]`: the prompts as passed, followed by their tokens."""
         return self.back(np.concatenate([self.ids.repeat(completions, axis=0), tokens], axis=1))
 
     def back(self, array: np.ndarray) -> Any:
-        """An array, as torch's tensor where the prompts came so."""
+        """The array, as a torch tensor if the prompts were one."""
         return as_tensors(array) if self.in_torch else array
 
 
 def is_torch(value: Any) -> bool:
-    """Whether it is torch's tensor; torch is not imported to find out."""
+    """Whether it is a torch tensor, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
 def read_prompts(input_ids: Any, attention_mask: Any, settings: Settings, vocabulary: int) -> Prompts:
-    """Take lists of ids, NumPy's, JAX's or torch's arrays, padded on the left or not.
+    """Read lists of ids, or NumPy, JAX or torch arrays, with or without left padding.
 
     Args:
-        input_ids: None is the BOS alone. Lists may be of different lengths.
-        attention_mask: 0 where a token is padding; without it, pad ids are where they are no EOS.
+        input_ids: None means a single BOS token. Lists may have different lengths.
+        attention_mask: 0 for padding. Without it, pad ids count as padding unless they are also an EOS.
 
     Raises:
-        ValueError: no rows of ids of the vocabulary, a row without any, or a mask of another shape.
+        ValueError: input_ids are not rows of ids in the vocabulary, a row is empty, or the mask has another shape.
     """
     in_torch = is_torch(input_ids)
     if _ragged(input_ids):
@@ -84,14 +84,14 @@ def read_prompts(input_ids: Any, attention_mask: Any, settings: Settings, vocabu
     if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
         outside = ids.max() if ids.max() >= vocabulary else ids.min()
         raise ValueError(
-            f"input_ids has the id {outside}, but the model embeds the ids 0 to {vocabulary - 1}. Use the tokenizer "
-            "that goes with it."
+            f"input_ids has the id {outside}, but the model's ids run from 0 to {vocabulary - 1}. Use the model's own "
+            "tokenizer."
         )
     mask = _deduced_mask(ids, settings) if attention_mask is None else _mask(attention_mask, ids)
     for row, visible in enumerate(mask):
         if not visible.any():
             raise ValueError(
-                f"Row {row} of input_ids has no token but padding. Give each prompt at least one, such as the BOS."
+                f"Row {row} of input_ids is all padding. Each prompt needs at least one token, such as the BOS."
             )
     if len(ids) > 1 and _padded_right(ids, mask, attention_mask is not None, settings.pad):
         logger.warning(
@@ -103,7 +103,7 @@ def read_prompts(input_ids: Any, attention_mask: Any, settings: Settings, vocabu
 
 
 def left_padded(rows: Sequence[Sequence[int]], fill: int | None) -> np.ndarray:
-    """Rows of any lengths side by side, int64 `[rows, T]`."""
+    """Left-pad rows of any lengths, int64 `[rows, T]`."""
     padded = np.full((len(rows), max(map(len, rows))), 0 if fill is None else fill, np.int64)
     for row, own in zip(rows, padded, strict=True):
         own[len(own) - len(row) :] = row
@@ -111,7 +111,7 @@ def left_padded(rows: Sequence[Sequence[int]], fill: int | None) -> np.ndarray:
 
 
 def _ragged(input_ids: Any) -> bool:
-    """Whether it is a list of rows of different lengths."""
+    """Whether it is a list of rows with different lengths."""
     if not isinstance(input_ids, list | tuple) or not all(isinstance(row, Sized) for row in input_ids):
         return False
     return len({len(row) for row in input_ids}) > 1
@@ -125,8 +125,8 @@ def _ids(input_ids: Any, settings: Settings) -> np.ndarray:
     ids = np.asarray(input_ids)
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
-            f"input_ids has the shape {ids.shape} and the type {ids.dtype}: wanted whole numbers, [rows, tokens], with "
-            "at least one token a row."
+            f"input_ids must be integers [rows, tokens] with at least one token per row, got shape {ids.shape} and "
+            f"dtype {ids.dtype}."
         )
     return ids.astype(np.int64)
 
@@ -136,12 +136,12 @@ def _mask(attention_mask: Any, ids: np.ndarray) -> np.ndarray:
     if mask.ndim != 2:
         raise ValueError("`attention_mask` passed to `generate` must be 2D.")
     if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask has the shape {mask.shape}: wanted that of input_ids, {ids.shape}.")
+        raise ValueError(f"attention_mask must have the shape of input_ids, {ids.shape}, got {mask.shape}.")
     return mask != 0
 
 
 def _deduced_mask(ids: np.ndarray, settings: Settings) -> np.ndarray:
-    """True but at pad ids; everywhere where the pad id ends texts, too, and so may be meant."""
+    """False for pad ids; True everywhere if the pad id is also an EOS and thus may be a real token."""
     if len(ids) > 1 and settings.pad in settings.eos:
         logger.warning(
             "The attention mask is not set with a batched input, and cannot be inferred from input because pad token "
@@ -159,8 +159,7 @@ def _padded_right(ids: np.ndarray, mask: np.ndarray, given: bool, pad: int | Non
     return bool((~mask[:, -1]).any() if given else (ids[:, -1] == pad).any())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Resolves what a generation is asked for: a GenerationConfig, the model's own, transformers' defaults and keywords.
+# Settings: a GenerationConfig, the model's own, transformers' defaults, and keyword arguments
 
 
 _BOTH = (
@@ -172,10 +171,12 @@ _BOTH = (
 
 @dataclass(frozen=True)
 class Settings:
-    """A GenerationConfig in which nothing is open but what depends on the prompts.
+    """A complete GenerationConfig, except for what depends on the prompts.
 
-    config: transformers' object, a copy. eos: ids that end a text. pad: the id behind its end; None where neither it
-    nor an EOS is known. default_max_length, default_min_length: nobody chose them.
+    config: a copy of transformers' object.
+    eos: ids that end a text.
+    pad: id after the end; None if neither a pad id nor an EOS is known.
+    default_max_length, default_min_length: whether these values are defaults rather than choices.
     """
 
     config: Any
@@ -186,18 +187,19 @@ class Settings:
 
     @property
     def completions(self) -> int:
-        """Of each prompt."""
+        """Number of completions per prompt."""
         return self.config.num_return_sequences
 
 
 def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
-    """Settle the fields as transformers does: those of `config`, where they are None the model's generation_config,
-    then transformers' defaults; last of all the keywords, whatever they are.
+    """Resolve the fields as transformers does. Later sources fill in fields that are None: `config`, the model's
+    generation_config, transformers' defaults. Keyword arguments override all of them.
 
-    Returns the settings, and the keywords that are no field.
+    Returns:
+        The settings, and the keyword arguments that are not fields.
 
     Raises:
-        ValueError: fields that contradict each other, in transformers' words, or are not in this release.
+        ValueError: fields contradict each other, in transformers' words, or are not supported in this release.
     """
     from transformers import GenerationConfig
 
@@ -221,13 +223,13 @@ def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Setti
 
 
 def max_length(settings: Settings, prompt_length: int, positions: int | None) -> int:
-    """The longest that a prompt and its new tokens may be, the padding of the prompt counted.
+    """Maximum length of a prompt, including its padding, and its new tokens.
 
     Args:
-        positions: `max_position_embeddings` of the model's config, which ends a length that nobody chose.
+        positions: `max_position_embeddings` of the model's config, which limits a default length.
 
     Raises:
-        ValueError: no room for a new token.
+        ValueError: there is no room for a new token.
     """
     config, longest = settings.config, settings.config.max_length
     if config.max_new_tokens is not None:
@@ -252,7 +254,7 @@ def max_length(settings: Settings, prompt_length: int, positions: int | None) ->
 
 
 def options_of(settings: Settings, prompt_length: int, longest: int) -> Options:
-    """The fields that change scores."""
+    """The options that modify scores."""
     config = settings.config
     options = Options(**{field.name: vars(config)[field.name] for field in dataclasses.fields(Options)})
     if config.min_new_tokens is None:
@@ -274,10 +276,10 @@ def options_of(settings: Settings, prompt_length: int, longest: int) -> Options:
 
 
 def processors_of(settings: Settings, text: Text) -> tuple[dict[str, Processor], dict[str, Processor]]:
-    """Processors by their field: those before the caller's own, and those behind.
+    """Processors by field: those applied before the user's own, and those applied after.
 
     Raises:
-        ValueError: a value out of its range, in transformers' words.
+        ValueError: a value is out of range, in transformers' words.
     """
     options = options_of(settings, text.prompt_length, text.max_length)
     behind = sampling_processors(options) if settings.config.do_sample else {}
@@ -291,20 +293,19 @@ def _both(new: str, whole: str, config: Any) -> None:
     logger.warning(_BOTH.format(new=new, new_value=values[new], whole=whole, whole_value=values[whole]))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arguments of transformers' `generate` that this release does not have, each with what to do instead.
+# Unsupported arguments of transformers' `generate`, each with an alternative
 
 
 _BEAMS = (
-    "there are no beams. Sample with do_sample=True and num_return_sequences, and rank the answers by their logprobs."
+    "there is no beam search. Sample with do_sample=True and num_return_sequences, and rank the answers by logprobs."
 )
-_ASSISTED = "there is no assisted decoding, which gives the same text sooner. Leave it out."
-_CONSTRAINED = "there are no beams, which it needs. Pass a logits_processor or prefix_allowed_tokens_fn of your own."
+_ASSISTED = "there is no assisted decoding, which only affects speed. Leave it out."
+_CONSTRAINED = "there is no beam search, which it needs. Pass your own logits_processor or prefix_allowed_tokens_fn."
 _GUIDANCE = "there is no guidance, which runs the model twice. Leave it out."
-_INNER = "a step keeps none of the model's inner values. Take them from transformers' own model."
-_KEPT = "keys and values are kept as they are computed, on the device. Leave it out."
+_INNER = "intermediate values of the model are not kept. Get them from transformers' model."
+_KEPT = "the cache always stores keys and values as computed, on the device. Leave it out."
 
-# Field of GenerationConfig -> the values that ask for nothing, and what is said of others.
+# Field of GenerationConfig -> values that request nothing, and the error message for other values.
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((None, 1), _BEAMS),
     "num_beam_groups": ((None, 1), _BEAMS),
@@ -317,41 +318,41 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_lookup_num_tokens": ((None,), _ASSISTED),
     "assistant_early_exit": ((None,), _ASSISTED),
     "guidance_scale": ((None, 1), _GUIDANCE),
-    "watermarking_config": ((None,), "there are no watermarks. Pass a logits_processor that makes one."),
-    "token_healing": ((None, False), "prompts are not healed. Cut the last token off the prompt yourself."),
+    "watermarking_config": ((None,), "there are no watermarks. Pass a logits_processor that creates one."),
+    "token_healing": ((None, False), "tokens are not healed. Remove the last token of the prompt yourself."),
     "output_attentions": ((None, False), _INNER),
     "output_hidden_states": ((None, False), _INNER),
     "cache_config": ((None,), _KEPT),
 }
 _CACHES = (None, "dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked", "hybrid_chunked_static")
 
-# Argument of `generate` -> what is said of any value but None.
+# Argument of `generate` -> the error message for any value but None.
 _ARGUMENTS = {
     "assistant_model": _ASSISTED,
     "assistant_tokenizer": _ASSISTED,
     "negative_prompt_ids": _GUIDANCE,
     "negative_prompt_attention_mask": _GUIDANCE,
-    "custom_generate": "transformers' decoding loops are torch's. Leave it out.",
-    "inputs_embeds": "prompts are token ids. Pass input_ids.",
-    "position_ids": "positions are counted from each row's first token on. Leave it out.",
-    "past_key_values": "each call begins with its prompts. Pass whole input_ids.",
-    "cache": "each call begins with its prompts. Pass whole input_ids.",
+    "custom_generate": "transformers' decoding loops need torch. Leave it out.",
+    "inputs_embeds": "prompts must be token ids. Pass input_ids.",
+    "position_ids": "positions are counted from the first token of each row. Leave it out.",
+    "past_key_values": "each call starts from its prompts. Pass complete input_ids.",
+    "cache": "each call starts from its prompts. Pass complete input_ids.",
 }
 
 
 def refuse_fields(config: Any) -> None:
-    """Raises ValueError where a GenerationConfig asks for something that is not there."""
+    """Raise ValueError if a GenerationConfig asks for something unsupported."""
     values = vars(config)
     asked = {name: why for name, (idle, why) in _FIELDS.items() if values.get(name) not in idle}
     if values["cache_implementation"] == "paged":
-        asked["cache_implementation"] = "call generate_batch, which is what transformers does then."
+        asked["cache_implementation"] = "call generate_batch, which transformers uses in this case."
     elif values["cache_implementation"] not in _CACHES:
         asked["cache_implementation"] = _KEPT
     _refuse(asked, values)
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError where one of these was passed."""
+    """Raise ValueError if an unsupported argument was passed."""
     _refuse({name: why for name, why in _ARGUMENTS.items() if arguments.get(name) is not None}, arguments)
 
 
@@ -360,19 +361,18 @@ def _refuse(asked: dict[str, str], values: Mapping[str, Any]) -> None:
         raise ValueError(f"generate: {shown(name, values[name])} is not in this release of trl_jax: {why}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Strings that end a text, as transformers' `stop_strings`: looked for where the last token ends or completes them.
+# Stop strings, as transformers' `stop_strings`: checked at the last token
 
 
-_PREFIX = "abcdef"  # tokenizers treat the first token of a text differently
+_PREFIX = "abcdef"  # tokenizers treat the first token of a text differently, so the token is decoded after a prefix
 
 
 class StopStrings:
-    """Whether a row's last token completes one of the strings; bytes are compared where tokens are parts of
+    """Whether the last token of a row completes one of the strings. Compares bytes if tokens can be parts of
     characters.
 
     Args:
-        tokenizer: the one that the ids are of.
+        tokenizer: the tokenizer of the ids.
     """
 
     def __init__(self, strings: str | list[str], tokenizer: Any):
@@ -387,7 +387,7 @@ class StopStrings:
         self._text = lru_cache(None)(_TokenTexts(tokenizer))
 
     def __call__(self, ids: np.ndarray, scores: Any = None) -> np.ndarray:
-        """Of int `[B, T]`, prompts and all: bool `[B]`."""
+        """bool `[B]` for int ids `[B, T]`, which include the prompts."""
         return np.array([any(self._completes(row, wanted) for wanted in self._wanted) for row in ids.tolist()])
 
     def _completes(self, row: list[int], wanted: bytes) -> bool:
@@ -401,7 +401,7 @@ class StopStrings:
 
 
 class _TokenTexts:
-    """The bytes of a token within a text."""
+    """The bytes of each token inside a text."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer, self._kind = tokenizer, _kind(tokenizer)
@@ -410,7 +410,7 @@ class _TokenTexts:
 
     def __call__(self, id_: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(id_)
-        if token is None:  # the model has more ids than the tokenizer
+        if token is None:  # the model's vocabulary is larger than the tokenizer's
             return b"\xff"
         if self._kind == "ByteLevel" and all(character in self._bytes for character in token):
             return bytes(self._bytes[character] for character in token)
@@ -421,7 +421,7 @@ class _TokenTexts:
 
 
 def _kind(tokenizer: Any) -> str | None:
-    """The kind of tokens that may be parts of characters, if they are of one."""
+    """The tokenizer type, if its tokens can be parts of characters."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
@@ -436,29 +436,28 @@ def _bytes_of_characters() -> dict[str, int]:
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Text in, text out: prompts as strings or conversations, completions as strings.
+# Text in, text out
 
 
 def encoded_prompt(
     prompt: str | Sequence[dict[str, Any]], tokenizer: Any, where: str = "The prompt", **template_kwargs: Any
 ) -> list[int]:
-    """Token ids of a text as the tokenizer begins one, or of a conversation in its chat template.
+    """Token ids of a text with the tokenizer's special tokens, or of a conversation in its chat template.
 
-    A conversation is left open for an answer; one that ends with the assistant's message is gone on with.
+    A conversation ends with a generation prompt. If its last message is from the assistant, that message is continued.
 
     Args:
-        where: names the prompt in errors.
+        where: name of the prompt in errors.
 
     Raises:
-        ValueError: neither of them, a conversation and no chat template, one that makes too much, or one with images.
+        ValueError: it is neither text nor messages, or there are images, or the chat template is missing or fails.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     messages = prompt if isinstance(prompt, Sequence) else ()
     if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
         raise ValueError(
-            f"{where} is {brief(prompt)}: wanted a string, or messages as in [{{'role': 'user', 'content': 'Hi'}}]."
+            f"{where} must be a string, or messages such as [{{'role': 'user', 'content': 'Hi'}}], got {brief(prompt)}."
         )
     check_no_media(list(messages), "The prompt")
     if tokenizer.chat_template is None:
@@ -475,7 +474,7 @@ def encoded_prompt(
 
 
 def ids_of_tokenizer(model: Any, tokenizer: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with the tokenizer's EOS and pad ids where neither they nor the model's generation_config have one."""
+    """Add the tokenizer's EOS and pad ids if neither the fields nor the model's generation_config have them."""
     own = vars(model.generation_config)
     eos = tokenizer.eos_token_id
     pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -484,5 +483,5 @@ def ids_of_tokenizer(model: Any, tokenizer: Any, fields: dict[str, Any]) -> dict
 
 
 def decoded(ids: Sequence[int], tokenizer: Any) -> str:
-    """The text of new tokens, without special ones."""
+    """The text of new tokens, without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)

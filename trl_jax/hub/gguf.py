@@ -16,14 +16,13 @@ import numpy as np
 from trl_jax.core.text import brief, listed
 from trl_jax.hub.formats import SINGLE, CheckpointFiles
 
-# ----------------------------------------------------------------------------------------------------
-# GGUF checkpoints of llama.cpp: dequantised tensor by tensor, under the names transformers gives them.
+# GGUF checkpoints of llama.cpp: dequantized one tensor at a time, with transformers' names
 
 
-LINK = "model.gguf"  # in the folder of the config.json and tokenizer that were made from the file
+LINK = "model.gguf"  # link to the file, next to the config.json and tokenizer extracted from it
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# Keys after "<architecture>.", and the config's.
+# Keys after "<architecture>." -> keys of the config.
 _CONFIG = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -36,7 +35,7 @@ _CONFIG = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-# Further keys without effect on what is computed; of rope, only scaling has one.
+# Further keys that do not affect the computation; among rope keys, only scaling does.
 _INERT = re.compile(r"rope\.dimension_count|attention\.value_length|rope\.scaling\.(type|factor)$")
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -57,10 +56,7 @@ _TENSORS = {
 
 
 class GgufFiles:
-    """The tensors of a GGUF file, with the methods of `safetensors.CheckpointFiles`; read as float32.
-
-    Attributes: shards, shapes, dtypes, as there.
-    """
+    """The tensors of a GGUF file in float32, with the methods and attributes of `formats.CheckpointFiles`."""
 
     def __init__(self, path: Path):
         reader = _open(path)
@@ -72,7 +68,7 @@ class GgufFiles:
         self._heads = _permuted_heads(reader)
 
     def check_dtypes(self, tensors: Iterable[str]) -> None:
-        """Nothing: every type that the gguf package knows can be read."""
+        """Does nothing: every type that the gguf package knows can be read."""
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, float32."""
@@ -84,16 +80,16 @@ class GgufFiles:
         projection = re.search(r"\.([qk])_proj\.", tensor)
         if projection is None or self._heads is None:
             return values
-        # llama.cpp rotates neighbouring channels of a head, transformers those half a head apart.
+        # llama.cpp rotates adjacent channels of a head, transformers those half a head apart.
         split = values.reshape(self._heads[projection[1]], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
 
 
 def unpack(path: Path) -> Path:
-    """Make a folder with the config and the tokenizer that the file describes, and a link to its weights.
+    """Create a folder with the config and tokenizer described in the file, and a link to its weights.
 
     Raises:
-        ValueError: the architecture, or a fact of it, is not read here.
+        ValueError: the architecture, or one of its settings, is not supported.
     """
     import huggingface_hub
 
@@ -110,11 +106,11 @@ def unpack(path: Path) -> Path:
 
 
 def describe(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The open file and the config that describes its model."""
+    """The opened file, and the config of its model."""
     reader = _open(path)
     try:
         return reader, _config(reader, path)
-    except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # of damaged fields
+    except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # damaged fields
         raise _unreadable(path, error) from error
 
 
@@ -126,11 +122,11 @@ def _open(path: Path) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(f"{path}: reading GGUF needs the gguf package: pip install 'trl_jax[gguf]'.") from error
+        raise ImportError(f"{path}: reading GGUF files needs the gguf package: pip install 'trl_jax[gguf]'.") from error
     try:
         check_fields(path)
         return gguf.GGUFReader(path)
-    except (ValueError, KeyError, IndexError, OverflowError) as error:  # its errors of a damaged file
+    except (ValueError, KeyError, IndexError, OverflowError) as error:  # raised for damaged files
         raise _unreadable(path, error) from error
 
 
@@ -142,19 +138,19 @@ def _config(reader: Any, path: Path) -> dict[str, Any]:
     architecture = _value(reader, "general.architecture")
     if architecture not in _MODEL_TYPES:
         raise ValueError(
-            f"{path}: a GGUF file of architecture {brief(architecture)}; read are {', '.join(_MODEL_TYPES)}. Pass the "
-            "safetensors repository it was made of."
+            f"{path} is a GGUF file of architecture {brief(architecture)}, but only {', '.join(_MODEL_TYPES)} can be "
+            "read. Use the safetensors repository that it was made from."
         )
     keys = {key.partition(".")[2] for key in reader.fields if key.startswith(f"{architecture}.")}
     scaling = _value(reader, f"{architecture}.rope.scaling.type")
     unknown = sorted(key for key in keys if key not in _CONFIG and not _INERT.fullmatch(key))
     if unknown or scaling not in (None, "none"):
         keys = listed(unknown) or f"rope.scaling.type={brief(scaling)}"
-        raise ValueError(f"{path}: {keys} may change what the model computes and is not read from GGUF files.")
+        raise ValueError(f"{path}: {keys} may change what the model computes, but cannot be read from GGUF files.")
     config = {name: _value(reader, f"{architecture}.{key}") for key, name in _CONFIG.items() if key in keys}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "rope_freqs.weight" in tensors:
-        raise ValueError(f"{path}: rope_freqs.weight stretches positions, which is not read from GGUF files.")
+        raise ValueError(f"{path}: rope_freqs.weight rescales positions, which cannot be read from GGUF files.")
     ids = {name: _value(reader, f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     return config | {
         "model_type": _MODEL_TYPES[architecture],
@@ -170,7 +166,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _tokenizer(reader: Any, model_type: str) -> Any:
-    """Convert the vocabulary with transformers, whose reader of the file would need torch."""
+    """Convert the vocabulary with transformers, whose GGUF reader would need torch."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
@@ -182,7 +178,7 @@ def _tokenizer(reader: Any, model_type: str) -> Any:
     backend, more = convert_gguf_tokenizer(model_type, described)
     special = {f"{name}_token": _value(reader, f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     special = {name: described["tokens"][number] for name, number in special.items() if number is not None}
-    # llama.cpp puts BOS before a sentencepiece vocabulary's texts unless the file says otherwise.
+    # llama.cpp adds a BOS token for a sentencepiece vocabulary unless the file says otherwise.
     added = {"add_bos_token": True} if described["tokenizer_type"] == "llama" else {}
     for key in ("add_bos_token", "add_eos_token"):
         if f"tokenizer.ggml.{key}" in reader.fields:
@@ -201,20 +197,19 @@ def _full_name(name: str) -> str:
 
 
 def _permuted_heads(reader: Any) -> dict[str, int] | None:
-    """The heads of q and k where their rows have llama.cpp's order; None where they have transformers'."""
+    """Numbers of heads of q and k if their rows are in llama.cpp's order; None if they are in transformers' order."""
     if _value(reader, "general.architecture") != "llama":
         return None
     heads = _value(reader, "llama.attention.head_count")
     return {"q": heads, "k": _value(reader, "llama.attention.head_count_kv") or heads}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checks the fields of a GGUF file before the gguf package reads them, which trusts every length.
+# Checking a file's fields before the gguf package reads them, because it trusts every length
 
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type of a number -> bytes
 _STRING, _ARRAY = 8, 9
-_LONGEST = 1 << 24  # entries of an array: vocabularies have some hundred thousand
+_LONGEST = 1 << 24  # maximum array length; vocabularies have a few hundred thousand entries
 _FIELDS = 1 << 16
 
 
@@ -222,13 +217,13 @@ def check_fields(path: Path) -> None:
     """Walk over the fields of a file.
 
     Raises:
-        ValueError: one of them claims more than the file holds, or than any such file has.
+        ValueError: a field claims more than the file holds, or than is plausible.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         magic, version, _, fields = struct.unpack("<4sIQQ", _read(file, 24))
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it begins with {magic!r} and version {version}, wanted b'GGUF' and 2 or 3")
+            raise ValueError(f"it begins with {magic!r} and version {version} instead of b'GGUF' and 2 or 3")
         if fields > _FIELDS:
             raise ValueError(f"it claims {fields:,} fields")
         for _ in range(fields):
@@ -251,7 +246,7 @@ def _skip_value(file: BinaryIO, kind: int, size: int) -> None:
     elif kind in _SIZES:
         _skip(file, _SIZES[kind], size)
     else:
-        raise ValueError(f"a field claims the type {kind}, which there is not")
+        raise ValueError(f"a field has the unknown type {kind}")
 
 
 def _skip(file: BinaryIO, count: int, size: int) -> None:
@@ -271,21 +266,20 @@ def _read(file: BinaryIO, count: int) -> bytes:
     return data
 
 
-# ----------------------------------------------------------------------------------------------------
-# Experts in four bits, read as bfloat16: MXFP4 of the OCP Microscaling Formats (MX) Specification 1.0.
+# Experts in 4 bits, dequantized to bfloat16: MXFP4 of the OCP Microscaling Formats (MX) Specification 1.0
 
 
 METHOD = "mxfp4"  # in quantization_config.quant_method
 BLOCKS, SCALES = "_blocks", "_scales"
-_POSITIVE = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the numbers of E2M1, whose first bit is the sign
+_POSITIVE = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the numbers of E2M1; the first bit is the sign
 _NUMBERS = np.concatenate([_POSITIVE, -_POSITIVE])
-_BYTES = _NUMBERS[np.arange(256)[:, None] >> np.asarray([0, 4]) & 15]  # of a byte, `[256, 2]`: the low bits come first
-_BIAS = 127  # of a scale's exponent
+_BYTES = _NUMBERS[np.arange(256)[:, None] >> np.asarray([0, 4]) & 15]  # numbers of a byte, `[256, 2]`, low bits first
+_BIAS = 127  # bias of a scale's exponent
 
 
 class Mxfp4Files(CheckpointFiles):
     """A checkpoint in which `<tensor>_blocks`, uint8 `[E, out, G, B]`, and `<tensor>_scales`, uint8 `[E, out, G]`, are
-    read as one tensor, bfloat16 `[E, in, out]`: G blocks of 2 B numbers, each block with a power of two."""
+    read as one bfloat16 tensor `[E, in, out]`: G blocks of 2B numbers, each block scaled by a power of two."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -321,10 +315,10 @@ class Mxfp4Files(CheckpointFiles):
 
 
 def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """bfloat16 `[E, in, out]` of uint8 `[E, out, G, B]` and `[E, out, G]`, an expert at a time."""
+    """bfloat16 `[E, in, out]` from uint8 `[E, out, G, B]` and `[E, out, G]`, one expert at a time."""
     experts, outputs, groups, size = blocks.shape
     whole = np.empty((experts, groups * size * 2, outputs), ml_dtypes.bfloat16)
-    with np.errstate(over="ignore", invalid="ignore"):  # a scale of 255 is no number
+    with np.errstate(over="ignore", invalid="ignore"):  # a scale of 255 means NaN
         powers = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS)
         for expert in range(experts):
             values = _BYTES[blocks[expert]].reshape(outputs, groups, -1) * powers[expert][..., None]

@@ -1,7 +1,7 @@
-"""Heads: the tensors of a head and how a new one is drawn.
+"""Model heads: their tensors and how a new head is initialized.
 
-There are two: the score head, one number a text, and a causal language model's. What checkpoints say of them stands in
-`hub/checkpoint.py`, PEFT's names for them in `hub/peft_targets.py`; the rest of `hub` is about trunks.
+There are two: the score head (one number per text) and the head of a causal language model. `hub/checkpoint.py` handles
+heads in checkpoints and `hub/peft_targets.py` PEFT's names for them; the rest of `hub` is about trunks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from trl_jax.models.model import CausalLm, SequenceScorer
 
 HeadName = Literal["score", "lm"]
 
-# What a config object of transformers is made with.
+# Values that transformers' config object is created with.
 CONFIG_VALUES: dict[str, dict[str, Any]] = {"score": {"num_labels": 1}, "lm": {}}
-ONE_LABEL = "A reward model has one score a sequence (1 label)."
+ONE_LABEL = "A reward model has a single score per text (1 label)."
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A tensor that a checkpoint may lack: normal with `std`, or all `fill` without one.
+    """A tensor that a checkpoint may lack: normal with `std`, or filled with `fill` if there is no `std`.
 
-    With `cutoff`, values further than so many standard deviations from 0 are drawn again. transformers draws `unused`
-    uniform numbers before it.
+    With `cutoff`, values beyond that many standard deviations are drawn again. `unused` is how many uniform numbers
+    transformers draws before this tensor.
     """
 
     tensor: str
@@ -57,11 +57,11 @@ class Head:
     """A head of a family.
 
     Attributes:
-        model: makes the module of trunk and head from the arch.
-        names: (our module, its name on disk); none where the family's own names have the head among them.
-        prefixes: how the names of the head's tensors on disk begin.
-        draws: the tensors that a checkpoint may lack, in the order in which transformers draws them; where it draws
-            one twice, the last counts.
+        model: builds the module of trunk and head from the arch.
+        names: (our module, its name on disk); empty if the family's names already include the head.
+        prefixes: prefixes of the head's tensors on disk.
+        draws: tensors that a checkpoint may lack, in the order in which transformers initializes them. If a tensor is
+            drawn twice, the last draw counts.
     """
 
     model: Callable[[Any], nnx.Module]
@@ -73,7 +73,7 @@ class Head:
 
 @dataclass(frozen=True)
 class ScoreHead(Head):
-    """The score head of a family; the defaults are those of decoders."""
+    """The score head of a family; the defaults fit decoders."""
 
     model: Callable[[Any], nnx.Module] = SequenceScorer
     names: tuple[tuple[str, str], ...] = (("score", "score"),)
@@ -83,7 +83,7 @@ class ScoreHead(Head):
 
 
 def lm_head(module: str = "lm_head") -> Head:
-    """The head of a language model, `module` on disk."""
+    """A language model head, called `module` on disk."""
 
     def draws(arch: Any) -> list[Draw]:
         weight = [] if arch.tied_embeddings else [Draw(f"{module}.weight", arch.initializer_range)]
@@ -93,8 +93,8 @@ def lm_head(module: str = "lm_head") -> Head:
 
 
 def check_labels(num_labels: int) -> None:
-    """Raise ValueError unless there is one label."""
+    """Raise ValueError unless there is a single label."""
     if num_labels != 1:
         raise ValueError(
-            f"num_labels is {num_labels}, but reward models require `num_labels=1`: one score a sequence. Leave it out."
+            f"num_labels is {num_labels}, but reward models require `num_labels=1`, one score per text. Leave it out."
         )

@@ -1,4 +1,4 @@
-"""Model types without a family: which of them can be exported, and which are refused."""
+"""Model types without a family: which can run as exported programs, and which are refused."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from trl_jax.hub import torch_bridge
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch_bridge import unloaded
 
-# ----------------------------------------------------------------------------------------------------
-# Model types that are no family here: those that are exported, and those that are refused, with the reason.
+# Which types can be exported
 
 
 def is_exported(raw: dict[str, Any], native: Collection[str], source: Path, head: HeadName = "score") -> bool:
-    """Whether a checkpoint of this config.json is computed by exporting it; `native` types are not.
+    """Whether a checkpoint with this config.json runs as an exported program; `native` types do not.
 
     Raises:
-        ImportError: it is, but torch is not installed.
+        ImportError: it does, but torch is not installed.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind in native or kind in REFUSED or kind not in _types(head):
         return False
     if not torch_bridge.available():
         raise ImportError(
-            f"{source}: model_type {kind!r} is computed by exporting transformers' own model, which takes torch. "
-            f"Install it: pip install 'trl_jax[torch]'. Without torch there are {', '.join(sorted(native))}."
+            f"{source}: model_type {kind!r} runs as a program exported from transformers' own model, which needs "
+            f"torch. Install it: pip install 'trl_jax[torch]'. Without torch, these work: {', '.join(sorted(native))}."
         )
     return True
 
 
 def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> ValueError:
-    """The error of a config.json that is not supported: the type, the reason, the nearest that works."""
+    """The error for an unsupported config.json: its type, the reason, and the nearest supported type."""
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in REFUSED:
         reason, nearest = REFUSED[kind]
         return ValueError(
-            f"{source}: model_type {kind!r} is not supported: {reason}. The nearest that works: {nearest}."
+            f"{source}: model_type {kind!r} is not supported: {reason}. The nearest supported type: {nearest}."
         )
     others = set(_types("score")) - set(REFUSED) - set(native)
     custom = " Its custom code (auto_map) is never run." if raw.get("auto_map") else ""
     return ValueError(
         f"{source}: model_type {brief(kind)} is not supported by this release of trl_jax.{custom} "
-        f"Supported: {', '.join(sorted(native))}. Where torch is installed, {len(others)} other types that "
-        "transformers has a sequence classifier for: bloom, gpt_neo, albert and so on."
+        f"Supported: {', '.join(sorted(native))}. With torch, {len(others)} other types for which transformers has a "
+        "sequence classifier are supported as well, such as bloom, gpt_neo and albert."
     )
 
 
 def _types(head: HeadName) -> Collection[str]:
-    """The types that transformers has a model with this head for."""
+    """The types for which transformers has a model with this head."""
     from transformers.models.auto import modeling_auto
 
     if head == "lm":
@@ -59,22 +58,21 @@ def _types(head: HeadName) -> Collection[str]:
     return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 
-# ----------------------------------------------------------------------------------------------------
-# The length of the longest text that an exported model has positions for, read from its table of them.
+# Maximum text length of an exported model, from its table of positions
 
 
 _POSITIONS = re.compile(r"(embed_positions|position_embeddings|positions_embed|wpe)$")
-# Types whose table begins with rows of no position, for a pad token that older versions had.
+# Types whose table starts with unused rows, which older versions used for a pad token.
 OFFSETS = {"biogpt": 2, "opt": 2}
 
 
 def max_positions(config: Any, head: HeadName = "score") -> int | None:
-    """The length of the longest text that a model of this config has positions for; None where any has."""
+    """Length of the longest text that a model with this config supports; None if there is no limit."""
     return max_positions_of(unloaded(config, head))
 
 
 def max_positions_of(module: Any) -> int | None:
-    """As `max_positions`: a table of positions has a row for each, and some unused ones before them."""
+    """Like `max_positions`, for a module: its position table has a row per position, plus unused rows before them."""
     facts = module.config.get_text_config().to_dict()
     names = "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"
     stated = next((facts[name] for name in names if isinstance(facts.get(name), int)), None)
@@ -88,21 +86,20 @@ def max_positions_of(module: Any) -> int | None:
     return min((length for length, rows in lengths.items() if stated in (length, rows)), default=None)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Models of transformers that no backend takes: why, and the nearest model_type that works.
+# Unsupported model types: why, and the nearest supported type
 
 
-_EOS = "it finds the EOS by looking at the data, which a compiled program cannot"
-_DATA = "its code decides by the data it sees, which a compiled program cannot"
-_IMAGES = "it reads images or layouts beside the text, and a text alone has none"
+_EOS = "it looks for the EOS in the data, which a compiled program cannot do"
+_DATA = "its control flow depends on data, which a compiled program does not support"
+_IMAGES = "it reads images or layouts along with text, which TRL's text rows do not have"
 
 REFUSED = {
     "bart": (_EOS, "roberta"),
     "bigbird_pegasus": (_EOS, "big_bird"),
-    "canine": ("it hashes characters and has no table of tokens to embed", "bert"),
+    "canine": ("it hashes characters and has no token embedding", "bert"),
     "cohere_compass_text": ("torch.export cannot follow its code", "modernbert"),
     "flaubert": (_DATA, "camembert"),
-    "funnel": ("it pools the sequence between blocks by operations that trl_jax has no counterpart of", "electra"),
+    "funnel": ("it pools the sequence between blocks with operations that trl_jax does not have", "electra"),
     "jetmoe": (_DATA, "mixtral"),
     "layoutlmv2": (_IMAGES, "layoutlm"),
     "layoutlmv3": (_IMAGES, "layoutlm"),
@@ -113,16 +110,16 @@ REFUSED = {
     "mvp": (_EOS, "roberta"),
     "perceiver": (_IMAGES, "bert"),
     "plbart": (_EOS, "roberta"),
-    "reformer": ("its attention sorts tokens into buckets for one fixed length", "big_bird"),
+    "reformer": ("its attention sorts tokens into buckets for a fixed length", "big_bird"),
     "t5": (_EOS, "modernbert"),
-    "t5gemma": ("it is an encoder-decoder, and TRL's rows give it nothing to decode", "gemma2"),
-    "t5gemma2": ("it is an encoder-decoder, and TRL's rows give it nothing to decode", "gemma3_text"),
-    "tapas": ("it reads tables, and a text alone has none", "bert"),
+    "t5gemma": ("it is an encoder-decoder, and TRL's rows have no decoder input", "gemma2"),
+    "t5gemma2": ("it is an encoder-decoder, and TRL's rows have no decoder input", "gemma3_text"),
+    "tapas": ("it reads tables, which TRL's text rows do not have", "bert"),
     "ultravbert": (_IMAGES, "ultrabert"),
     "umt5": (_EOS, "xlm-roberta"),
     "xlm": (_DATA, "xlm-roberta"),
     "xmod": (_DATA, "xlm-roberta"),
-    "yoso": ("its attention has a backward pass of its own, which is lost in the export", "nystromformer"),
+    "yoso": ("its attention has a custom backward pass, which is lost in the export", "nystromformer"),
     "zamba": ("torch.export cannot follow its code", "jamba"),
     "zamba2": ("torch.export cannot follow its code", "jamba"),
 }

@@ -1,4 +1,4 @@
-"""The backend of model types that have a family."""
+"""The backend of native model types, which are those with a family."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from trl_jax.models.decoder import narrowest_window
 from trl_jax.models.model import abstract, logical_axes
 from trl_jax.nn.linear import HALVES, TABLES, Format, Quantized, dequantized
 
-# ----------------------------------------------------------------------------------------------------
-# A language model's head that is tied to the table of tokens gets a weight of its own.
+# Untying the language model head from the embedding
 
 
 _HEAD = "lm_head.weight"
 
 
 def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBackend, dict[str, Any]]:
-    """The backend and the arrays of a tied model whose head has the table's numbers for its own."""
+    """The backend and the arrays of a tied model after giving its head a copy of the embedding."""
     source = backend.source
     [table] = [entry.path for entry in source.tensor_map if entry.path.split(".")[1:] == ["embed", "weight"]]
     entry = TensorEntry(_HEAD, source.config.family.language_heads[0])
@@ -48,16 +47,15 @@ def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBacken
     return made, arrays | head
 
 
-# ----------------------------------------------------------------------------------------------------
-# The backend of our own decoder and encoder.
+# NativeBackend
 
 
 _BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_scalar")
 
 
 class NativeBackend(Backend):
-    """The configurable decoder or encoder; `source` is the checkpoint it was loaded from, `formats` says which weights
-    are held in few bits."""
+    """Our own decoder or encoder. `source` is the checkpoint that it was loaded from, and `formats` says which weights
+    are quantized or stored as bits."""
 
     name, log_level, undecayed, infers_lengths, saves_in_background = "native", logging.INFO, frozenset(), False, True
     takes_noise = can_resize = True
@@ -78,14 +76,14 @@ class NativeBackend(Backend):
         self.has_routers = causal and arch.experts is not None
         self.draws_experts = self.has_routers and arch.experts.sparse_mixer is not None
         self.heads = heads_of(source.config)
-        self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch
+        self.batch_invariant = not causal  # some decoder ropes depend on the longest text of a batch
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         return logical_axes(self.make)
 
     def make(self) -> nnx.Module:
-        """The module, to be looked at abstractly."""
+        """A new module; use it under `abstract` to avoid allocating its parameters."""
         model = self.source.config.model()
         for path, form in self.formats.items():
             owner, _, name = path.rpartition(".")
@@ -95,7 +93,7 @@ class NativeBackend(Backend):
         return model
 
     def torch_param_layout(self) -> TorchParamLayout:
-        # transformers keeps what experts begin with in one tensor, which on disk are several
+        # transformers fuses some parameters of experts into one tensor, which are separate on disk
         experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
         tensor_map = self.source.tensor_map
         joined = {entry.path: entry.tensor for entry in tensor_map if entry.tensor_slice is not None} | experts
@@ -104,7 +102,7 @@ class NativeBackend(Backend):
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         locations: Locations = {}
         for entry in self.source.tensor_map:
-            if entry.path in params:  # a weight in few bits has no array of this name
+            if entry.path in params:  # quantized weights have no array with this name
                 for name, index in entry.tensors(params[entry.path].shape):
                     locations.setdefault(name, []).append((entry.path, index))
         return locations
@@ -134,17 +132,17 @@ class NativeBackend(Backend):
         return jax.vmap(unpack)(leaves) if stacked else unpack(leaves)
 
     def replaced(self, arrays: dict[str, jax.Array], path: str, values: np.ndarray) -> dict[str, jax.Array]:
-        """Other numbers for the array at a path, at its place and in its format, or in one with more digits where
-        `values` have them.
+        """Replace the values of the array at a path, keeping its sharding and format, or a wider format if `values`
+        have one.
 
         Raises:
-            ValueError: it is quantised.
+            ValueError: the array is quantized.
         """
         form = self.formats.get(path)
         if form is not None and form.kind not in HALVES:
             raise ValueError(
-                f"LoraConfig: init_lora_weights='pissa' puts other numbers into {path}, which is quantised to "
-                f"{form.kind}. Leave quantization_config out, or take init_lora_weights=True."
+                f"LoraConfig: init_lora_weights='pissa' modifies {path}, which is quantized to {form.kind}. Leave "
+                "quantization_config out, or use init_lora_weights=True."
             )
         name = path if form is None else f"{path}.codes"
         kind = jnp.promote_types(arrays[path].dtype, values.dtype) if form is None else jnp.dtype(form.kind)
@@ -152,15 +150,15 @@ class NativeBackend(Backend):
         return {name: jax.device_put(stored, arrays[name].sharding)}
 
     def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """All of them, as a backend without quantised weights has them."""
+        """All arrays, as in a backend without quantized weights."""
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 
     def as_stored(self, arrays: dict[str, jax.Array], bits: Collection[str]) -> tuple[dict[str, Any], NativeBackend]:
-        """All arrays in the dtypes that they are saved in, and the backend of these; those in few bits as they are.
+        """All arrays in the dtypes that they are saved in, and the backend for them. Quantized weights stay unchanged.
 
         Args:
-            bits: paths of those that are held as bits where they have sixteen.
+            bits: paths of arrays to keep as raw bits, if they are 16-bit.
         """
         forms = dict(self.formats)
         held = {path: array for path, array in arrays.items() if path.rpartition(".")[0] in forms}
@@ -179,7 +177,7 @@ class NativeBackend(Backend):
         return held, NativeBackend(self.source, forms)
 
     def without_bits(self, arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], NativeBackend]:
-        """All arrays as floats, where they are held as the bits of these, and the backend of these."""
+        """Convert arrays stored as bits to floats; return all arrays and the backend for them."""
         few = {path: form for path, form in self.formats.items() if form.kind not in HALVES}
         bits = {f"{path}.codes": path for path in self.formats.keys() - few.keys()}
         floats = {bits.get(path, path): self.floats(path, array) for path, array in arrays.items()}
@@ -204,12 +202,12 @@ class NativeBackend(Backend):
 
 
 def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | jax.ShapeDtypeStruct:
-    """Done to an array, or to the shape of one."""
+    """Apply `do` to an array, or to its shape."""
     return jax.eval_shape(do, array) if isinstance(array, jax.ShapeDtypeStruct) else do(array)
 
 
 def heads_of(config: NativeConfig) -> dict[str, int]:
-    """How many of each kind attention has, as `Backend.heads`."""
+    """Number of attention heads of each kind, as in `Backend.heads`."""
     arch, causal = config.arch, not config.head.model.needs_valid
     return {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
 
@@ -217,7 +215,7 @@ def heads_of(config: NativeConfig) -> dict[str, int]:
 def load_native(
     config: NativeConfig, *, formats: dict[str, Format] | None = None, **options: Any
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
-    """The parameters and their backend; arguments as in `loading.load`."""
+    """The parameters and their backend; arguments are as in `checkpoint.load`."""
     params, source = load(config, formats=formats, **options)
 
     def kind(entry: TensorEntry, codes: jax.Array) -> str:
@@ -229,7 +227,7 @@ def load_native(
 def outline_native(
     config: NativeConfig, *, dtype: str, formats: dict[str, Format] | None = None, **options: Any
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], NativeBackend]:
-    """Shapes of the parameters, and the backend, from config.json alone; `options` as in `loading.outline`."""
+    """Shapes of the parameters, and the backend, from config.json alone; `options` as in `checkpoint.outline`."""
     shapes, source = outline(config, dtype=dtype, formats=formats, **options)
     return shapes, NativeBackend(source, _with_bits(shapes, source, formats, lambda *_: source.dtype))
 
@@ -240,7 +238,7 @@ def _with_bits(
     formats: dict[str, Format] | None,
     kind: Callable[[TensorEntry, Any], str],
 ) -> dict[str, Format]:
-    """The formats, and those of arrays that hold the bits of 16-bit floats; `kind` says of which."""
+    """`formats` extended by arrays that hold the bits of 16-bit floats; `kind` returns their dtype."""
     every = {} if formats is None else dict(formats)
     for entry in source.tensor_map:
         codes = params.get(f"{entry.path}.codes")

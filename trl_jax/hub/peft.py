@@ -1,4 +1,4 @@
-"""Models with adapters: attaching and merging them."""
+"""Attach adapters to models, and merge them into the weights."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from trl_jax.hub.tensor_map import TensorSlice
 from trl_jax.mesh.mesh import fetched, owned
 from trl_jax.models.adapters import Adapter, Layers, leaf
 
-# ----------------------------------------------------------------------------------------------------
-# Puts an adapter on a native model: a new one, or one that a folder has. Virtual tokens go before its texts.
+# Attaching an adapter
 
 
 logger = logging.getLogger(__name__)
@@ -44,11 +43,13 @@ def adapt(
     seed: int | TorchGenerator,
     folder: Path | None = None,
 ) -> tuple[dict[str, jax.Array], AdaptedBackend, dict[str, Any]]:
-    """The arrays that train, the backend, and the frozen arrays: with a new adapter, drawn as PEFT draws it, or with
-    the one in `folder`.
+    """Attach an adapter to a native model: a new one, initialized as in PEFT, or the one saved in `folder`.
+
+    Returns:
+        The trained arrays, the backend, and the frozen arrays.
 
     Raises:
-        ValueError: the config or the folder does not go with the model.
+        ValueError: the config or the saved adapter does not fit the model.
     """
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     if isinstance(config, PromptLearningConfig):
@@ -75,7 +76,7 @@ def adapt(
 def outline_adapted(
     base: NativeBackend, shapes: dict[str, Any], config: AdapterConfig, folder: Path | None
 ) -> tuple[dict[str, Any], AdaptedBackend, dict[str, Any]]:
-    """The result of `adapt`, of shapes: those of a new adapter, or of the one in `folder`."""
+    """What `adapt` would return, with shapes instead of arrays."""
     if isinstance(config, PromptLearningConfig):
         backend = virtual_backend(base, config, folder)
         return backend.shapes, backend, shapes
@@ -88,13 +89,13 @@ def outline_adapted(
 
 
 def _tables(plan: AdapterPlan, base: NativeBackend, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays of `plan.saved_tables` by path, on the host, in the dtype that they are held in."""
+    """The arrays of `plan.saved_tables` by path, on the host, in their current dtype."""
     paths = set(plan.saved_tables.values())
     return {path: fetched(arrays[path] if path in arrays else base.weight(arrays, path)) for path in sorted(paths)}
 
 
 def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> AdapterPlan:
-    """The plan of a new adapter, or of the one in a folder, whose file may have tables of tokens."""
+    """The plan of a new adapter, or of the one saved in a folder, which may include token embeddings."""
     source = base.source
     if folder is None:
         plan = make_adapter_plan(lora, source.config, source.drawn, resized=source.resized)
@@ -107,18 +108,19 @@ def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> Ada
 
 
 def _shapes(plan: AdapterPlan, trained: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of all that trains."""
+    """Shapes of all trained arrays."""
     return plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
 
 
 def _head_tensors(plan: AdapterPlan, base: NativeBackend, trained: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """The base's head as an adapter would save it: PEFT leaves it out where its config does not name it."""
+    """The base model's head under the adapter's names, for adapters saved without it: PEFT only saves a head that the
+    config names."""
     heads = tuple(PREFIX + prefix for prefix in base.source.config.head.prefixes)
     return {name: tensor for name, tensor in full_tensors(plan, trained).items() if name.startswith(heads)}
 
 
 def _split_trained(plan: AdapterPlan, arrays: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Copies of the model's own parameters that train, float32, and the others as they are."""
+    """Float32 copies of the base model's own trained parameters, and the remaining arrays unchanged."""
     trained, frozen = {}, dict(arrays)
     for path, layers in plan.full.layers.items():
         if layers is None:
@@ -128,15 +130,16 @@ def _split_trained(plan: AdapterPlan, arrays: dict[str, Any]) -> tuple[dict[str,
     return trained, frozen
 
 
-# ----------------------------------------------------------------------------------------------------
-# Merges an adapter into plain weights.
+# Merging
 
 
 def merged(
     backend: LoraBackend, params: dict[str, jax.Array], frozen: dict[str, Any]
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
-    """Arrays that compute the same without the adapter, float32, all of them new, and their backend. A head that is
-    tied to a table with an adapter gets a weight of its own, for it has none of the table's adapter."""
+    """Merge an adapter: new float32 arrays that compute the same without it, and their backend.
+
+    If the head is tied to an embedding with an adapter, it is untied, because the adapter does not apply to the head.
+    """
     plan, plain = backend.plan, NativeBackend(backend.base.source)
     arrays = backend.base.weights(frozen)
     if plain.source.config.is_tied and any(one.module.kind == "embedding" for one in plan.modules):
@@ -182,7 +185,7 @@ def _merged_matrix(
     leaves: dict[str, jax.Array],
     arrays: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """The weight, and the bias where the adapter has one."""
+    """The merged weight, and the bias if the adapter has one."""
 
     def our_rows(array: jax.Array) -> jax.Array:
         if rows is None:

@@ -1,4 +1,4 @@
-"""Adapters to and from PEFT's files, and their initial values."""
+"""Resolve adapters for a model, initialize them, and convert them to and from PEFT's files."""
 
 from __future__ import annotations
 
@@ -44,19 +44,18 @@ from trl_jax.hub.peft_targets import (
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.adapters import Adapter, Layers, leaf
 
-# ----------------------------------------------------------------------------------------------------
-# The arrays of an adapter and the tensors of its file, both ways.
+# Our arrays and the tensors of PEFT's files
 
 
-# Where a table was resized, PEFT saves what is below its own modules, too.
+# For a resized vocabulary, PEFT also saves tensors nested in its own modules.
 _OF_THE_BASE = re.compile(r"\.(base_layer|original_module|modules_to_save)\.")
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 logger = logging.getLogger(__name__)
 
 
 def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The content of adapter_model.safetensors, by name; float32 but for `tables`, the arrays of `plan.saved_tables` by
-    path."""
+    """The content of adapter_model.safetensors, by name. Everything is float32 except `tables`, the arrays of
+    `plan.saved_tables` by path."""
     tensors = {
         name: np.asarray(params[leaf(one.adapter.name, kind)][at], np.float32)
         for one in plan.modules
@@ -68,7 +67,7 @@ def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]
 
 
 def full_tensors(plan: AdapterPlan, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of the model's own parameters that train."""
+    """Tensors of the model's own trained parameters."""
     tensors, full = {}, plan.full
     for name, entries in full.tensors.items():
         arrays = {entry.path: params[full.array_of(entry.path)] for entry, _ in entries}
@@ -77,7 +76,7 @@ def full_tensors(plan: AdapterPlan, params: dict[str, Any]) -> dict[str, np.ndar
 
 
 def arrays_of(plan: AdapterPlan, tensors: dict[str, np.ndarray], shapes: dict[str, Any]) -> dict[str, jax.Array]:
-    """The inverse: arrays that train, of these shapes, from tensors by name."""
+    """The inverse of `tensors_of`: trained arrays with these shapes, from tensors by name."""
     arrays = {name: np.zeros(like.shape, np.float32) for name, like in shapes.items()}
     for one in plan.modules:
         for name, kind, at in one.tensors():
@@ -90,8 +89,8 @@ def arrays_of(plan: AdapterPlan, tensors: dict[str, np.ndarray], shapes: dict[st
 
 
 def tokens_of(folder: Path, config: NativeConfig) -> int | None:
-    """How many tokens an adapter's file has rows for, in a table of tokens or a language model's head that it holds
-    whole; None where it holds neither."""
+    """Vocabulary size in an adapter's file, if it contains a full token embedding or language model head; otherwise
+    None."""
     path = folder / WEIGHTS
     if not path.is_file():
         return None
@@ -101,7 +100,7 @@ def tokens_of(folder: Path, config: NativeConfig) -> int | None:
 
 
 def saved_in(folder: Path, plan: AdapterPlan) -> AdapterPlan:
-    """The plan, of whose saved tables and copies those stay that an adapter's file has."""
+    """The plan with only those saved tables and copies that the adapter's file contains."""
     path = folder / WEIGHTS
     there = set(tensor_names(path)) if path.is_file() else set()
     saved = {name: array for name, array in plan.saved_tables.items() if name in there}
@@ -109,13 +108,13 @@ def saved_in(folder: Path, plan: AdapterPlan) -> AdapterPlan:
 
 
 def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """The base's tables of tokens in an adapter's file, by path, in the dtype that they are saved in.
+    """Read the base model's token tables from an adapter's file, by path, in their stored dtype.
 
     Args:
-        shapes: of the base's arrays, by path.
+        shapes: shapes of the base model's arrays, by path.
 
     Raises:
-        ValueError: a table has another shape.
+        ValueError: a table has a different shape.
     """
     path = _weights_in(folder)
     there, found = set(tensor_names(path)), {}
@@ -125,18 +124,18 @@ def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int,
         values = read_one(path, name)
         if values.shape != tuple(shapes[array]):
             raise ValueError(
-                f"{path}: {name} is {brief(list(values.shape))}, this base model asks for {list(shapes[array])}. "
-                "Resize its vocabulary as it was when the adapter was trained."
+                f"{path}: {name} is {brief(list(values.shape))}, but this base model requires {list(shapes[array])}. "
+                "Resize its vocabulary to the size it had when the adapter was trained."
             )
         found[array] = values
     lacking = sorted(name for name, array in plan.saved_tables.items() if array not in found)
     if lacking:
-        logger.warning("%s has no %s: the base model's own is taken, whose new rows may differ.", path, _some(lacking))
+        logger.warning("%s has no %s: using the base model's, whose new rows may differ.", path, _some(lacking))
     return found
 
 
 def wanted_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name on disk -> shape, of all that an adapter's file must hold; `shapes` are those of the arrays that train."""
+    """Name on disk -> shape, of everything that an adapter's file must hold; `shapes` are those of trained arrays."""
     wanted = {
         name: np.empty(shapes[leaf(one.adapter.name, kind)].shape, np.bool_)[at].shape
         for one in plan.modules
@@ -151,29 +150,29 @@ def wanted_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[
 def read_tensors(
     folder: Path, plan: AdapterPlan, shapes: dict[str, Any], defaults: dict[str, np.ndarray] | None = None
 ) -> dict[str, np.ndarray]:
-    """The tensors of an adapter's file that the plan asks for; from `defaults` those that it lacks.
+    """Read the tensors of an adapter's file that the plan needs, falling back to `defaults`.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or it is of another model; by name and shape.
+        FileNotFoundError, ValueError: there is no such file, or it belongs to another model; names tensor and shape.
     """
     path = _weights_in(folder)
     tensors, wanted = open_tensors(path), wanted_shapes(plan, shapes)
     lacking = sorted(set(defaults or {}) - set(tensors))
     if lacking:
-        logger.warning("%s has no %s: the base model's own is taken, and trains from there.", path, _some(lacking))
+        logger.warning("%s has no %s: starting from the base model's.", path, _some(lacking))
     tensors = (defaults or {}) | tensors
     _check_names(path, plan, set(tensors), set(wanted))
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != tuple(shape):
             raise ValueError(
-                f"{path}: {name} is {brief(list(tensors[name].shape))}, this base model asks for {list(shape)}: the "
-                "adapter is another model's. Pass the base model that it was trained on."
+                f"{path}: {name} is {brief(list(tensors[name].shape))}, but this base model requires {list(shape)}. "
+                "Pass the base model that the adapter was trained on."
             )
     return {name: tensors[name] for name in wanted}
 
 
 def _weights_in(folder: Path) -> Path:
-    """The file of an adapter's folder. Raises FileNotFoundError or ValueError where there is none."""
+    """The weights file in an adapter's folder. Raises FileNotFoundError or ValueError if there is none."""
     if not (folder / WEIGHTS).is_file():
         raise no_adapter(str(folder), (folder / PICKLED).exists())
     return folder / WEIGHTS
@@ -184,13 +183,13 @@ def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str
     strange = sorted(name for name in names - wanted - known if not _OF_THE_BASE.search(name))
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
-            f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "
-            "converts it: PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)."
+            f"{path} has separate adapters for each expert, as in transformers 4; now all experts share one parameter. "
+            "Convert it with PEFT: PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)."
         )
     if missing or strange:
         raise ValueError(
-            f"{path} does not fit its config and this base model. Missing: {_some(missing)}. Unexpected: "
-            f"{_some(strange)}. Pass the base model that it was trained on."
+            f"{path} does not match its config and this base model. Missing: {_some(missing)}. Unexpected: "
+            f"{_some(strange)}. Pass the base model that the adapter was trained on."
         )
 
 
@@ -198,18 +197,17 @@ def _some(names: list[str]) -> str:
     return listed(names, 4, "; ") or "none"
 
 
-# ----------------------------------------------------------------------------------------------------
-# The initial values of an adapter: PEFT's draws on torch's generator.
+# Initial values, drawn with torch's generator as in PEFT
 
 
-_NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # tables; and what comes after the text in gemma4
+_NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # tables, and what follows the text model in gemma4
 
 
 def initial(
     plan: AdapterPlan, weight: Callable[[str], Any], generator: TorchGenerator, factors: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
-    then A is drawn anew. `weight` gives the array at a path, `factors` has arrays that are not drawn."""
+    """Initialize the adapters as PEFT does with torch's generator: each module first creates two linear layers, then A
+    is drawn again. `weight` returns the array at a path; `factors` holds arrays that are not drawn."""
     arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | factors
     for layer, number in plan.order:
         one = plan.modules[number]
@@ -225,11 +223,12 @@ def initial(
 def pass_over_towers(
     config: LoraConfig, plan: AdapterPlan, carried: Mapping[str, Pieces], generator: TorchGenerator
 ) -> None:
-    """Draw what PEFT draws before the text's adapters: it finds linear maps of these names in the towers for images,
-    too, which no text trains and we leave as they are.
+    """Advance the generator by what PEFT draws before the text model's adapters. PEFT also adapts matching linear
+    layers of the vision towers, which are not trained by text and which we do not adapt.
 
     Args:
-        config: as it was passed. carried: the towers' tensors.
+        config: the config as passed by the user.
+        carried: tensors of the towers.
     """
     for tensor, pieces in carried.items():
         name = tensor.removesuffix(".weight")
@@ -265,7 +264,7 @@ def _draw(config: LoraConfig, module: Module, rank: int, generator: TorchGenerat
 
 
 def _row_norms(one: ModuleAdapters, weight: Callable[[str], Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Norms of the rows of W + scale B A: the initial magnitudes."""
+    """Norms of the rows of W + scale * B A: the initial magnitudes of DoRA."""
     name, module = one.adapter.name, one.module
     a, b = (arrays[leaf(name, kind)] for kind in "ab")
     lengths = np.zeros(one.shapes()["magnitude"], np.float32)
@@ -280,22 +279,24 @@ def _row_norms(one: ModuleAdapters, weight: Callable[[str], Any], arrays: dict[s
     return lengths
 
 
-# ----------------------------------------------------------------------------------------------------
-# PiSSA (Meng et al. 2024, arXiv:2404.02948): the initial adapter is the principal part of its matrix, the base keeps
-# the rest.
+# PiSSA (Meng et al. 2024, arXiv:2404.02948): the adapter starts as the principal components of its matrix, and the base
+# weights keep the rest.
 
 
 def principal_parts(
     plan: AdapterPlan, base: NativeBackend, frozen: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(A and B by name, padded like those of `plan`; the frozen arrays with the rest in place of their matrices).
+    """Split the adapted matrices into principal components and a residual.
+
+    Returns:
+        A and B by name, padded like those of `plan`; the frozen arrays with residuals in place of the matrices.
 
     Raises:
-        ValueError: the matrices are quantised, or a rank is larger than its matrix.
+        ValueError: the matrices are quantized, or a rank exceeds the size of its matrix.
     """
     factors, rest = {}, dict(frozen)
     for one in plan.modules:
-        if one.module.kind == "embedding":  # tables are drawn as ever
+        if one.module.kind == "embedding":  # embeddings use the default initialization
             continue
         leaves = {leaf(one.adapter.name, kind): np.zeros(one.shapes()[kind], np.float32) for kind in "ab"}
         matrices = {path: np.array(base.weight(frozen, f"{path}.weight")) for path, _ in one.module.parts}
@@ -309,12 +310,12 @@ def principal_parts(
 
 
 def _split(one: ModuleAdapters, layer: int, matrices: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A and B of one layer; the rest of its matrix is put into `matrices`."""
+    """A and B of one layer; the matrix in `matrices` is replaced by its residual."""
     module, rank, scale = one.module, one.ranks[layer], one.adapter.scales[layer]
     if rank > min(module.inputs, module.outputs):
         raise ValueError(
-            f"LoraConfig: init_lora_weights='pissa' has no {rank} principal parts of {module.name}, a matrix of "
-            f"{module.outputs} x {module.inputs}. Take a smaller r."
+            f"LoraConfig: init_lora_weights='pissa' cannot take {rank} principal components of {module.name}, a matrix "
+            f"of {module.outputs} x {module.inputs}. Use a smaller r."
         )
     at = (layer,) if module.stacked else ()
     whole = np.empty((module.outputs, module.inputs), np.float32)
@@ -330,22 +331,21 @@ def _split(one: ModuleAdapters, layer: int, matrices: dict[str, np.ndarray]) -> 
     return {"a": a, "b": b}
 
 
-# ----------------------------------------------------------------------------------------------------
-# An adapter on a model: which arrays train, and their names on disk.
+# AdapterPlan: which arrays are trained, and their names on disk
 
 
 PREFIX = "base_model.model."
 _SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
-_SAVED_TABLES = ("embed_tokens", "lm_head")  # PEFT saves the base's own table or head too where one is named so
-_HEAD = "lm_head.weight"  # the path of ours
-# What PEFT puts between a table's name and its weight: nothing; a module with an adapter; one that trains whole; rows.
+_SAVED_TABLES = ("embed_tokens", "lm_head")  # if a module with this name is adapted, PEFT also saves its base weight
+_HEAD = "lm_head.weight"  # our path
+# What PEFT inserts between a table's name and its weight: nothing; for an adapter; for full training; for single rows.
 WRAPPED = ("", ".base_layer", ".original_module", ".token_adapter.base_layer")
 _TABLE_SUFFIX = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
 @dataclass(frozen=True)
 class ModuleAdapters:
-    """The adapters of one kind of module: one a layer, `ranks` 0 where there is none, `names` those on disk."""
+    """The adapters of one kind of module, one per layer. `ranks` is 0 for layers without one; `names` are on disk."""
 
     module: Module
     adapter: Adapter
@@ -357,7 +357,7 @@ class ModuleAdapters:
         return max(self.ranks)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Kind -> shape of the array of all layers."""
+        """Kind -> shape of the array that stacks all layers."""
         module, lead = self.module, (self.module.layers,) if self.module.stacked else ()
         rank = self.rank * max(module.experts, 1)
         each = {"a": (rank, module.inputs), "b": (module.outputs, rank)}
@@ -365,14 +365,14 @@ class ModuleAdapters:
         return {kind: (*lead, *each[kind]) for kind in ("a", "b", *self.adapter.has)}
 
     def sizes(self) -> dict[str, int]:
-        """Kind -> how many numbers it has, without the padding where ranks are smaller."""
+        """Kind -> number of parameters, without the padding of smaller ranks."""
         ranks, layers = sum(self.ranks) * max(self.module.experts, 1), sum(rank > 0 for rank in self.ranks)
         each = {"a": ranks * self.module.inputs, "b": ranks * self.module.outputs}
         each |= dict.fromkeys(("magnitude", "bias"), layers * self.module.outputs)
         return {kind: each[kind] for kind in ("a", "b", *self.adapter.has)}
 
     def at(self, layer: int) -> dict[str, tuple]:
-        """Kind -> the index of one layer's in the array of all layers; each expert's A is padded by itself."""
+        """Kind -> index of one layer in the stacked array; each expert's A is padded separately."""
         rank, experts = self.ranks[layer], max(self.module.experts, 1)
         rows = slice(rank * experts)
         if experts > 1 and 0 < rank < self.rank:
@@ -382,7 +382,7 @@ class ModuleAdapters:
         return {kind: (*lead, *inner.get(kind, ())) for kind in (("a", "b", *self.adapter.has) if rank else ())}
 
     def tensors(self) -> list[tuple[str, str, tuple]]:
-        """(name on disk, kind, index in the array of all layers) of each layer's."""
+        """(name on disk, kind, index in the stacked array) for each layer."""
         suffixes = _SUFFIX | (_TABLE_SUFFIX if self.module.kind == "embedding" else {})
         return [
             (f"{PREFIX}{name}.{suffixes[kind]}", kind, at)
@@ -393,44 +393,43 @@ class ModuleAdapters:
 
 @dataclass(frozen=True)
 class FullyTrained:
-    """Parameters of the model itself that train.
+    """Parameters of the model itself that are trained.
 
     Attributes:
-        layers: path -> the layers, or rows of a table, that train; None: all.
-        tensors: name in the adapter's file -> the entries that have a slice in it, each with its layer in our array.
+        layers: path -> the layers, or rows of a table, that are trained; None means all.
+        tensors: name in the adapter's file -> the entries stored in it, each with its layer in our array.
     """
 
     layers: dict[str, tuple[int, ...] | None]
     tensors: dict[str, list[IndexedEntry]]
 
     def some_layers(self) -> tuple[Layers, ...]:
-        """The stacks of which only some layers train."""
+        """The stacks of which only some layers are trained."""
         return tuple(Layers(path, layers) for path, layers in self.layers.items() if layers is not None)
 
     def array_of(self, path: str) -> str:
-        """The name of the array of a path that trains, among the params."""
+        """The name of the trained array for a path."""
         layers = self.layers[path]
         return path if layers is None else Layers(path, layers).name
 
     def index_of(self, path: str, at: tuple[int, ...]) -> tuple[int, ...]:
-        """The place of a layer in that array; () is all of it."""
+        """The index of a layer in that array; () means the whole array."""
         layers = self.layers[path]
         return at if layers is None or not at else (layers.index(at[0]),)
 
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """A LoraConfig on a model, resolved.
+    """A LoraConfig resolved for a model.
 
     Attributes:
-        modules: the adapters, a kind of module each.
-        order: (layer, number in `modules`) in PEFT's order, modules before parameters.
-        full: the model's own parameters that train.
-        saved_tables: name on disk -> path of the base's tables of tokens, or head, that PEFT saves with the adapter.
-        copies: name on disk -> the name of the tensor that PEFT saves a second time under it.
-        unties: whether a head that the base ties to the table of tokens needs a weight of its own: one of the two
-            trains, and the other does not.
-        note: a line on what the config lacked for the model's head; None for nothing.
+        modules: the adapters, one entry per kind of module.
+        order: (layer, index into `modules`) in PEFT's order, with modules before parameters.
+        full: the model's own trained parameters.
+        saved_tables: name on disk -> path of the base model's embedding or head that PEFT saves with the adapter.
+        copies: name on disk -> name of the tensor that PEFT saves a second time under that name.
+        unties: whether a tied head needs its own weight, because only one of head and embedding is trained.
+        note: a log message about a change to the config for the model's head; None if there is none.
     """
 
     config: LoraConfig
@@ -452,21 +451,21 @@ class AdapterPlan:
         }
 
     def paths(self) -> list[dict[str, str]]:
-        """Kind -> the path of its array among the params, of each of the adapters."""
+        """Kind -> path of its trained array, for each of the adapters."""
         return [{kind: leaf(one.adapter.name, kind) for kind in one.shapes()} for one in self.modules]
 
 
 def make_adapter_plan(
     lora: LoraConfig, config: NativeConfig, drawn: tuple[str, ...] = (), *, resized: bool = False
 ) -> AdapterPlan:
-    """Resolve a LoraConfig on a native model.
+    """Resolve a LoraConfig for a native model.
 
     Args:
-        drawn: tensors that are in no file: they train whole.
-        resized: whether the tables of tokens are not those of the base's files, so that the adapter's file needs them.
+        drawn: tensors that the checkpoint lacks; they are trained fully.
+        resized: whether the vocabulary was resized, so that the tables must be saved with the adapter.
 
     Raises:
-        ValueError: it asks for what is not there, or not in this release; by name.
+        ValueError: names what does not exist in the model or is not supported in this release.
     """
     refuse_beyond(lora)
     modules = modules_of(config.untied())
@@ -496,7 +495,7 @@ def make_adapter_plan(
 
 
 def _unties(targets: Targets, full: Targets) -> bool:
-    """Whether the head or the table of tokens trains alone. An adapter of the table is none of the head's."""
+    """Whether only one of head and embedding is trained. An adapter on the embedding does not affect the head."""
     heads = any(is_lm_head(module) for _, module, _ in (*targets, *full))
     return heads or any(path.endswith(".embed") for _, module, _ in full for path, _ in module.parts)
 
@@ -505,7 +504,7 @@ def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
     tables = [module for module in dict.fromkeys(m for _, m, _ in targets) if module.kind == "embedding"]
     for name in ("use_dora", "lora_bias"):
         if tables and vars(lora)[name]:
-            raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
+            raise ValueError(f"LoraConfig: {name}=True does not support the embedding {tables[0].name}. Leave one out.")
     heads = [module for module in dict.fromkeys(m for _, m, _ in targets) if is_lm_head(module)]
     named = isinstance(lora.target_modules, set) and not lora.target_modules.isdisjoint(_SAVED_TABLES)
     if isinstance(lora.target_modules, str):
@@ -523,12 +522,13 @@ def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
 def _resized_tables(
     modules: list[Module], adapted: set[str], whole: set[str], some: set[str], *, tied: bool, head: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The tensors that PEFT adds by save_embedding_layers="auto" for a resized vocabulary: base values of each table
-    of tokens and of the head (name on disk -> path), and copies of what trains (name -> name).
+    """The tensors that PEFT's save_embedding_layers="auto" adds for a resized vocabulary: base weights of embeddings
+    and head (name on disk -> path), and copies of trained tensors (name -> name).
 
     Args:
-        adapted, whole, some: names of the modules with an adapter, that train whole, and of which some rows train.
-        tied: the head is the table. head: whether it is saved then, too.
+        adapted, whole, some: names of the modules that have an adapter, are trained fully, or have some rows trained.
+        tied: whether the head is tied to the embedding.
+        head: whether a tied head is saved too.
     """
     saved, copies = {}, {}
     tables = [(one, entry) for one in modules for entry in one.tensor_map if tables_of_tokens([entry.path])]
@@ -552,15 +552,15 @@ def _resized_tables(
 
 
 def is_token_table(module: Module) -> bool:
-    """Whether it is the table that a trunk looks tokens up in."""
+    """Whether the module is the token embedding of a trunk."""
     return any(path.endswith(".embed") for path, _ in module.parts)
 
 
 def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:
-    """The config as PEFT would write it, the modules that get adapters and the parameters that do.
+    """The config as PEFT would save it, the modules that get adapters, and the parameters that do.
 
     Raises:
-        ValueError: it means nothing, or what cannot have one.
+        ValueError: the config selects nothing, or something that cannot have an adapter.
     """
     lora = settled(with_parameters(lora, modules, model_type), modules, model_type)
     targets = targeted(lora, modules, model_type)
@@ -568,7 +568,7 @@ def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[
 
 
 def _auto_mapping(config: NativeConfig) -> dict[str, str]:
-    """The class of the model, which PEFT writes where no task says it."""
+    """The class of the model, which PEFT saves if the config has no task."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     module = model_type_to_module_name(config.family.model_type)
@@ -577,7 +577,7 @@ def _auto_mapping(config: NativeConfig) -> dict[str, str]:
 
 
 def _owner(name: str) -> str:
-    """The module that a parameter belongs to."""
+    """The module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -586,16 +586,16 @@ def _check_apart(targets: Targets, parameters: Targets, full: Targets) -> None:
     both = sorted(whole & ({name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}))
     if both:
         raise ValueError(
-            f"LoraConfig: {both[0]} would get an adapter and train whole, too, for modules_to_save go by the ends of "
-            f"names. PEFT refuses that as well: pass exclude_modules=[{both[0].rpartition('.')[2]!r}], or leave it out "
-            "of target_parameters."
+            f"LoraConfig: {both[0]} would get an adapter and also be trained fully, because modules_to_save matches "
+            f"suffixes of names. PEFT refuses this too. Pass exclude_modules=[{both[0].rpartition('.')[2]!r}], or "
+            "remove it from target_parameters."
         )
     modules = {module for _, module, _ in targets}
     twice = sorted(name for name, module, _ in parameters if module in modules)
     if twice:
         raise ValueError(
-            f"LoraConfig: target_parameters means {twice[0]}, and target_modules its module, in this layer or another. "
-            "Name it in one of the two."
+            f"LoraConfig: target_parameters selects {twice[0]} and target_modules selects its module, in this or "
+            "another layer. Use only one of the two."
         )
 
 
@@ -614,7 +614,8 @@ def _module_adapters(lora: LoraConfig, module: Module, targets: Targets) -> Modu
 
 
 def _wrapped_names(module: Module, targets: Targets) -> list[str]:
-    """Parameters of one module are wrapped one around the other: the last one's adapter has the module's own name."""
+    """If several parameters of a module have adapters, PEFT nests the wrappers; only the last keeps the module's
+    name."""
     every, wrapped = [name for name, _, _ in targets], []
     for name in module.names():
         siblings = [one for one in every if _owner(one) == _owner(name)]
@@ -630,7 +631,8 @@ def _full_training(
     full: Targets,
     tokens: list[tuple[Module, tuple[int, ...]]],
 ) -> FullyTrained:
-    """`modules_to_save`, the biases that train, those of `adapted` modules with a longer name, and rows of tables."""
+    """Fully trained parameters: `modules_to_save`, trained biases (with longer names in adapted modules), and table
+    rows."""
     meant = [(name, module, layer, entry) for name, module, layer in full for entry in module.tensor_map]
     if lora.bias != "none":
         done = {name for name, _, _ in full}
@@ -647,7 +649,7 @@ def _full_training(
         inner = ".base_layer" if name in adapted else ""
         tensor = f"{PREFIX}{name}{inner}.{entry.tensor.rpartition('.')[2]}"
         if entry.stacked > 1:
-            raise ValueError(f"LoraConfig: {name} holds experts, which do not train whole beside an adapter here.")
+            raise ValueError(f"LoraConfig: {name} holds experts, which cannot be trained fully along with an adapter.")
         tensors.setdefault(tensor, []).append((entry, (layer,) if module.stacked else ()))
         layers.setdefault(entry.path, set()).add(layer)
     counts = {entry.path: module.layers for _, module, _, entry in meant}
@@ -655,8 +657,8 @@ def _full_training(
     for table, ids in tokens:
         if table.name in adapted:
             raise ValueError(
-                f"LoraConfig: {table.name} would get an adapter, and its rows train by trainable_token_indices. Leave "
-                "one out."
+                f"LoraConfig: {table.name} would get an adapter, but trainable_token_indices also trains rows of it. "
+                "Leave one out."
             )
         entry = next(entry for entry in table.tensor_map if entry.path.endswith(".weight"))
         tensors[f"{PREFIX}{table.name}.{TENSOR}"] = [(entry, ())]

@@ -1,4 +1,4 @@
-"""The backends of native models with an adapter: they write and read adapters alone, in PEFT's format."""
+"""Backends of native models with an adapter. They save and load only the adapter, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class AdaptedBackend(Backend):
-    """A native backend beside whose frozen arrays those of an adapter train.
+    """A native model with frozen weights and a trained adapter.
 
-    `base` is the backend without the adapter, `config` the adapter's, and `shapes` are those of all that trains.
-    `saved_config` is written beside the adapter: for whoever loads it upon the base model of its name.
+    `base` is the backend without the adapter, `config` the adapter's config, and `shapes` the shapes of all trained
+    arrays. `saved_config` is the config saved with the adapter, for loading it onto the named base model.
     """
 
     log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
@@ -49,11 +49,11 @@ class AdaptedBackend(Backend):
 
     @property
     def main_dtype(self) -> str:
-        """That of the model without the adapter."""
+        """The main dtype of the base model."""
         return self.base.main_dtype
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """Names alone: a script cannot freeze an adapter's parameters."""
+        """Names only, because a script cannot freeze parameters of an adapter."""
         return dict.fromkeys(self.dtypes, [])
 
     def size_of(self, path: str, array: jax.Array) -> int:
@@ -67,7 +67,7 @@ class AdaptedBackend(Backend):
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
-        del config  # the base model's own, which stays where it is
+        del config  # the base model's config is not saved
         tensors = dict(self.on_disk(params))
         if not writes:
             return
@@ -78,7 +78,7 @@ class AdaptedBackend(Backend):
     def load(
         self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None
     ) -> dict[str, jax.Array]:
-        """`defaults` has tensors, by their names in the file, for those that it lacks."""
+        """Read the trained arrays; `defaults` holds tensors, named as in the file, for those that the file lacks."""
         arrays = self.read(folder, defaults)
         if place is None:
             return arrays
@@ -87,19 +87,19 @@ class AdaptedBackend(Backend):
 
     @abc.abstractmethod
     def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
-        """The arrays that train, of an adapter's folder; `defaults` as in `load`."""
+        """Read the trained arrays from an adapter's folder; `defaults` as in `load`."""
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
-            f"A model with an adapter embeds {self.vocab_size} tokens, wanted {rows}: adapters belong to tables of one "
-            "size. Resize the model first, or call merge_and_unload()."
+            f"Cannot resize a model with an adapter from {self.vocab_size} to {rows} tokens, because the adapter "
+            "depends on the vocabulary size. Resize the model first, or call merge_and_unload()."
         )
 
 
 class LoraBackend(AdaptedBackend):
-    """A native backend beside whose frozen arrays those of `plan` train: low-rank adapters, and parameters of its own.
+    """A native model with low-rank adapters, and possibly some of its own parameters trained, according to `plan`.
 
-    `tables` are the base's arrays of `plan.saved_tables`, by path, on the host: they are in the adapter's files, too.
+    `tables` are the base model's arrays in `plan.saved_tables`, by path, on the host; they are saved with the adapter.
     """
 
     def __init__(self, base: NativeBackend, plan: AdapterPlan, tables: dict[str, np.ndarray], shapes: dict[str, Any]):
@@ -132,18 +132,18 @@ class LoraBackend(AdaptedBackend):
         return arrays_of(self.plan, read_tensors(folder, self.plan, self.shapes, defaults), self.shapes)
 
     def is_as_in_files(self, name: str) -> bool:
-        """Whether a frozen array has the numbers of the base's files, and the adapter's file does not have it."""
+        """Whether a frozen array equals the base checkpoint and is not saved with the adapter."""
         path, form = name.removesuffix(".codes"), self.base.formats.get(name.rpartition(".")[0])
         return path not in self.tables and (form is None or form.kind in HALVES)
 
     def restore_tables(self, folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Take the tables that an adapter's folder has in the place of the base's.
+        """Replace the base model's tables with those in an adapter's folder.
 
         Args:
-            arrays: the base's.
+            arrays: the base model's arrays.
 
         Returns:
-            The arrays that are others now, at their places on the devices.
+            The replaced arrays, with the sharding of the old ones.
         """
         shapes = {path: table.shape for path, table in self.tables.items()}
         found = read_tables(folder, self.plan, shapes)
@@ -153,7 +153,7 @@ class LoraBackend(AdaptedBackend):
         return {name: array for one in changed for name, array in one.items()}
 
     def _tables_on_disk(self) -> dict[str, np.ndarray]:
-        """The tables in the dtypes of the base's files, where these have all of their digits."""
+        """The tables in the dtypes of the base checkpoint, if these represent them exactly."""
         source = self.base.source
         kinds = {entry.path: source.dtypes.get(entry.tensor, source.dtype) for entry in source.tensor_map}
         return {path: _narrowed(table, as_dtype(kinds[path])) for path, table in self.tables.items()}

@@ -1,4 +1,4 @@
-"""PEFT's adapter configs: LoRA, prefix and prompt tuning, p-tuning."""
+"""PEFT's adapter configs: LoRA, prefix tuning, prompt tuning and p-tuning."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from trl_jax.core import files
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import brief, listed
 
-# ----------------------------------------------------------------------------------------------------
-# PEFT's LoraConfig, field by field and key by key, without peft.
+# LoraConfig: PEFT's fields and JSON keys, without importing peft
 
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-PEFT = "0.21.2"  # the release whose format this is
+PEFT = "0.21.2"  # the PEFT release whose format is implemented
 
 
-class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and format() tells the two apart
-    """PEFT's names for the task of a model with an adapter."""
+class TaskType(str, Enum):  # noqa: UP042 - like PEFT's; format() behaves differently for StrEnum
+    """PEFT's names for the tasks of models with an adapter."""
 
     SEQ_CLS = "SEQ_CLS"
     SEQ_2_SEQ_LM = "SEQ_2_SEQ_LM"
@@ -37,7 +36,7 @@ class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and fo
 
 @dataclass
 class PeftConfig:
-    """The fields that PEFT's configs have in common, which come first."""
+    """The fields that all PEFT configs start with."""
 
     task_type: str | TaskType | None = None
     peft_type: str | None = None
@@ -50,12 +49,12 @@ class PeftConfig:
 
 @dataclass
 class LoraConfig(PeftConfig):
-    """PEFT's fields, defaults and order. Options without effect here are refused when the model gets the adapter.
+    """PEFT's fields, defaults and order. Unsupported options are refused when the adapter is added to a model.
 
-    r, lora_alpha: the rank, and the scale before it is divided by the rank (`use_rslora`: by its root).
-    target_modules: names, ends of names, a regular expression of whole names, or "all-linear".
-    modules_to_save: ends of names of modules that train whole; the head is one in any case.
-    rank_pattern, alpha_pattern: regular expressions of the ends of names -> another rank or alpha.
+    r, lora_alpha: the rank, and the scale before it is divided by the rank (with `use_rslora`, by its square root).
+    target_modules: module names or suffixes of them, a regular expression for full names, or "all-linear".
+    modules_to_save: suffixes of the names of modules to train fully; the head is always one of them.
+    rank_pattern, alpha_pattern: regular expressions for suffixes of names -> a different rank or alpha.
     """
 
     r: int = 8
@@ -105,7 +104,7 @@ class LoraConfig(PeftConfig):
         self.rank_pattern, self.alpha_pattern = dict(self.rank_pattern or {}), dict(self.alpha_pattern or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as types of JSON; sets are sorted, so that the same adapter is the same file."""
+        """The fields as JSON types. Sets are sorted, so that equal configs give equal files."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "runtime_config"}
         return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
@@ -115,21 +114,21 @@ class LoraConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LoraConfig:
-        """Read the adapter_config.json of a folder. Raises as `read_keys`, or for another type of adapter."""
+        """Read the adapter_config.json of a folder. Raises as `read_keys`, or if it is another type of adapter."""
         return read_config_of(cls, Path(folder), "LORA")
 
 
 def write_config(values: dict[str, Any], folder: str | Path) -> None:
-    """Write adapter_config.json into a folder, which is made where it is not there."""
+    """Write adapter_config.json to a folder, creating the folder if needed."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_whole(Path(folder) / CONFIG, json.dumps(values, indent=2, sort_keys=True))
 
 
 def task_of(task: Any) -> str:
-    """PEFT's name of a task. Raises ValueError for another one."""
+    """PEFT's name of a task. Raises ValueError for an unknown task."""
     name = task.value if isinstance(task, Enum) else task
     if not isinstance(name, str) or name not in TaskType.__members__:
-        raise ValueError(f"task_type={brief(name)} is not one of {', '.join(TaskType.__members__)}.")
+        raise ValueError(f"task_type must be one of {', '.join(TaskType.__members__)}, got {brief(name)}.")
     return name
 
 
@@ -146,7 +145,7 @@ def _text(value: Any) -> bool:
 
 
 def _pattern(value: Any) -> bool:
-    """Whether it is a regular expression."""
+    """Whether it is a valid regular expression."""
     try:
         return isinstance(value, str) and bool(re.compile(value))
     except (re.error, OverflowError, RecursionError):
@@ -154,7 +153,7 @@ def _pattern(value: Any) -> bool:
 
 
 def _inner_pattern(value: Any) -> bool:
-    """Whether it is a regular expression that may stand within another."""
+    """Whether it is a valid regular expression that can be embedded in another."""
     return _pattern(value) and _pattern(f"(?P<number>.)({value})")
 
 
@@ -167,52 +166,52 @@ def _list(value: Any, each: Callable[[Any], bool]) -> bool:
 
 
 def check(config: LoraConfig) -> None:
-    """Raise ValueError on a value that no adapter can have, by field."""
+    """Raise ValueError for invalid values, by field."""
     values = vars(config)
 
     def must(good: bool, name: str, wanted: str) -> None:
         if not good:
-            raise ValueError(f"LoraConfig: {name}={brief(values[name])}, wanted {wanted}.")
+            raise ValueError(f"LoraConfig: {name} must be {wanted}, got {brief(values[name])}.")
 
     for name in bool_fields(LoraConfig):
         must(isinstance(values[name], bool), name, "True or False")
     for name in ("peft_version", "base_model_name_or_path", "revision"):
         must(isinstance(values[name], str | None), name, "a text or None")
     must(isinstance(config.auto_mapping, dict | None), "auto_mapping", "a dictionary or None")
-    must(_whole(config.r, 1), "r", "a whole number from 1 on")
+    must(_whole(config.r, 1), "r", "an integer of at least 1")
     must(_number(config.lora_alpha), "lora_alpha", "a number")
-    must(_number(config.lora_dropout) and 0 <= config.lora_dropout < 1, "lora_dropout", "a number from 0 to below 1")
+    must(_number(config.lora_dropout) and 0 <= config.lora_dropout < 1, "lora_dropout", "at least 0 and below 1")
     must(config.bias in ("none", "all", "lora_only"), "bias", "none, all or lora_only")
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
-    must(_patterns(ranks) and all(_whole(r, 1) for r in ranks.values()), "rank_pattern", "ranks from 1 on")
+    must(_patterns(ranks) and all(_whole(r, 1) for r in ranks.values()), "rank_pattern", "ranks of at least 1")
     must(_patterns(alphas) and all(map(_number, alphas.values())), "alpha_pattern", "numbers")
     _check_names(config, must)
 
 
 def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> None:
-    """The fields that name modules and layers."""
+    """Check the fields that select modules and layers."""
     for name, each in (("modules_to_save", _inner_pattern), ("target_parameters", _text)):
         value = vars(config)[name]
         must(value is None or _list(value, each), name, "a list of names")
     for name in ("target_modules", "exclude_modules"):
         value = vars(config)[name]
-        must(value is None or _pattern(value) or _list(value, _text), name, "a list of names, or one pattern")
+        must(value is None or _pattern(value) or _list(value, _text), name, "a list of names or a single pattern")
     tokens = config.trainable_token_indices
     lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
     good = tokens is None or all(_list(ids, lambda token: _whole(token, 0)) for ids in lists)
-    must(good, "trainable_token_indices", "a list of ids, or such a list for each name of a table")
+    must(good, "trainable_token_indices", "a list of ids, or a dictionary of such lists by embedding name")
     layers, patterns = config.layers_to_transform, config.layers_pattern
     good = layers is None or _whole(layers, 0) or _list(layers, lambda layer: _whole(layer, 0))
-    must(good, "layers_to_transform", "a layer's number from 0 on, or a list of them")
+    must(good, "layers_to_transform", "a layer index of at least 0, or a list of them")
     good = patterns is None or _inner_pattern(patterns) or _list(patterns, _inner_pattern)
-    must(good, "layers_pattern", "a pattern, or a list")
+    must(good, "layers_pattern", "a pattern, or a list of patterns")
     if isinstance(config.target_modules, str):
         for name in ("layers_to_transform", "layers_pattern"):
-            must(not vars(config)[name], name, "none beside a pattern: say in target_modules which layers are meant")
-    must(not patterns or layers is not None, "layers_pattern", "layers_to_transform beside it")
+            must(not vars(config)[name], name, "None if target_modules is a pattern, which can select layers itself")
+    must(not patterns or layers is not None, "layers_pattern", "None without layers_to_transform")
 
 
-# Fields that ask for more than LoRA and DoRA, with their values that ask for nothing.
+# Fields for variants other than LoRA and DoRA, with the values that leave these variants off.
 _BEYOND = {
     "megatron_config": (None,), "loftq_config": ({}, None), "eva_config": (None,),
     "corda_config": (None,), "lora_ga_config": (None,), "velora_config": (None,), "alora_invocation_tokens": (None,),
@@ -224,76 +223,77 @@ _INITIAL = (True, False, "gaussian", PISSA)
 
 
 def refuse_beyond(config: LoraConfig) -> None:
-    """Raise ValueError on options that this release does not compute, by field and with the way out."""
+    """Raise ValueError for options that are not supported in this release, by field and with a way out."""
     for name, idle in _BEYOND.items():
         value = vars(config)[name]
         if value not in idle:
             raise ValueError(f"LoraConfig: {name}={brief(value)} is not in this release of trl_jax. Leave it out.")
     if config.init_lora_weights not in _INITIAL:
         raise ValueError(
-            f"LoraConfig: init_lora_weights={brief(config.init_lora_weights)} changes the base model or asks for data, "
-            "which this release of trl_jax does not. Take True, False, 'gaussian' or 'pissa'. Or save an adapter that "
-            "PEFT began and the base model it changed, and say init_lora_weights: true in its adapter_config.json."
+            f"LoraConfig: init_lora_weights={brief(config.init_lora_weights)} modifies the base model or needs data, "
+            "which is not in this release of trl_jax. Use True, False, 'gaussian' or 'pissa'. Alternatively, "
+            "initialize the adapter with PEFT, save it along with the modified base model, and set init_lora_weights "
+            "to true in its adapter_config.json."
         )
     if config.lora_bias and (config.use_dora or config.init_lora_weights not in (True, False)):
         raise ValueError(
-            "LoraConfig: lora_bias=True goes neither with use_dora nor with init_lora_weights='gaussian' or 'pissa'. "
-            "Leave one out."
+            "LoraConfig: lora_bias=True cannot be combined with use_dora or with init_lora_weights='gaussian' or "
+            "'pissa'. Leave one out."
         )
 
 
 def begun(config: LoraConfig) -> LoraConfig:
-    """The config of an adapter that has its values, on a base model that PEFT has changed already where it does."""
+    """The config of an already initialized adapter, whose base model PEFT may have modified."""
     began = {"init_lora_weights": True, "loftq_config": {}}
     return replace(config, **began, **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config")))
 
 
 def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
-    """The error of an adapter whose weights are not there, or only as a pickle."""
-    way_out = "save it with safe_serialization=True."
-    note = f" It has {PICKLED}, a pickle, which is not read: {way_out}" if pickled else ""
+    """The error for an adapter whose weights are missing, or only available as a pickle."""
+    way_out = "Save it with safe_serialization=True."
+    note = f" It has {PICKLED}, but pickles are not read. {way_out}" if pickled else ""
     return FileNotFoundError(f"{where} has no {WEIGHTS}.{note}")
 
 
 def read_keys(folder: Path) -> dict[str, Any]:
-    """The adapter_config.json of a folder.
+    """Read the adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or it is no JSON of an object.
+        FileNotFoundError, ValueError: it is missing, or not a JSON object.
     """
     path = folder / CONFIG
     try:
         keys = files.read(path)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
+        raise ValueError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(keys, dict):
-        raise ValueError(f"{path} holds a {type(keys).__name__}: wanted an object with peft_type.")
+        raise ValueError(f"{path} must hold an object with peft_type, got a {type(keys).__name__}.")
     return keys
 
 
 def kind_of(keys: dict[str, Any]) -> Any:
-    """PEFT's name of the type of an adapter."""
+    """PEFT's name for the type of an adapter."""
     kind = keys.get("peft_type")
     return kind.value if isinstance(kind, Enum) else kind
 
 
 def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
-    """The config of this class that has these keys. Raises ValueError where there are keys of a later PEFT's."""
+    """The config of class `cls` with these keys. Raises ValueError for keys of a later PEFT release."""
     known = {f.name for f in fields(cls)}
     unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
     if unknown:
         raise ValueError(
-            f"{source} has {listed(unknown)}, which PEFT {PEFT} has not (peft_version is "
-            f"{brief(keys.get('peft_version'))}): they may change what the adapter computes. Save it with that release."
+            f"{source} has {listed(unknown)}, which PEFT {PEFT} does not know (peft_version is "
+            f"{brief(keys.get('peft_version'))}). They may change what the adapter computes. Save it with that release."
         )
     return cls(**{key: _copied(value) for key, value in keys.items() if key in known})
 
 
 def read_config_of(cls: type, folder: Path, kind: str) -> Any:
-    """The config of this class and type that a folder has. Raises as `read_keys`, or for another type of adapter."""
+    """Read the config in a folder as class `cls`. Raises as `read_keys`, or if it is another type of adapter."""
     keys, source = read_keys(folder), str(folder / CONFIG)
     if kind_of(keys) != kind:
-        raise ValueError(f"{source}: peft_type={brief(kind_of(keys))}, wanted {kind}.")
+        raise ValueError(f"{source}: peft_type must be {kind}, got {brief(kind_of(keys))}.")
     return config_of(cls, keys, source)
 
 
@@ -301,16 +301,15 @@ def _copied(value: Any) -> Any:
     return type(value)(value) if isinstance(value, list | set | dict) else value
 
 
-# ----------------------------------------------------------------------------------------------------
-# PEFT's configs of virtual tokens (prompt learning), field by field and key by key, without peft.
+# Configs of virtual tokens (prompt learning): PEFT's fields and JSON keys, without importing peft
 
 
-VECTORS = "prompt_embeddings"  # PEFT's name of the vectors in an adapter's file
-ENCODER = "prompt_encoder.safetensors"  # the arrays that they are made of, which PEFT does not save
+VECTORS = "prompt_embeddings"  # PEFT's name for the vectors in an adapter's file
+ENCODER = "prompt_encoder.safetensors"  # weights of the network that makes the vectors; PEFT does not save them
 
 
-class PromptTuningInit(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture
-    """PEFT's names for the first values of prompt tuning."""
+class PromptTuningInit(str, Enum):  # noqa: UP042 - like PEFT's
+    """PEFT's names for the initializations of prompt tuning."""
 
     TEXT = "TEXT"
     SAMPLE_VOCAB = "SAMPLE_VOCAB"
@@ -318,7 +317,7 @@ class PromptTuningInit(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture
 
 
 class PromptEncoderReparameterizationType(str, Enum):  # noqa: UP042
-    """PEFT's names for the networks of P-tuning."""
+    """PEFT's names for the networks of p-tuning."""
 
     MLP = "MLP"
     LSTM = "LSTM"
@@ -326,10 +325,10 @@ class PromptEncoderReparameterizationType(str, Enum):  # noqa: UP042
 
 @dataclass
 class PromptLearningConfig(PeftConfig):
-    """The fields that all kinds of virtual tokens have. Sizes of the model that are None are taken from it.
+    """The fields shared by all kinds of virtual tokens. Sizes that are None are taken from the model.
 
-    num_virtual_tokens: how many stand before each text.
-    token_dim: channels of a virtual token.
+    num_virtual_tokens: number of virtual tokens before each text.
+    token_dim: size of a virtual token's vector.
     """
 
     num_virtual_tokens: int | None = None
@@ -339,7 +338,7 @@ class PromptLearningConfig(PeftConfig):
     num_layers: int | None = None
     modules_to_save: list[str] | None = None
 
-    kind: ClassVar[str]  # PEFT's name of it
+    kind: ClassVar[str]  # PEFT's name
     positive: ClassVar[tuple[str, ...]] = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
 
     def __post_init__(self):
@@ -352,15 +351,15 @@ class PromptLearningConfig(PeftConfig):
         for name in self.positive:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-            self.must(value is None or whole, name, "a whole number from 1 on")
+            self.must(value is None or whole, name, "an integer of at least 1")
 
     def must(self, good: bool, name: str, wanted: str) -> None:
-        """Raise ValueError where the value of a field is not good."""
+        """Raise ValueError unless `good`; `wanted` describes a valid value of the field."""
         if not good:
-            raise ValueError(f"{type(self).__name__}: {name}={brief(getattr(self, name))}, wanted {wanted}.")
+            raise ValueError(f"{type(self).__name__}: {name} must be {wanted}, got {brief(getattr(self, name))}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as types of JSON."""
+        """The fields as JSON types."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -369,16 +368,16 @@ class PromptLearningConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Any:
-        """Read the adapter_config.json of a folder. Raises as `read_keys`, or for another type of adapter."""
+        """Read the adapter_config.json of a folder. Raises as `read_keys`, or if it is another type of adapter."""
         return read_config_of(cls, Path(folder), cls.kind)
 
 
 @dataclass
 class PromptTuningConfig(PromptLearningConfig):
-    """PEFT's PromptTuningConfig: a vector for each virtual token trains.
+    """PEFT's PromptTuningConfig: trains one vector per virtual token.
 
-    prompt_tuning_init: RANDOM numbers, the vectors of ids that are drawn (SAMPLE_VOCAB), or those of a TEXT.
-    prompt_tuning_init_text, tokenizer_name_or_path, tokenizer_kwargs: that text, and the tokenizer that reads it.
+    prompt_tuning_init: initialize with RANDOM numbers, with embeddings of random tokens (SAMPLE_VOCAB), or of a TEXT.
+    prompt_tuning_init_text, tokenizer_name_or_path, tokenizer_kwargs: that text and its tokenizer.
     """
 
     prompt_tuning_init: str | PromptTuningInit = "RANDOM"
@@ -402,11 +401,11 @@ class PromptTuningConfig(PromptLearningConfig):
 
 @dataclass
 class PrefixTuningConfig(PromptLearningConfig):
-    """PEFT's PrefixTuningConfig: keys and values of virtual tokens train, in each layer.
+    """PEFT's PrefixTuningConfig: trains the keys and values of virtual tokens in each layer.
 
-    token_dim, num_attention_heads: channels and heads of keys.
-    init_weights: "zero" begins with zeros.
-    prefix_projection: a network with `encoder_hidden_size` inner channels makes them.
+    token_dim, num_attention_heads: size of all keys of a layer, and number of key heads.
+    init_weights: "zero" initializes with zeros.
+    prefix_projection: compute the vectors with a network with `encoder_hidden_size` hidden units.
     """
 
     init_weights: str | None = None
@@ -424,11 +423,11 @@ class PrefixTuningConfig(PromptLearningConfig):
 
 @dataclass
 class PromptEncoderConfig(PromptLearningConfig):
-    """PEFT's PromptEncoderConfig (P-tuning): a small network, which trains, makes the vectors of the virtual tokens.
+    """PEFT's PromptEncoderConfig (p-tuning): trains a small network that computes the vectors of the virtual tokens.
 
     encoder_reparameterization_type: MLP or LSTM.
-    encoder_hidden_size: its inner channels; None: as many as the model's.
-    encoder_num_layers, encoder_dropout: of an LSTM.
+    encoder_hidden_size: its hidden size; None uses the model's.
+    encoder_num_layers, encoder_dropout: only for an LSTM.
     """
 
     encoder_reparameterization_type: str | PromptEncoderReparameterizationType = "MLP"
@@ -447,17 +446,16 @@ class PromptEncoderConfig(PromptLearningConfig):
         self.must(self.encoder_reparameterization_type in names, "encoder_reparameterization_type", " or ".join(names))
         rate = self.encoder_dropout
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        self.must(number and 0 <= rate < 1, "encoder_dropout", "a number from 0 to below 1")
+        self.must(number and 0 <= rate < 1, "encoder_dropout", "at least 0 and below 1")
 
 
-# ----------------------------------------------------------------------------------------------------
-# The config of an adapter, of whichever type: from an object of ours or of peft's, or from a folder.
+# Configs of any adapter type, from our objects, peft's objects or folders
 
 
 AdapterConfig = LoraConfig | PromptLearningConfig
 _KINDS = {"LORA": LoraConfig, "PROMPT_TUNING": PromptTuningConfig, "P_TUNING": PromptEncoderConfig,
           "PREFIX_TUNING": PrefixTuningConfig}  # fmt: skip
-# PEFT's other types -> the nearest that works.
+# Other PEFT types -> the nearest supported one.
 _NEAREST = {
     "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
     "OFT": "LoraConfig(use_dora=True)", "BOFT": "LoraConfig(use_dora=True)", "HRA": "LoraConfig(use_dora=True)",
@@ -468,24 +466,24 @@ _NEAREST = {
 
 
 def as_adapter_config(config: Any) -> AdapterConfig:
-    """A new config of ours with the values of ours or of peft's.
+    """Convert an adapter config, ours or peft's, to a new config of ours.
 
     Raises:
-        TypeError, ValueError: it is something else, or of another type of PEFT's.
+        TypeError, ValueError: it is not an adapter config, or one of an unsupported type.
     """
     if isinstance(config, AdapterConfig):
         return replace(config)
     if not type(config).__module__.startswith("peft."):
         names = ", ".join(f"trl_jax.{one.__name__}" for one in _KINDS.values())
-        raise TypeError(f"peft_config is a {type(config).__qualname__}: wanted {names}, or peft's.")
+        raise TypeError(f"peft_config must be {names}, from trl_jax or peft, got a {type(config).__qualname__}.")
     return _from_keys(config.to_dict(), "peft_config")
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """The adapter_config.json of a folder.
+    """Read the adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, it is no JSON, or it is of another kind or of a later PEFT's.
+        FileNotFoundError, ValueError: it is missing, not valid JSON, of an unsupported type or of a later PEFT release.
     """
     return _from_keys(read_keys(folder), str(folder / CONFIG))
 
@@ -500,6 +498,6 @@ def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
 
 
 def positions_beside(max_positions: int | None, config: AdapterConfig | None) -> int | None:
-    """The positions that virtual tokens leave to texts; None without a limit."""
+    """How many positions virtual tokens leave for texts; None if there is no limit."""
     taken = config.num_virtual_tokens if isinstance(config, PromptLearningConfig) else None
     return max_positions if max_positions is None else max_positions - (taken or 0)

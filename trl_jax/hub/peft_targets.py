@@ -1,4 +1,4 @@
-"""Which modules and parameters an adapter trains, by PEFT's rules."""
+"""Which modules and parameters an adapter trains, following PEFT's rules."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from trl_jax.models.adapters import module_at
 from trl_jax.models.model import LmHead
 from trl_jax.nn.linear import Embedding, Linear
 
-# ----------------------------------------------------------------------------------------------------
-# The parameters that a LoraConfig means: of linear maps, and of experts, which share one.
+# target_parameters: parameters of linear layers, and of experts, which share a parameter
 
 
 logger = logging.getLogger(__name__)
 
-_WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matrices can be meant
+_WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matrices can be adapted
 
-# Families whose experts and router target_modules may name by older names; PEFT then adapts the parameters that they
-# have become, and of two that lie in one, both or neither.
+# Families in which target_modules may use older names for experts and routers. PEFT then adapts the parameters that
+# replaced them; if two old modules share one parameter, both must be selected.
 _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _OF_MIXTRAL = {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 _BECAME = {
@@ -38,10 +37,10 @@ _BECAME = {
 
 
 def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """The config with parameters in the place of older modules that lie in them now, as PEFT writes it.
+    """Replace older modules that are now part of a parameter by that parameter, as PEFT does.
 
     Raises:
-        ValueError: it names one of two that lie in one parameter.
+        ValueError: only one of two modules that share a parameter is selected.
     """
     wanted, became = config.target_modules, _BECAME.get(model_type)
     if became is None:
@@ -57,8 +56,8 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
         meant = [old for old in inside if old in named.values()]
         if 0 < len(meant) < len(inside):
             raise ValueError(
-                f"LoraConfig: target_modules={shown(config.target_modules)} means {meant[0]} of the experts, which "
-                f"lies in one parameter, {parameter}, with the rest of {', '.join(inside)}. Name all of them, or "
+                f"LoraConfig: target_modules={shown(config.target_modules)} selects {meant[0]} of the experts, which "
+                f"shares the parameter {parameter} with the rest of {', '.join(inside)}. Select all of them, or use "
                 f"target_parameters=['experts.{parameter}']."
             )
         if meant and len(inside) > 1:
@@ -75,7 +74,7 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
 
 
 def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str]) -> set[str]:
-    """The last names of all that one pattern means, whichever layers it means them in."""
+    """The last name components of everything that one pattern selects, in any layer."""
     if is_all(config.target_modules):
         return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(became)
     places = in_order(modules)
@@ -91,11 +90,12 @@ def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str
 
 
 def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Targets:
-    """Each parameter that gets an adapter, in order, by its whole name, with the module that has it; PEFT does not look
-    at the layers that are named or modules that are left out. `alone`: no module gets an adapter.
+    """Each parameter that gets an adapter, in order: its full name and the module that owns it.
+
+    As in PEFT, layer and exclusion options do not apply to parameters. `alone`: no module gets an adapter.
 
     Raises:
-        ValueError: nothing at all is meant, or no matrix; or an option is set that only modules have.
+        ValueError: nothing is selected, or something that is not a matrix, or an option is set that only modules have.
     """
     wanted = tuple(config.target_parameters or ())
     every = [
@@ -107,11 +107,11 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
     for name, last, owner, _ in meant:
         if owner.kind not in _WITH_MATRICES or last not in ("weight", owner.name.rpartition(".")[2]):
             raise ValueError(
-                f"LoraConfig: target_parameters={shown(set(wanted))} means {name}, which is no matrix of a linear map "
-                f"or of experts. Those that are: {', '.join(_matrices(every))}."
+                f"LoraConfig: target_parameters={shown(set(wanted))} selects {name}, which is not a matrix of a linear "
+                f"layer or of experts. Available: {', '.join(_matrices(every))}."
             )
     if wanted and not meant:
-        text = f"target_parameters={shown(set(wanted))} means no parameter of this model. It has "
+        text = f"target_parameters={shown(set(wanted))} selects no parameter of this model. It has "
         text += f"{', '.join(_matrices(every))}."
         if alone:
             raise ValueError(f"LoraConfig: {text}")
@@ -119,42 +119,41 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
     for field in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
         if meant and vars(config)[field]:
             raise ValueError(
-                f"LoraConfig: {field}={vars(config)[field]!r} does not go with adapters of parameters, and this config "
-                f"means {meant[0][0]}. Leave it out, or name target_modules without experts: ['q_proj', 'v_proj']."
+                f"LoraConfig: {field}={vars(config)[field]!r} cannot be used with adapters on parameters, and this "
+                f"config selects {meant[0][0]}. Leave it out, or choose target_modules without experts: ['q_proj', "
+                "'v_proj']."
             )
     if meant and config.init_lora_weights == PISSA:
         raise ValueError(
-            f"LoraConfig: init_lora_weights='pissa' divides the matrices of modules, and this config means "
-            f"{meant[0][0]}. Take True, or name target_modules without experts: ['q_proj', 'v_proj']."
+            f"LoraConfig: init_lora_weights='pissa' only works for matrices of modules, and this config selects "
+            f"{meant[0][0]}. Use True, or choose target_modules without experts: ['q_proj', 'v_proj']."
         )
     return [(name, owner, layer) for name, _, owner, layer in meant]
 
 
 def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
-    """Parameters that can be adapted, by their last two names."""
+    """Parameters that can be adapted, by their last two name components."""
     names = [name for name, last, owner, _ in every if owner.kind in _WITH_MATRICES and not last.endswith("bias")]
     return sorted({".".join(name.split(".")[-2:]) for name in names})
 
 
-# ----------------------------------------------------------------------------------------------------
-# PEFT's `trainable_token_indices`: rows of the table of tokens that train, beside an adapter or alone.
+# trainable_token_indices: rows of the token embedding that are trained
 
 
 _TABLE, _HEAD = "embed_tokens", "lm_head"
-TENSOR = "token_adapter.trainable_tokens_delta"  # the rows, after the name of their module
+TENSOR = "token_adapter.trainable_tokens_delta"  # suffix of the trained rows' tensor after the module's name
 
 
 def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraConfig:
-    """The config of an adapter that also trains the rows of new tokens, and a language model's head whole, as TRL has
-    it.
+    """The config of an adapter that also trains the rows of new tokens and the full language model head, as in TRL.
 
     Raises:
-        ValueError: beside this type of adapter no rows train.
+        ValueError: this type of adapter cannot train rows.
     """
     if not isinstance(lora, LoraConfig):
         raise ValueError(
-            f"The chat template brings {len(ids)} new tokens, whose rows would have to train: a {type(lora).__name__} "
-            "trains virtual tokens alone. Take a LoraConfig, or a template whose tokens the tokenizer has."
+            f"The chat template adds {len(ids)} new tokens, whose embeddings must be trained, but a "
+            f"{type(lora).__name__} only trains virtual tokens. Use a LoraConfig, or a template without new tokens."
         )
     asked, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
     named = isinstance(asked, dict)
@@ -163,17 +162,17 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
         saved.append(_HEAD)
         logger.warning(
             "Cloning chat template added new tokens to the tokenizer, but 'lm_head' is not in `modules_to_save` of the "
-            "adapter: it is added, as otherwise the model may not learn to write these tokens. "
-            "LoraConfig(modules_to_save=['lm_head']) says so."
+            "adapter. It was added, because otherwise the model may not learn to generate these tokens. "
+            "To do this explicitly, pass LoraConfig(modules_to_save=['lm_head'])."
         )
     return replace(lora, trainable_token_indices=asked, modules_to_save=saved or None)
 
 
 def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, tuple[int, ...]]]:
-    """Each table of which rows train, with their ids.
+    """Each embedding with some trained rows, and the ids of these rows.
 
     Raises:
-        ValueError: a name that is no table of tokens, an id beyond it, or a table that trains whole as well.
+        ValueError: a name is not a token embedding, an id is out of range, or the embedding is also trained fully.
     """
     asked = lora.trainable_token_indices
     if not asked:
@@ -186,7 +185,7 @@ def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, 
         table = next((one for one in tables if one.name.endswith(name)), None)
         if table is None:
             names = ", ".join(one.name.rpartition(".")[2] for one in tables)
-            raise ValueError(f"LoraConfig: trainable_token_indices names {name!r}, no table of tokens: {names}.")
+            raise ValueError(f"LoraConfig: trainable_token_indices names {name!r}, not a token embedding: {names}.")
         _check(lora, name, table, ids)
         found.append((table, tuple(ids)))
     return found
@@ -203,35 +202,37 @@ def _check(lora: LoraConfig, name: str, table: Module, ids: list[int]) -> None:
     wrong = [token for token in ids if not 0 <= token < rows]
     if wrong or len(set(ids)) < len(ids):
         raise ValueError(
-            f"LoraConfig: trainable_token_indices of {name!r} are {list(ids)!r:.80}, wanted ids from 0 to {rows - 1}, "
-            "each once."
+            f"LoraConfig: trainable_token_indices of {name!r} must be distinct ids from 0 to {rows - 1}, got "
+            f"{list(ids)!r:.80}."
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# PEFT's names for the heads of models.
+# PEFT's names for heads
 
 
 _TASKS = {"score": "SEQ_CLS", "lm": "CAUSAL_LM"}  # PEFT's names for models with these heads
 _LM_HEAD = "lm_head"  # our module
-_PEFT_HEADS = ("score", "classifier")  # attributes that PEFT takes for the head of such a model
-_PEFT_SAVED = ["classifier", "score"]  # what PEFT appends to its modules_to_save
+_PEFT_HEADS = ("score", "classifier")  # attributes that PEFT considers the head of a classifier
+_PEFT_SAVED = ["classifier", "score"]  # what PEFT adds to modules_to_save for a classifier
 
 
 def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> tuple[LoraConfig, str | None]:
-    """The adapter's config as PEFT makes it for a model with a head of this kind, and a line on what was changed: under
-    another task PEFT would make another model. The head of a classifier trains too, and is in `modules_to_save`."""
+    """The adapter's config as PEFT changes it for a model with this head, and a message about the change, if any.
+
+    PEFT would build a different model for another task. The head of a classifier is trained too and is added to
+    `modules_to_save`.
+    """
     if kind == "lm":
         return _of_causal_lm(lora)
     saved, task, own = list(lora.modules_to_save or []), lora.task_type, _TASKS[kind]
     if task is not None:
-        changed = f"task_type={task!r} becomes {own!r}, with which the head trains too."
+        changed = f"task_type={task!r} was changed to {own!r}, so that the head is trained too."
         saved = saved if saved[-2:] == _PEFT_SAVED else [*saved, *_PEFT_SAVED]
         return replace(lora, task_type=own, modules_to_save=saved), None if task == own else changed
     head = next(name for name in _PEFT_HEADS if _has(modules, name))
     if any(head.endswith(name) for name in saved):
         return lora, None
-    added = f"the head {head!r} is added to modules_to_save, so that it trains and is saved."
+    added = f"the head {head!r} was added to modules_to_save, so that it is trained and saved."
     return replace(lora, modules_to_save=[*saved, head]), added
 
 
@@ -239,17 +240,17 @@ def _of_causal_lm(lora: LoraConfig) -> tuple[LoraConfig, str | None]:
     task, own = lora.task_type, _TASKS["lm"]
     if task in (None, own):
         return lora, None
-    return replace(lora, task_type=own), f"task_type={task!r} becomes {own!r}: the model predicts tokens."
+    return replace(lora, task_type=own), f"task_type={task!r} was changed to {own!r}, the task of this model."
 
 
 def is_lm_head(module: Module) -> bool:
-    """Whether it is the head of a language model."""
+    """Whether the module is the head of a language model."""
     return any(path == _LM_HEAD for path, _ in module.parts)
 
 
 def peft_head(lora: LoraConfig, modules: list[Module]) -> str | None:
-    """The head that PEFT leaves out of "all-linear": a language model's, or of a classifier an attribute of that name,
-    whatever is in it."""
+    """The head that PEFT excludes from "all-linear": the language model's, or any module of a classifier whose name
+    matches."""
     head = next((module.name for module in modules if is_lm_head(module)), None)
     if head is not None:
         return head
@@ -262,30 +263,30 @@ def _has(modules: list[Module], name: str) -> bool:
     return any(module.name.split(".")[0] == name for module in modules)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The modules of a model in transformers' names and order, and the places of our arrays in them.
+# Modules of a model, with transformers' names and order, and where our arrays belong in them
 
 
-_ROUTER = re.compile(r"\.router$")  # a class of its own there, no linear map
-_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # no rows of these are looked up
-# The parameters of experts there, in order, and those of ours that lie in each, one below the other.
+_ROUTER = re.compile(r"\.router$")  # has its own class in transformers, so it is not a linear layer
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # tables that are not indexed by tokens
+# transformers' parameters of experts, in order, and our parameters that are concatenated in each.
 _EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module with parameters; with `{}` in its name, one of each layer.
+    """A module with parameters; a `{}` in its name stands for the layer.
 
     Attributes:
-        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", "router", "experts" or "other".
-        parts: our modules whose weights lie in its weight, each with its slice of it.
+        kind: "linear", "conv1d" (a linear layer stored as (in, out)), "embedding", "router", "experts" or "other".
+        parts: our modules whose weights form its weight, each with its slice of it.
         tensor_map: its parameters.
-        layers: how many, 1 without `{}`; `first` is the number of the first.
-        inputs, outputs: of the whole matrix; of an embedding rows and columns.
-        experts: how many matrices lie in one parameter; 0 where it is a matrix. swapped: they lie there as (in, out),
-            and PEFT takes the one for the other.
-        inside: parameters of experts, each with a name of its own, `<module>.<parameter>`.
+        layers: number of layers, 1 without `{}`.
+        first: number of the first layer.
+        inputs, outputs: dimensions of the full matrix; rows and columns of an embedding.
+        experts: number of matrices in one parameter; 0 for a plain matrix.
+        swapped: whether experts are stored as (in, out), which PEFT mistakes for (out, in).
+        inside: parameters of experts, each called `<module>.<parameter>`.
     """
 
     name: str
@@ -306,21 +307,21 @@ class Module:
 
     @property
     def adapter_name(self) -> str:
-        """The name of its adapters' arrays, which tells layers of one run from those of another."""
+        """The name of its adapters' arrays, which distinguishes runs of layers."""
         return self.name.replace("{}", f"{{{self.first}+}}") if self.first else self.name
 
     def names(self) -> list[str]:
         return [self.name.format(self.first + layer) for layer in range(self.layers)]
 
     def parameters(self) -> list[tuple[str, Module]]:
-        """Each by its last name, with the module, or the one inside of it, that has it."""
+        """Each parameter by its last name component, with the module or inner module that owns it."""
         if self.inside:
             return [(one.name.rpartition(".")[2], one) for one in self.inside]
         return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
 
 
 def modules_of(config: NativeConfig) -> list[Module]:
-    """The modules of a model in transformers' order; a layer's are next to each other, wherever `names` has them."""
+    """The modules of a model in transformers' order; the layers of a module are adjacent."""
     names = config.names
     _, shapes = config.abstract
     model = nnx.eval_shape(config.model)
@@ -341,14 +342,14 @@ def modules_of(config: NativeConfig) -> list[Module]:
 
 
 def _owner(tensor: str) -> str:
-    """The module that has this tensor; all experts are one module."""
+    """The module that owns a tensor; all experts count as one module."""
     if tensor.count("{}") > 1:
         return tensor[: tensor.rindex(".{}")]
     return tensor.rpartition(".")[0]
 
 
 def current_name(name: str, family: Family) -> str:
-    """The name in transformers of a module or tensor, whose name on disk may be an older one."""
+    """transformers' current name of a module or tensor, which may have an older name on disk."""
     if family.other_head is not None and name.removesuffix(".weight") == family.lm_head.names[0][1]:
         name = name.replace(family.lm_head.names[0][1], family.other_head)
     for old, new in family.moved:
@@ -376,14 +377,14 @@ def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) 
 
 
 def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
-    """The module of all experts; its parameters have a first axis for them."""
+    """The module of all experts; the first axis of its parameters is the expert."""
     entries, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
     for parameter, ours in (_EXPERTS if "gate" in entries else _UNGATED).items():
         layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
         total = rows * len(ours)
         of = tuple(entries[one] for one in ours)
         slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
-        if of[0].tensor_slice is not None:  # they lie so on disk, too
+        if of[0].tensor_slice is not None:  # also fused on disk
             slices = [entry.tensor_slice for entry in of]
         parts = tuple((entry.path, rows) for entry, rows in zip(of, slices, strict=True))
         swapped = isinstance(slices[0], ExpertRows) and slices[0].transposed
@@ -404,7 +405,7 @@ def _kind(module: Any, path: str, entry: TensorEntry) -> str:
 
 
 def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
-    """Every module by its whole name, with its layer counted from 0, in the order of `named_modules`."""
+    """Every module by its full name, with its layer index from 0, in the order of `named_modules`."""
     at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
     before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
     stacked = [module for module in modules if module.stacked]
@@ -419,15 +420,14 @@ def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
     return single[0] + layered + single[1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The modules that a LoraConfig means: PEFT's rules for names, patterns and layers.
+# Which modules a LoraConfig selects: PEFT's rules for names, patterns and layers
 
 
 ADAPTABLE = ("linear", "conv1d", "embedding")
 _ALL = "all-linear"
-_MANY = 20  # from so many names on, PEFT looks for ends of names that mean the same
+_MANY = 20  # for this many names or more, PEFT looks for equivalent suffixes
 
-# The modules that PEFT adapts where none are named.
+# The modules that PEFT adapts by default.
 _USUAL = {
     "bert": ("query", "value"), "deberta": ("in_proj",), "deberta-v2": ("query_proj", "value_proj"),
     "electra": ("query", "value"), "gemma4": r".*language_model\..*\.(q_proj|v_proj)", "gpt2": ("c_attn",),
@@ -437,36 +437,36 @@ _USUAL = {
     "gemma gemma2 gemma3_text gptj llama llama4 mistral mixtral opt qwen2 qwen3 stablelm".split(), ("q_proj", "v_proj")
 )  # fmt: skip
 
-# Families whose kernels of Mamba take the weights of these modules themselves, past an adapter: PEFT refuses them.
+# Families whose Mamba kernels use the weights of these modules directly and bypass an adapter; PEFT refuses them.
 _PAST_ADAPTERS = {"falcon_h1": {"out_proj", "conv1d"}, "nemotron_h": {"out_proj", "conv1d"}}
 
 Targets = list[tuple[str, Module, int]]
 
 
 def with_drawn(config: LoraConfig, modules: list[Module], drawn: tuple[str, ...]) -> tuple[LoraConfig, str | None]:
-    """The config with the modules that the base checkpoint lacks in `modules_to_save`, too: nobody could load the
-    adapter otherwise, for they would be drawn anew."""
+    """Add modules that the base checkpoint lacks to `modules_to_save`. Otherwise they would be initialized randomly
+    each time the adapter is loaded."""
     saved = {module.name for _, module, _ in fully_trained(config, modules)}
     owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in drawn)
     lost = [name for name in owners if name not in saved]
     if not lost:
         return config, None
-    line = f"the base checkpoint has no {', '.join(lost)}: added to modules_to_save, or nobody could load the adapter."
+    line = f"the base checkpoint has no {', '.join(lost)}: added to modules_to_save, so that the adapter can be loaded."
     return replace(config, modules_to_save=[*lost, *(config.modules_to_save or [])]), line
 
 
 def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """The config with the names of modules in `target_modules`: the usual ones where it names none, all for all-linear.
+    """Fill in `target_modules` with names: the usual modules if it is None, all linear layers for "all-linear".
 
     Raises:
-        ValueError: it names none, and there are no usual ones of this model_type.
+        ValueError: it is None, and PEFT has no default for this model_type.
     """
     wanted, places = config.target_modules, in_order(modules)
     if wanted is None and not (config.target_parameters and model_type not in _USUAL):
         if model_type not in _USUAL:
             raise ValueError(
-                f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
-                f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
+                f"LoraConfig: target_modules is None, and PEFT has no default for model_type {model_type!r}. "
+                f"Choose from {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
         usual = _USUAL[model_type]
         wanted = usual if isinstance(usual, str) else set(usual)
@@ -483,23 +483,23 @@ def is_all(wanted: Any) -> bool:
 
 
 def linear_maps(config: LoraConfig, modules: list[Module]) -> set[str]:
-    """Every linear map by name, except the head."""
+    """Names of all linear layers except the head."""
     head = peft_head(config, modules)
     return {name for name, module, _ in in_order(modules) if module.kind in ("linear", "conv1d") and name != head}
 
 
 def candidates(modules: list[Module]) -> list[str]:
-    """Last names of the modules that can be adapted."""
+    """Last name components of the modules that can be adapted."""
     return sorted({module.name.rpartition(".")[2] for module in modules if module.kind in ADAPTABLE})
 
 
 def _every_name(places: Targets) -> set[str]:
-    """Names of modules with parameters, and of those they are in."""
+    """Names of the modules with parameters and of their parents."""
     return {".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)}
 
 
 def _shortest(wanted: set[str], names: set[str]) -> set[str]:
-    """Ends of names that mean these modules and no others; PEFT shortens long lists so."""
+    """Suffixes that match exactly these modules; PEFT shortens long lists this way."""
     others = {name for name in names if name not in wanted and not name.endswith(tuple(f".{w}" for w in wanted))}
     ends = {end for name in others for end in _ends(name)}
     kept: set[str] = set()
@@ -517,10 +517,10 @@ def _ends(name: str) -> list[str]:
 
 
 def targeted(config: LoraConfig, modules: list[Module], model_type: str) -> Targets:
-    """Each module that gets an adapter, in order; `config` is settled.
+    """Each module that gets an adapter, in order; `config` comes from `settled`.
 
     Raises:
-        ValueError: none is meant, and no parameter either; or one that cannot have an adapter.
+        ValueError: no module or parameter is selected, or one that cannot have an adapter.
     """
     places, wanted = in_order(modules), config.target_modules
     known = {name: (name, module, layer) for name, module, layer in places}
@@ -529,20 +529,20 @@ def targeted(config: LoraConfig, modules: list[Module], model_type: str) -> Targ
     incompatible = next((name for name in meant if name.rpartition(".")[2] in past), None)
     if incompatible is not None:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} means {incompatible}. PEFT: Module "
+            f"LoraConfig: target_modules={shown(wanted)} selects {incompatible}. PEFT: Module "
             f"{incompatible.rpartition('.')[2]!r} is incompatible with Mamba-based models (model_type="
-            f"{model_type!r}). Name others of {', '.join(candidates(modules))}, or exclude_modules=['out_proj']."
+            f"{model_type!r}). Choose from {', '.join(candidates(modules))}, or pass exclude_modules=['out_proj']."
         )
     wrong = [name for name in meant if name not in known or known[name][1].kind not in ADAPTABLE]
     if wrong:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} means {wrong[0]} (and {len(meant) - 1} more), which is no "
-            f"linear map or embedding. Those that are: {', '.join(candidates(modules))}."
+            f"LoraConfig: target_modules={shown(wanted)} selects {wrong[0]} (and {len(meant) - 1} more), which is not "
+            f"a linear layer or embedding. Available: {', '.join(candidates(modules))}."
         )
     if not meant and not config.target_parameters:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} means no module of this model, or only what exclude_modules, "
-            f"modules_to_save or layers_to_transform leave out. It has {', '.join(candidates(modules))}."
+            f"LoraConfig: target_modules={shown(wanted)} selects no module of this model, or only modules that "
+            f"exclude_modules, modules_to_save or layers_to_transform exclude. It has {', '.join(candidates(modules))}."
         )
     return [known[name] for name in meant]
 
@@ -552,7 +552,7 @@ def shown(value: Any) -> str:
 
 
 def walked(places: Targets) -> list[str]:
-    """Every name in order, that of an outer module before those inside."""
+    """All names in order, with outer modules before inner ones."""
     return list(
         dict.fromkeys(
             ".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)
@@ -568,7 +568,7 @@ def is_meant(config: LoraConfig, name: str) -> bool:
     wanted = config.target_modules
     if wanted is None or isinstance(wanted, str):
         return wanted is not None and re.fullmatch(wanted, name) is not None
-    if name in wanted:  # a whole name means that module, whichever layers are named
+    if name in wanted:  # a full name selects that module regardless of the layer options
         return True
     return _matches(wanted, name) and _in_layers(config, name)
 
@@ -589,13 +589,13 @@ def _in_layers(config: LoraConfig, name: str) -> bool:
         patterns = [patterns] if isinstance(patterns, str) else patterns
         tried = (re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", name) for pattern in patterns)
         found = next((match for match in tried if match), None)
-    if found is None or found["number"] is None:  # an alternative in the pattern may have no number
+    if found is None or found["number"] is None:  # an alternative of the pattern may have no number
         return False
     return int(found["number"]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:
-    """The modules that `modules_to_save` means by the ends of their names, and those inside of them."""
+    """The modules whose names end with an entry of `modules_to_save`, and their submodules."""
     wanted = tuple(config.modules_to_save or ())
     places = in_order(modules)
     meant = [name for name in walked(places) if wanted and name.endswith(wanted)]
@@ -603,7 +603,7 @@ def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:
 
 
 def rank_and_alpha(config: LoraConfig, name: str) -> tuple[int, float]:
-    """The rank and alpha of the module of this name: those of the first pattern that fits, or the usual ones."""
+    """Rank and alpha of a module: from the first matching pattern, or the defaults."""
 
     def lookup(patterns: dict, usual: Any) -> Any:
         return next((patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", name)), usual)

@@ -1,4 +1,4 @@
-"""PreTrainedModel: a loaded model with transformers' methods."""
+"""PreTrainedModel: a loaded model with the methods of a transformers model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.torch_bridge import as_tensors
 from trl_jax.models.model import merge
 
-# ----------------------------------------------------------------------------------------------------
-# Log-probabilities and entropies of texts' tokens: what losses of policies are made of.
+# Log-probabilities and entropies of tokens
 
 
 def token_logps_and_entropies(
@@ -43,29 +42,29 @@ def token_logps_and_entropies(
     *,
     params: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """log p(token | tokens before) and the entropy, in nats, of the distribution that it is drawn from.
+    """Compute log p(token | previous tokens) and the entropy of each predictive distribution, both in nats.
 
-    No array of `[rows, T, vocabulary]` exists. Both have gradients by `params`, so a loss of one's own may be written
-    with `trl_jax.losses.policy_gradient` and `jax.grad`.
+    The `[rows, T, vocabulary]` logits are never materialized. Both outputs are differentiable with respect to `params`,
+    so you can write your own loss with `trl_jax.losses.policy_gradient` and `jax.grad`.
 
     Args:
         model: a causal language model.
         input_ids: int `[rows, T]`, padded on the right.
-        attention_mask: `[rows, T]`, 0 of a pad; None: there are none.
+        attention_mask: `[rows, T]`, 0 for padding; None means no padding.
         temperature: divides the logits.
-        params: in the place of `model.params`, of the same names and shapes.
+        params: used instead of `model.params`, with the same names and shapes.
 
     Returns:
-        Float32 `[rows, T - 1]` each, of the second token to the last; zeros of pads.
+        Two float32 arrays `[rows, T - 1]` for the second to the last token; zero for padding.
 
     Raises:
-        ValueError: the model has another head, or rows have fewer than two tokens.
+        ValueError: the model has no language model head, or rows have fewer than two tokens.
     """
     if model.backend.head != "lm":
-        raise ValueError(f"{model.name_or_path} has a {model.backend.head!r} head: wanted a language model's.")
+        raise ValueError(f"{model.name_or_path} has a {model.backend.head!r} head, but a language model is required.")
     ids = jnp.asarray(input_ids, jnp.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ValueError(f"input_ids is {list(ids.shape)}: wanted [rows, T] with two tokens at least.")
+        raise ValueError(f"input_ids must be [rows, T] with at least two tokens per row, got {list(ids.shape)}.")
     rows, length = ids.shape
     mask = jnp.ones(ids.shape, bool) if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
     virtual = model.backend.virtual
@@ -73,7 +72,7 @@ def token_logps_and_entropies(
     whole = jnp.hstack([jnp.broadcast_to(virtual.ids, (rows, before)), ids])
     places = jnp.broadcast_to(jnp.arange(before + length, dtype=jnp.int32), whole.shape)
     real = (mask[:, :-1] & mask[:, 1:]).reshape(-1)
-    order = jnp.argsort(~real, stable=True)  # reads without a target come last
+    order = jnp.argsort(~real, stable=True)  # positions without a target come last
     at = jnp.arange(rows)[:, None] * (before + length) + before + jnp.arange(length - 1)
     reads = at.reshape(-1)[order].astype(jnp.int32)
     targets = jnp.where(real, ids[:, 1:].reshape(-1), -1)[order]
@@ -85,8 +84,7 @@ def token_logps_and_entropies(
     return tuple(values[back].reshape(rows, length - 1) for values in (outputs.logps, outputs.entropy))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The generation_config.json of a causal language model.
+# generation_config.json
 
 
 NAME = "generation_config.json"
@@ -94,29 +92,31 @@ logger = logging.getLogger(__name__)
 
 
 def read_generation_config(folder: Path, config: Any) -> Any:
-    """transformers' GenerationConfig of a folder; made of the model's `config` where there is none that can be read."""
+    """transformers' GenerationConfig from a folder, or one derived from `config` if there is none or it is invalid."""
     from transformers import GenerationConfig
 
     if (folder / NAME).is_file():
         try:
             return GenerationConfig.from_pretrained(folder)
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s cannot be read and is made anew of config.json: %s", folder / NAME, error)
+            logger.warning("%s cannot be read; using a config derived from config.json: %s", folder / NAME, error)
     return GenerationConfig.from_model_config(config)
 
 
 def write_generation_config(config: Any, folder: Path) -> None:
-    """Write it as it is: values that contradict each other are the checkpoint's own."""
+    """Write the config unchecked: contradictory values are part of the checkpoint."""
     write_whole(folder / NAME, config.to_json_string(use_diff=True))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Calling a model: rows of token ids to one number each, or to logits over the vocabulary at each token.
+# Calling a model
 
 
 class ScoreOutput(NamedTuple):
-    """The result of calling a model: `logits`, float32, by attribute, name or place; `[rows, 1]` of a score head, of a
-    language model's `[rows, T, V]`, T with virtual tokens before each row that have embeddings, as in PEFT."""
+    """The output of a model call: `logits`, float32, available as attribute, key or first element.
+
+    `[rows, 1]` for a score head, `[rows, T, V]` for a language model. T includes virtual tokens that have embeddings,
+    as in PEFT.
+    """
 
     logits: jax.Array
 
@@ -127,11 +127,11 @@ class ScoreOutput(NamedTuple):
 def score_rows(
     backend: Backend, arrays: dict[str, Any], pad: int | None, input_ids: Any, attention_mask: Any, token_type_ids: Any
 ) -> ScoreOutput:
-    """Scores or logits of rows; `pad` is the config's pad_token_id, the others as in `PreTrainedModel.__call__`."""
+    """Scores or logits of rows; `pad` is the config's pad_token_id, the rest is as in `PreTrainedModel.__call__`."""
     tokens = np.asarray(input_ids)
     _check(backend, pad, tokens)
     if not backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
-        raise ValueError("token_type_ids has other types than 0, but a single text is scored. Leave it out.")
+        raise ValueError("token_type_ids must be all 0 because single texts are scored. Leave it out.")
     mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
     at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
     as_is = pad is None and backend.infers_lengths
@@ -139,9 +139,9 @@ def score_rows(
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
     tokens = backend.virtual.before(tokens)
     mask = np.pad(np.pad(mask, ((0, 0), (0, extra))), ((0, 0), (backend.virtual.count, 0)), constant_values=True)
-    with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
+    with jax.default_matmul_precision("float32"):  # accelerators use lower precision by default
         reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
-        # ropes that ask for the longest text take rows as they came, as transformers' do
+        # Length-dependent ropes use the row length as passed, as in transformers.
         by_row = reads is None and not backend.infers_lengths
         lengths = np.asarray([tokens.shape[1] - extra], np.int32) if by_row else None
         outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads, lengths)
@@ -153,21 +153,21 @@ def score_rows(
 
 def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
+        raise ValueError(f"input_ids must be integers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
     if not tokens.shape[1]:
-        raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be read at.")
+        raise ValueError(f"input_ids is {list(tokens.shape)}, but each row needs at least one token.")
     if len(tokens) > 1 and pad is None and backend.head == "score":
         raise ValueError(
-            f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
+            f"Cannot score {len(tokens)} rows without config.pad_token_id, which marks the end of each row. "
             "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
         )
     longest, size = backend.max_positions, backend.vocab_size
     if longest is not None and tokens.shape[1] > longest:
         raise ValueError(
-            f"input_ids has {tokens.shape[1]:,} tokens a row, but the model has positions for {longest:,}. Cut them."
+            f"input_ids has {tokens.shape[1]:,} tokens per row, but the model supports {longest:,}. Truncate them."
         )
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
-        raise ValueError(f"input_ids run from {tokens.min()} to {tokens.max()}, the vocabulary from 0 to {size - 1}.")
+        raise ValueError(f"input_ids must be between 0 and {size - 1}, got ids from {tokens.min()} to {tokens.max()}.")
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -180,25 +180,26 @@ def compiled_scores(
     reads: jax.Array | None,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """Scores `[N]` or logits `[N, V]` at `reads` `[N]` of rows `[R, T]`, at all places without reads. An exported
-    program is made with `pad`: another one is another program. `lengths` as in `Decoder.__call__`."""
+    """Scores `[N]` or logits `[N, V]` at `reads` `[N]` of rows `[R, T]`, or at all positions if `reads` is None.
+
+    `pad` is static because an exported program depends on it. `lengths` is as in `Decoder.__call__`.
+    """
     del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     options = {} if lengths is None else {"lengths": lengths}
     return merge(graph, params)(tokens, positions, reads, valid=mask, **options)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The methods of a transformers model that scripts use besides calling it: its parameters by name, and the like.
+# Methods of a transformers model that scripts use
 
 
 class Parameter(np.ndarray):
-    """A parameter's values as they were when it was asked for, with torch's methods under torch's names.
+    """A snapshot of a parameter's values, with some methods of a torch tensor.
 
-    `requires_grad` is the model's flag of it: whether `train()` changes it.
+    `requires_grad` reads and sets whether `train()` updates the parameter in the model.
     """
 
-    _model: Any = None  # the model it belongs to; copies and slices belong to none
+    _model: Any = None  # the model that owns it; None for copies and slices
     _name: str = ""
 
     @property
@@ -208,7 +209,7 @@ class Parameter(np.ndarray):
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
         if self._model is None:
-            raise ValueError("requires_grad is for a parameter itself, not for a copy or a part of one.")
+            raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
         self._model.set_trainable(self._name, trainable=wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Parameter:
@@ -233,18 +234,18 @@ class Parameter(np.ndarray):
     def __torch_function__(
         cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Give torch's functions tensors of the values: torch calls this for `torch.equal(parameter, other)`."""
+        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors."""
         return function(*as_tensors(args), **as_tensors(kwargs or {}))
 
 
 class Submodule:
-    """The parameters of a model whose names begin alike, as scripts freeze them: `model.model`, `model.lm_head`."""
+    """The parameters under a module name, such as `model.model` or `model.lm_head`, so that scripts can freeze them."""
 
     def __init__(self, model: TransformersModelApi, name: str):
         self._model, self._name = model, name
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Each under the rest of its name, after this module's."""
+        """Yield each parameter, with names relative to this module."""
         start = f"{self._name}."
         return (
             (name.removeprefix(start), values)
@@ -274,7 +275,7 @@ class Submodule:
         return self._model.submodule(f"{self._name}.{selected}")
 
     def __bool__(self) -> bool:
-        return True  # with no numbered modules inside, too
+        return True  # even if it contains no numbered modules
 
     def __len__(self) -> int:
         begin = len(self._name) + 1
@@ -283,43 +284,44 @@ class Submodule:
 
 
 class TransformersModelApi:
-    """Needs `backend`, `params`, `arrays`, `config`, `name_or_path` and `save_pretrained`."""
+    """Mixin that needs `backend`, `params`, `arrays`, `config`, `name_or_path` and `save_pretrained`."""
 
     backend: Any
     params: dict
     arrays: dict
     config: Any
-    frozen_names: frozenset[str] | set[str] = frozenset()  # names on disk of parameters that `train()` leaves alone
+    frozen_names: frozenset[str] | set[str] = frozenset()  # parameters (names on disk) that `train()` does not update
     model_tags: list[str] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Each parameter under its name on disk, of virtual tokens under peft's. Values are copies: to change them,
-        change `params`."""
+        """Yield each parameter with its name on disk, or PEFT's name for virtual tokens. The values are copies; to
+        change the model, change `params`."""
         for name, values in self.backend.named(self.readable):
             parameter = np.array(values).view(Parameter)
             parameter._model, parameter._name = self, name
             yield name, parameter
 
     def names(self) -> list[str]:
-        """The names of the parameters."""
+        """Names of all parameters, as in `named_parameters`."""
         return list(self.backend.locations(self.params))
 
     def set_trainable(self, *names: str, trainable: bool) -> None:
-        """Let `train()` change these parameters, or freeze them.
+        """Freeze or unfreeze parameters for `train()`.
 
         Raises:
-            ValueError: an adapter trains beside the model; its config says what does.
+            ValueError: the model has an adapter, whose config decides what is trained.
         """
         wanted = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
         if wanted != self.frozen_names and not self.backend.can_freeze:
             raise ValueError(
-                "requires_grad cannot be set beside an adapter: LoraConfig's target_modules, layers_to_transform and "
-                "modules_to_save say what trains."
+                "requires_grad cannot be set on a model with an adapter. Use target_modules, layers_to_transform and "
+                "modules_to_save of LoraConfig to choose what is trained."
             )
         self.frozen_names = wanted
 
     def submodule(self, name: str) -> Any:
-        """The parameter of this name, or those whose names begin with it. Raises AttributeError where there is none."""
+        """The parameter with this name, or the module whose parameters' names start with it. Raises AttributeError if
+        neither exists."""
         if name in (names := self.names()):
             return self.get_parameter(name)
         if not any(other.startswith(f"{name}.") for other in names):
@@ -335,8 +337,8 @@ class TransformersModelApi:
         return (values for _, values in self.named_parameters())
 
     def get_parameter(self, name: str) -> Parameter:
-        """Raises KeyError where there is no parameter of this name."""
-        for other, parameter in self.named_parameters():  # one at a time: all may be more than the host has room for
+        """The parameter with this name. Raises KeyError if there is none."""
+        for other, parameter in self.named_parameters():  # one at a time because all may not fit into host memory
             if other == name:
                 return parameter
         raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
@@ -345,14 +347,14 @@ class TransformersModelApi:
         return dict(self.named_parameters())
 
     def get_input_embeddings(self) -> Any:
-        """An object with the embedding's `weight` and `num_embeddings`."""
+        """An object with the `weight` and `num_embeddings` of the token embedding."""
         path = min(self.backend.embeddings)
         weight = np.array(self.backend.weight(self.arrays, path)).view(Parameter)
         return _Embedding(weight)
 
     def get_output_embeddings(self) -> Any:
-        """An object with the `weight` of a language model's head `[vocabulary, hidden]`, the embedding's where both are
-        one; None under a score head."""
+        """An object with the `weight` `[vocabulary, hidden]` of the language model head, which is the embedding's if
+        they are tied; None for a score head."""
         if self.backend.head != "lm":
             return None
         names = [name for name in self.names() if name.endswith(("lm_head.weight", "embed_out.weight"))]
@@ -360,46 +362,46 @@ class TransformersModelApi:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that weights are saved in, those beneath an adapter: torch's where torch is imported, otherwise its
-        name, as "bfloat16"."""
+        """The dtype that weights are saved in (the base model's, with an adapter): a torch dtype if torch is imported,
+        otherwise its name, such as "bfloat16"."""
         name = self.backend.main_dtype
         return vars(sys.modules["torch"])[name] if "torch" in sys.modules else name
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of all arrays that the model is computed with; none of them is a buffer of torch's."""
+        """Size of all arrays of the model in bytes. None of them counts as a torch buffer."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def can_generate(self) -> bool:
         return self.backend.head == "lm" and self.backend.causal
 
     def tie_weights(self) -> None:
-        """Without effect: where the config ties them, they are one array."""
+        """Does nothing: tied weights are a single array."""
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
-        """Without effect: `gradient_checkpointing` of the trainer's arguments, on by default, decides."""
+        """Does nothing: `gradient_checkpointing` in the trainer's arguments (on by default) decides."""
 
     def gradient_checkpointing_disable(self) -> None:
-        """As `gradient_checkpointing_enable`."""
+        """Does nothing, like `gradient_checkpointing_enable`."""
 
     def enable_input_require_grads(self) -> None:
-        """Without effect: gradients reach adapters without it."""
+        """Does nothing: gradients reach adapters without it."""
 
     def print_trainable_parameters(self) -> None:
         train, count = self.num_parameters(only_trainable=True), self.num_parameters()
         print(f"trainable params: {train:,} || all params: {count:,} || trainable%: {100 * train / count:.4f}")
 
     def add_model_tags(self, tags: str | list[str]) -> None:
-        """Remember tags, each once."""
+        """Add tags for the model card, without duplicates."""
         new = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
 
-    training: bool = False  # for scripts that ask: whether dropout is on is decided where the model is called
+    training: bool = False  # only for scripts that read it: the caller of the model decides about dropout
 
     def eval(self) -> Any:
         return self.train(False)
 
     def train(self, mode: bool = True) -> Any:
-        """Say whether the model is in training, for scripts that ask `model.training`; returns itself."""
+        """Set `model.training` and return the model. Only scripts read it."""
         self.training = mode
         return self
 
@@ -409,11 +411,11 @@ class TransformersModelApi:
 
     @property
     def device(self) -> str:
-        """The device of a call's inputs, for `.to(model.device)` of a batch of torch's."""
+        """Device for the inputs, so that `.to(model.device)` works on a batch of torch tensors."""
         return "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Itself: arrays stay where JAX puts them, in the dtype they have."""
+        """Returns the model unchanged: JAX decides where arrays are, and they keep their dtype."""
         return self
 
     cpu = cuda = to
@@ -424,11 +426,10 @@ class _Embedding:
         self.weight, (self.num_embeddings, self.embedding_dim) = weight, weight.shape
 
 
-# ----------------------------------------------------------------------------------------------------
-# A loaded model as scripts know it: call it, read its config, save it.
+# PreTrainedModel
 
 
-# Arguments of transformers' save_pretrained -> values without effect here: shards are those the checkpoint came in.
+# Arguments of transformers' save_pretrained that are accepted with these values. Shards always follow the checkpoint.
 _WITHOUT_EFFECT = {
     "safe_serialization": (True,), "push_to_hub": (False,), "is_main_process": (True,), "state_dict": (None,),
     "variant": (None,), "token": (None,), "save_peft_format": (True,), "max_shard_size": ("5GB", "50GB"),
@@ -439,12 +440,12 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     """A model with its weights.
 
     Attributes:
-        params: the flat dict of the arrays that train, float32, by dotted path.
-        frozen: the arrays that do not train: none, but beside an adapter.
-        config: the transformers config object of the checkpoint; what is changed in it is saved. How the model computes
-            was read before.
-        backend: the code that computes it.
-        generation_config: transformers' object, of a causal language model; None of others.
+        params: flat dict of the trained arrays, float32, by dotted path.
+        frozen: arrays that are not trained; empty unless the model has an adapter.
+        config: transformers' config object of the checkpoint. Changes to it are saved, but do not affect computation,
+            which is determined at loading time.
+        backend: the code that computes, saves and loads the model.
+        generation_config: transformers' object for a causal language model; None for other models.
     """
 
     def __init__(
@@ -461,30 +462,30 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         self.folder, self.name_or_path = folder, name
         self.graph = backend.graph
         self.generation_config = read_generation_config(folder, config) if backend.head == "lm" else None
-        # Where several processes hold the parameters: reads one, by all together; and whether this process writes.
+        # If several processes hold the parameters: a collective read of one array, and whether this process writes.
         self.read: Callable[[jax.Array], Any] | None = None
         self.writes = True
 
     def __call__(
         self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
     ) -> ScoreOutput:
-        """Compute rows of token ids.
+        """Compute scores or logits of token ids.
 
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
-            attention_mask: `[rows, T]`, 0 where a token is to be hidden; None hides nothing.
-            token_type_ids: zeros, as tokenizers return them for a single text. Decoders do not look at it.
+            attention_mask: `[rows, T]`, 0 for tokens to hide; None hides nothing.
+            token_type_ids: all zeros, as tokenizers return them for single texts. Decoders ignore it.
 
         Raises:
-            ValueError: rows of no tokens or too many, several rows and no `pad_token_id`, an id outside the vocabulary,
-                or another type than 0.
+            ValueError: rows are empty or too long, there are several rows but no `pad_token_id`, an id is outside the
+                vocabulary, or token_type_ids are not 0.
         """
         pad = self.config.get_text_config().pad_token_id
         return score_rows(self.backend, self.arrays, pad, input_ids, attention_mask, token_type_ids)
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All arrays that the model is computed with."""
+        """All arrays of the model, trained and frozen."""
         return self.frozen | self.params
 
     @property
@@ -502,18 +503,18 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def max_positions(self) -> int | None:
-        """The length of the longest text that has positions; None where any has."""
+        """Length of the longest supported text in tokens; None if there is no limit."""
         return self.backend.max_positions
 
     @property
     def peft_config(self) -> dict[str, AdapterConfig]:
-        """The config of the adapter by its name, as a PeftModel has it. Raises AttributeError where there is none."""
+        """The adapter's config by its name, as on a PeftModel. Raises AttributeError if there is no adapter."""
         if not isinstance(self.backend, AdaptedBackend):
-            raise AttributeError(f"{type(self).__name__} has no adapter, so no peft_config")
+            raise AttributeError(f"{type(self).__name__} has no adapter and thus no peft_config")
         return {"default": self.backend.config}
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count the numbers of the model, the head among them, or those that train."""
+        """Number of parameters including the head, or of trained ones only."""
         counted = {
             path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
@@ -526,17 +527,16 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def trainable_masks(self) -> dict[str, np.ndarray]:
-        """Of arrays that are frozen in part or whole, the layers that train: see `freezing.trainable_masks`."""
+        """Which layers are trained, for arrays that are partly or fully frozen; see `freezing.trainable_masks`."""
         buffers = {path: np.zeros((), bool) for path in self.backend.buffers if path in self.params}
         if not self.frozen_names:
             return buffers
         return trainable_masks(self.frozen_names, self.backend.locations(self.params), self.params) | buffers
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
-        """Give the table of tokens, and a language model's head, `new_num_tokens` rows, rounded up to a multiple; the
-        new ones are the mean of the old.
+        """Resize the token embedding and the language model head to `new_num_tokens`, rounded up to a multiple.
 
-        Returns what `get_input_embeddings` does.
+        New rows are the mean of the old ones. Returns the same as `get_input_embeddings`.
         """
         rows = padded_length(self.vocab_size if new_num_tokens is None else new_num_tokens, pad_to_multiple_of)
         if rows != self.vocab_size:
@@ -547,23 +547,23 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         return self.get_input_embeddings()
 
     def with_params(self, params: dict[str, Any]) -> PreTrainedModel:
-        """The same model with other numbers."""
+        """The same model with other parameter values."""
         other = copy.copy(self)
         other.params = params
         return other
 
     def merge_and_unload(self) -> PreTrainedModel:
-        """The plain model that computes the same without its adapter; itself, where it has none.
+        """Merge the adapter into the weights and return a plain model; without an adapter, return the model itself.
 
         Raises:
-            AttributeError: its adapter are virtual tokens, which are no part of any weight.
+            AttributeError: the adapter consists of virtual tokens, which cannot be merged.
         """
         if not isinstance(self.backend, AdaptedBackend):
             return self
         if self.backend.virtual.count:
             raise AttributeError(
-                f"{self.name_or_path} has no merge_and_unload: virtual tokens stand before the texts and merge into no "
-                "weight. Load the base model by its name, or keep the adapter."
+                f"{self.name_or_path} has no merge_and_unload: virtual tokens precede the texts and cannot be merged "
+                "into weights. Load the base model by its name, or keep the adapter."
             )
         arrays, backend = merged(self.backend, self.params, self.frozen)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
@@ -571,20 +571,22 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         return model
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
-        """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
-        came from, and its keys with what was changed in `config`.
+        """Write config.json and safetensors that transformers can load.
+
+        Names, shards and dtypes are those of the original checkpoint, and so are the config's keys, apart from changes
+        made in `config`.
 
         Args:
-            others: transformers' own, as far as they ask for just that.
+            others: arguments of transformers' method, accepted if they ask for what is done anyway.
 
         Raises:
-            TypeError: one that asks for something else.
+            TypeError: an argument asks for something else.
         """
         asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
         if asked:
             raise TypeError(
-                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
-                "release of trl_jax. Leave it out; to push, use push_to_hub()."
+                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not supported "
+                "by this release of trl_jax. Leave it out. To push, call push_to_hub()."
             )
         folder = Path(save_directory)
         self.backend.save(folder, self.readable, self.config, writes=self.writes)
@@ -600,13 +602,13 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         token: str | None = None,
         revision: str | None = None,
     ) -> Any:
-        """Upload what `save_pretrained` writes to a repository, made where there is none. Returns the commit.
+        """Upload what `save_pretrained` writes to a repository, which is created if needed, and return the commit.
 
         Raises:
-            PermissionError, ConnectionError: the Hub refuses it, or cannot be reached.
+            PermissionError, ConnectionError: the Hub denies access or cannot be reached.
         """
         publisher = Publisher(repo_id, token=token, private=private, revision=revision)
-        publisher.open()  # first: a Hub that does not answer costs no saving
+        publisher.open()  # before saving, so that an unreachable Hub fails fast
         with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
             self.save_pretrained(folder)
             files = sorted(path.name for path in Path(folder).iterdir())
@@ -614,5 +616,5 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def readable(self) -> dict[str, Any]:
-        """The parameters, each read by all processes together where several hold them."""
+        """The parameters; reading one is a collective operation if several processes hold it."""
         return self.params if self.read is None else {path: self.read(array) for path, array in self.params.items()}

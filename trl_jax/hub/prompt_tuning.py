@@ -1,4 +1,4 @@
-"""Prefix tuning, prompt tuning and p-tuning: virtual tokens in front of each text."""
+"""Prefix tuning, prompt tuning and p-tuning: virtual tokens before each text."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ from trl_jax.models.adapters import PREFIX, AsEmbeddings, AsKeysValues, Place, v
 from trl_jax.models.arch import LayerKind
 from trl_jax.nn.virtual_tokens import EMBEDDING, Lstm, Mlp, Table, VectorMaker
 
-# ----------------------------------------------------------------------------------------------------
-# Puts virtual tokens before the texts of a native model: new ones, or those that a folder has.
+# Adding virtual tokens to a model
 
 
 def with_virtual(
@@ -50,7 +49,7 @@ def with_virtual(
     generator: TorchGenerator,
     folder: Path | None,
 ) -> tuple[dict[str, jax.Array], VirtualBackend, dict[str, Any]]:
-    """The arrays that train, the backend, and the frozen arrays; arguments as of `hub.peft.adapted.adapt`."""
+    """The trained arrays, the backend, and the frozen arrays; arguments are as in `hub.peft.adapt`."""
     backend = virtual_backend(base, config, folder)
     if folder is not None:
         return backend.load(folder, 0), backend, arrays
@@ -60,20 +59,19 @@ def with_virtual(
 
 
 def virtual_backend(base: NativeBackend, config: PromptLearningConfig, folder: Path | None) -> VirtualBackend:
-    """The backend with new virtual tokens, or with those that a folder has.
+    """The backend with new virtual tokens, or with those saved in a folder.
 
     Raises:
-        ValueError: the config does not go with the model.
+        ValueError: the config does not fit the model.
     """
     native = base.source.config
     if base.source.resized:
         raise ValueError(
-            f"{type(config).__name__}: the model's vocabulary was resized to {base.vocab_size} tokens, and the folder "
-            "of virtual tokens would lack the new rows. Save the resized model with save_pretrained, and pass its "
-            "folder."
+            f"{type(config).__name__}: the model's vocabulary was resized to {base.vocab_size} tokens, but the new "
+            "rows are not saved with virtual tokens. Save the resized model with save_pretrained and pass its folder."
         )
     if folder is None and config.inference_mode:
-        raise ValueError(f"{type(config).__name__}: inference_mode=True, and nothing would train. Leave it out.")
+        raise ValueError(f"{type(config).__name__}: inference_mode=True would leave nothing to train. Leave it out.")
     config = settled(config, native)
     saved_alone = folder is not None and not (folder / ENCODER).is_file()
     trains = not (saved_alone and is_made(config))
@@ -82,21 +80,20 @@ def virtual_backend(base: NativeBackend, config: PromptLearningConfig, folder: P
 
 
 def _embedded(base: NativeBackend, arrays: dict[str, Any], ids: np.ndarray) -> np.ndarray:
-    """The model's embeddings of ids, float32."""
+    """The model's embeddings of token ids, float32."""
     arch, path = base.source.config.arch, "decoder.embed.weight"
     stored = path if path in arrays else f"{path}.codes"
     rows = base.floats(stored, jnp.take(arrays[stored], jnp.asarray(ids), axis=0)).astype(jnp.float32)
     return np.asarray(fetched(rows * arch.embedding_scale if arch.scale_in_table else rows))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The backend of a native model before whose texts virtual tokens stand.
+# The backend of a model with virtual tokens
 
 
 class VirtualBackend(AdaptedBackend):
-    """A native backend before whose texts the `virtual` tokens stand, whose vectors `maker` makes of arrays that train.
+    """A native model with `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
 
-    trains: False of vectors that were made by a network which is not there.
+    trains: False for vectors computed by a network that was not saved.
     """
 
     def __init__(
@@ -126,7 +123,7 @@ class VirtualBackend(AdaptedBackend):
         return self.base.axes
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        """Write the files of PEFT, and what the vectors are made of, where they do not train themselves."""
+        """Write PEFT's files, and the weights of the network that makes the vectors, if there is one."""
         super().save(folder, params, config, writes=writes)
         if isinstance(self.maker, Table):
             return
@@ -138,7 +135,7 @@ class VirtualBackend(AdaptedBackend):
         return {_named(path): [] for path in self.shapes}
 
     def named(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """Of the arrays that train, which are not those on disk, under peft's names."""
+        """Yield the trained arrays under PEFT's names; they differ from the arrays on disk."""
         return ((_named(path), np.asarray(params[path], np.float32)) for path in self.shapes)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -157,8 +154,8 @@ class VirtualBackend(AdaptedBackend):
         arrays = _checked(folder / ENCODER, self.maker.shapes)
         if not np.allclose(self._vectors(arrays), vectors, rtol=1e-3, atol=1e-4):
             raise ValueError(
-                f"{folder / ENCODER} makes other vectors than {WEIGHTS} beside it has: one of the two is of another "
-                "time. Copy both from one place, or take the first away, and the vectors are read as they are."
+                f"{folder / ENCODER} does not produce the vectors in {WEIGHTS}, so the two files were not saved "
+                f"together. Copy both from the same place, or remove {ENCODER} to use the saved vectors."
             )
         return {PREFIX + name: owned(array) for name, array in arrays.items()}
 
@@ -168,10 +165,10 @@ def _named(path: str) -> str:
 
 
 def _read(folder: Path, shape: tuple[int, int]) -> np.ndarray:
-    """The vectors of an adapter's folder.
+    """Read the vectors from an adapter's folder.
 
     Raises:
-        FileNotFoundError, ValueError: there are none, or of another model.
+        FileNotFoundError, ValueError: they are missing, or belong to a different model.
     """
     if not (folder / WEIGHTS).is_file():
         raise no_adapter(str(folder), (folder / PICKLED).exists())
@@ -179,27 +176,26 @@ def _read(folder: Path, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _checked(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """The tensors of a file, which must have these names and shapes."""
+    """The tensors of a file, which must have exactly these names and shapes."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is not there: PEFT saves the vectors of virtual tokens and not the network that makes them, so "
-            "training cannot go on from it. Cannot set a prompt learning adapter to trainable when loading pretrained "
+            f"{path} does not exist. PEFT saves the vectors of virtual tokens but not the network that makes them, so "
+            "training cannot continue. Cannot set a prompt learning adapter to trainable when loading pretrained "
             "adapter."
         )
     tensors = open_tensors(path)
     if set(tensors) != set(shapes):
-        raise ValueError(f"{path} has {listed(sorted(tensors))}, its config asks for {listed(sorted(shapes))}.")
+        raise ValueError(f"{path} has {listed(sorted(tensors))}, but its config requires {listed(sorted(shapes))}.")
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != tuple(shape):
             raise ValueError(
-                f"{path}: {name} is {brief(list(tensors[name].shape))}, its config and this base model ask for "
-                f"{list(shape)}. Pass the base model that it was trained on."
+                f"{path}: {name} is {brief(list(tensors[name].shape))}, but its config and this base model require "
+                f"{list(shape)}. Pass the base model that the adapter was trained on."
             )
     return {name: np.array(tensors[name], np.float32) for name in shapes}
 
 
-# ----------------------------------------------------------------------------------------------------
-# The first values of virtual tokens: PEFT's draws on torch's generator.
+# Initial values, drawn with torch's generator as in PEFT
 
 
 def initial(
@@ -209,7 +205,7 @@ def initial(
     embedded: Callable[[np.ndarray], np.ndarray],
     vocab_size: int,
 ) -> dict[str, np.ndarray]:
-    """The arrays of `maker`, drawn as torch draws them. `embedded` gives the model's embeddings of ids."""
+    """The arrays of `maker`, drawn as in torch. `embedded` returns the model's embeddings of token ids."""
     arrays, shapes = {}, maker.shapes
     for name, shape in shapes.items():
         if name == EMBEDDING:
@@ -228,26 +224,25 @@ def initial(
 
 
 def _inputs(name: str, shapes: dict[str, tuple[int, ...]]) -> int:
-    """The inputs of the linear map that a weight or bias belongs to."""
+    """Number of inputs of the linear layer that a weight or bias belongs to."""
     return shapes[name.rpartition(".")[0] + ".weight"][1]
 
 
 def _ids_of(config: PromptTuningConfig) -> np.ndarray:
-    """The ids of the config's text, from its beginning on and as often as there are virtual tokens for it."""
+    """Token ids of the config's text, truncated or repeated to the number of virtual tokens."""
     from transformers import AutoTokenizer
 
     options: dict[str, Any] = dict(config.tokenizer_kwargs or {})
-    options.pop("trust_remote_code", None)  # as in PEFT: whoever wrote a config does not run code
+    options.pop("trust_remote_code", None)  # as in PEFT: a config must not be able to enable remote code
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path, trust_remote_code=False, **options)
     ids = tokenizer(config.prompt_tuning_init_text)["input_ids"]
     if not ids:
         text = brief(config.prompt_tuning_init_text)
-        raise ValueError(f"PromptTuningConfig: prompt_tuning_init_text={text} has no tokens. Write a text with some.")
+        raise ValueError(f"PromptTuningConfig: prompt_tuning_init_text={text} has no tokens. Use a longer text.")
     return np.resize(np.asarray(ids, np.int64), config.num_virtual_tokens)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Virtual tokens on a model: which arrays train, and what makes their vectors.
+# Resolving a config for a model
 
 
 logger = logging.getLogger(__name__)
@@ -255,19 +250,19 @@ _SCALES_IDS_ALONE = ("falcon_h1",)
 
 
 def settled(config: PromptLearningConfig, native: NativeConfig) -> PromptLearningConfig:
-    """The config with the sizes of a native model, as PEFT writes them.
+    """The config with sizes filled in from a native model, as PEFT does.
 
     Raises:
-        ValueError: it does not go with the model, or asks for what is not in this release; by field.
+        ValueError: names the field that does not fit the model or is not supported in this release.
     """
     name = type(config).__name__
     _check_model(native, name)
     if config.num_virtual_tokens is None:
-        raise ValueError(f"{name}: num_virtual_tokens is None: say how many virtual tokens stand before each text.")
+        raise ValueError(f"{name}: num_virtual_tokens is None. Set it to the number of virtual tokens.")
     for field, idle in {"modules_to_save": (None, []), "num_transformer_submodules": (None, 1)}.items():
-        config.must(getattr(config, field) in idle, field, "None: virtual tokens alone train before a language model")
+        config.must(getattr(config, field) in idle, field, "None, since only virtual tokens are trained")
     if config.task_type not in (None, "CAUSAL_LM"):
-        logger.warning("%s: task_type=%r becomes 'CAUSAL_LM': the model predicts tokens.", name, config.task_type)
+        logger.warning("%s: changed task_type=%r to 'CAUSAL_LM', the task of this model.", name, config.task_type)
     config = replace(config, task_type="CAUSAL_LM", num_transformer_submodules=1)
     config = _of_keys(config, native) if isinstance(config, PrefixTuningConfig) else _of_embeddings(config, native)
     if isinstance(config, PromptEncoderConfig | PrefixTuningConfig):
@@ -276,46 +271,46 @@ def settled(config: PromptLearningConfig, native: NativeConfig) -> PromptLearnin
 
 
 def _of_embeddings(config: PromptLearningConfig, native: NativeConfig) -> PromptLearningConfig:
-    """The config with the sizes of the model's embeddings."""
+    """The config with the sizes of the model's embeddings filled in."""
     arch, name = native.arch, type(config).__name__
     if arch.layer_embedding is not None:
         raise ValueError(
-            f"{name}: the layers of a {native.family.model_type} look up the ids of tokens in tables of their own, "
-            "where virtual tokens have no row. Take a LoraConfig."
+            f"{name}: each layer of {native.family.model_type} has its own table of token embeddings, in which virtual "
+            "tokens have no row. Use a LoraConfig."
         )
     if native.family.model_type in _SCALES_IDS_ALONE and arch.embedding_scale != 1.0:
         raise ValueError(
-            f"{name}: transformers' {native.family.model_type} scales embeddings that it looks up itself, and none "
-            "where PEFT puts virtual tokens before them: texts would be read as the base model does not read them. "
-            "Take a LoraConfig."
+            f"{name}: transformers' {native.family.model_type} only scales embeddings that it looks up itself, not the "
+            "ones that PEFT passes along with virtual tokens, so texts would be embedded differently than by the base "
+            "model. Use a LoraConfig."
         )
     if arch.head_inputs != arch.hidden_size:
         raise ValueError(
-            f"{name}: this model embeds tokens in {arch.head_inputs} channels and has {arch.hidden_size}, which PEFT's "
-            "virtual tokens have. Take a LoraConfig."
+            f"{name}: this model has {arch.head_inputs}-dimensional token embeddings, but PEFT's virtual tokens have "
+            f"the hidden size {arch.hidden_size}. Use a LoraConfig."
         )
     config = _with_sizes(config, arch.hidden_size, arch.num_layers, arch.num_heads)
-    config.must(config.token_dim == arch.hidden_size, "token_dim", f"{arch.hidden_size}, those of the embeddings")
+    config.must(config.token_dim == arch.hidden_size, "token_dim", f"{arch.hidden_size}, the size of embeddings")
     return config
 
 
 def _of_keys(config: PrefixTuningConfig, native: NativeConfig) -> PrefixTuningConfig:
-    """The config with the sizes of the model's keys."""
+    """The config with the sizes of the model's keys filled in."""
     arch = native.arch
     plain = LayerKind()
     alike = all((run.kind.mixer, run.kind.heads, run.kind.reuses, run.kind.reused)
                 == (plain.mixer, plain.heads, plain.reuses, plain.reused) for run in arch.runs)  # fmt: skip
     if not alike or arch.latent is not None or arch.chunks is not None:
         raise ValueError(
-            f"PrefixTuningConfig: not all layers of a {native.family.model_type} attend to whole texts by keys and "
-            "values of the same heads, which a prefix would go before. Take a PromptTuningConfig or a LoraConfig."
+            f"PrefixTuningConfig: a prefix needs full attention with the same key heads in all layers, which "
+            f"{native.family.model_type} does not have. Use a PromptTuningConfig or a LoraConfig."
         )
     heads, channels = arch.num_key_heads, arch.num_key_heads * arch.head_dim
-    if heads != arch.num_heads:  # as PEFT does, whatever is there
+    if heads != arch.num_heads:  # unconditional, as in PEFT
         config = replace(config, token_dim=channels, num_attention_heads=heads)
     config = _with_sizes(config, channels, arch.num_layers, heads)
-    config.must(config.token_dim == channels, "token_dim", f"{channels}, those of the keys of a layer")
-    config.must(config.num_attention_heads == heads, "num_attention_heads", f"{heads}, those of keys")
+    config.must(config.token_dim == channels, "token_dim", f"{channels}, the size of a layer's keys")
+    config.must(config.num_attention_heads == heads, "num_attention_heads", f"{heads}, the number of key heads")
     config.must(config.num_layers == arch.num_layers, "num_layers", f"{arch.num_layers}")
     return config
 
@@ -328,20 +323,20 @@ def _with_sizes(config: PromptLearningConfig, channels: int, layers: int, heads:
 def _check_model(native: NativeConfig, name: str) -> None:
     if native.head.kind != "lm":
         raise ValueError(
-            f"{name}: virtual tokens stand before the texts of causal language models in this release of trl_jax. "
-            "Behind them, transformers' classifiers read the last place of a padded row, pad or not, so that a score "
-            "would depend on the rows beside it. Take a LoraConfig."
+            f"{name}: virtual tokens are only supported for causal language models in this release of trl_jax. After "
+            "virtual tokens, transformers' classifiers read the last position of a padded row even if it is padding, "
+            "so that scores would depend on the other rows of the batch. Use a LoraConfig."
         )
 
 
 def virtual_tokens(config: PromptLearningConfig, native: NativeConfig) -> VirtualTokens:
-    """The virtual tokens of a settled config."""
+    """The virtual tokens of a resolved config."""
     read = not isinstance(config, PrefixTuningConfig)
     return VirtualTokens(native.arch.vocab_size, config.num_virtual_tokens, read)
 
 
 def place_of(config: PromptLearningConfig, native: NativeConfig) -> Place:
-    """Where the vectors of a settled config go."""
+    """Where the vectors of a resolved config are inserted."""
     arch = native.arch
     if isinstance(config, PrefixTuningConfig):
         return AsKeysValues(arch.vocab_size, arch.runs, arch.num_key_heads, arch.head_dim)
@@ -349,7 +344,7 @@ def place_of(config: PromptLearningConfig, native: NativeConfig) -> Place:
 
 
 def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMaker:
-    """The maker of the vectors of a settled config; where it does not train, they are as they were saved."""
+    """What makes the vectors of a resolved config; if it is not trained, they are used as saved."""
     count, width, inner = config.num_virtual_tokens, config.token_dim, config.token_dim
     if isinstance(config, PrefixTuningConfig):
         width = 2 * config.num_layers * inner

@@ -1,4 +1,4 @@
-"""Model cards, and pushing folders to the Hub while a run trains."""
+"""Model cards, and uploads to the Hub during training."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from trl_jax.hub import fetch
 from trl_jax.hub.fetch import client_said, told_from_now_on
 from trl_jax.hub.heads import HeadName
 
-# ----------------------------------------------------------------------------------------------------
-# The README.md of a repository: a description of the model and how to call it.
-
+# Model cards (README.md)
 
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
@@ -36,7 +34,7 @@ _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
 class _Kind(NamedTuple):
-    """The words of a card for models with one of the heads."""
+    """Wording of the card for models with a certain head."""
 
     subject: str
     meaning: str
@@ -46,7 +44,7 @@ class _Kind(NamedTuple):
 
 _KINDS: dict[str, _Kind] = {
     "score": _Kind(
-        "a reward model", ": one score a text, the higher the better", "ForSequenceClassification",
+        "a reward model", ": one score per text, the higher the better", "ForSequenceClassification",
         "text-classification",
     ),
     "lm": _Kind("a language model", "", "ForCausalLM", "text-generation"),
@@ -55,12 +53,12 @@ _KINDS: dict[str, _Kind] = {
 
 @dataclass(frozen=True)
 class Run:
-    """The run that a model was trained in.
+    """The training run of a model.
 
     Attributes:
-        arguments: those that were set, by name.
-        metrics: the last value of each.
-        losses: (step, loss) of every log.
+        arguments: arguments that were set, by name.
+        metrics: last value of each metric.
+        losses: (step, loss) of each log entry.
     """
 
     arguments: dict[str, object]
@@ -86,18 +84,18 @@ def write_card(
     paper: tuple[str, str] | None = None,
     **facts: object,
 ) -> None:
-    """Write README.md unless there is one that this function did not write.
+    """Write README.md unless a card exists that this function did not write.
 
     Args:
-        base_model: a repository's name; None where training began from a folder.
-        adapter: PEFT's type of the adapter that the repository holds alone; None of a whole model.
-        head: the model's.
-        paper: title and arXiv number of the paper that has the method.
-        run: the training to describe; None for a model that has not been trained.
-        facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
+        base_model: name of a repository; None if training started from a local folder.
+        adapter: PEFT's type of the adapter if the repository only holds an adapter; None for a full model.
+        head: head of the model.
+        paper: title and arXiv number of the method's paper.
+        run: the training run to describe; None for a model that has not been trained.
+        facts: further metadata of the card, under the Hub's names (language, license, ...); None values are omitted.
     """
     path = folder / CARD
-    own = not path.is_symlink() and path.is_file() and _MARK.encode() in path.read_bytes()  # a card in any encoding
+    own = not path.is_symlink() and path.is_file() and _MARK.encode() in path.read_bytes()  # any encoding works
     if os.path.lexists(path) and not own:
         return
     metadata = {
@@ -117,7 +115,7 @@ def write_card(
 
 
 def _adapter_tags(base_model: str | None, adapter: str) -> list[str]:
-    own = ["lora"] if adapter == "LORA" else []  # PEFT tags no other type
+    own = ["lora"] if adapter == "LORA" else []  # PEFT adds no tag for other types
     return [*own, *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
@@ -135,7 +133,7 @@ def _text(
     options = ", num_labels=1" if adapter and head == "score" else ""
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""
-    method = f"\n\nThe method is that of [{paper[0]}](https://huggingface.co/papers/{paper[1]})." if paper else ""
+    method = f"\n\nThe method is from [{paper[0]}](https://huggingface.co/papers/{paper[1]})." if paper else ""
     libraries = "\n".join(f"- {name} {version(name)}" for name in _LIBRARIES)
     return f"""# {model_name}
 
@@ -154,10 +152,10 @@ Trained with
 
 
 def _run_section(folder: Path, run: Run | None) -> str:
-    """The run's arguments, last metrics, and its loss as a picture in the same folder."""
+    """The arguments, the last metrics, and a plot of the loss, which is saved in the same folder."""
     if run is None:
         return ""
-    sections = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
+    sections = [_table("Arguments", run.arguments), _table("Last metrics", run.metrics)]
     losses = [(step, loss) for step, loss in run.losses if math.isfinite(loss)]
     if len(losses) > 1:
         write_whole(folder / CURVE, curve(losses))
@@ -177,7 +175,7 @@ def _short(value: object) -> str:
 
 
 def curve(losses: list[tuple[int, float]]) -> str:
-    """An SVG of a line through (step, loss), at least one, all of them finite."""
+    """An SVG line plot of (step, loss); needs at least one point, all of them finite."""
     last, low, high = losses[-1][0], min(loss for _, loss in losses), max(loss for _, loss in losses)
     first, height, width = losses[0][0], 160, 480
     points = " ".join(
@@ -190,24 +188,23 @@ def curve(losses: list[tuple[int, float]]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{line}{caption}</svg>\n'
 
 
-# ----------------------------------------------------------------------------------------------------
-# Uploads to a repository on the Hub: retried, in the background where asked; failures are kept and logged.
+# Uploads: retried, optionally in the background; failures are recorded and logged
 
 
 logger = logging.getLogger(__name__)
 
-_WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
-_LONGEST_WAIT = 60.0  # however long the Hub asks for
-_HOPELESS = (400, 401, 403, 404, 413)  # statuses that another try would not change
+_WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each retry
+_LONGEST_WAIT = 60.0  # even if the Hub asks for more
+_PERMANENT = (400, 401, 403, 404, 413)  # HTTP statuses that are not worth retrying
 
 
 class _UploadError(Exception):
-    """A file did not arrive; its cause is the client's."""
+    """A file was not uploaded; the client's error is the cause."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One commit: these files of a folder, by their paths in it, to a path in the repository."""
+    """One commit: files of a folder, by relative path, and where to put them in the repository."""
 
     folder: Path
     message: str
@@ -216,13 +213,13 @@ class Upload:
 
 
 class Publisher:
-    """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs,
-    `uploading` which one.
+    """Uploads to one repository.
 
-    The token is passed to the client and to nothing else: errors do not show it.
+    `failures` are the error messages of failed background pushes, `running` says whether one is in progress, and
+    `uploading` which. The token is only passed to the Hub client; error messages do not contain it.
 
     Raises:
-        TypeError, ValueError: the token cannot be one.
+        TypeError, ValueError: the token is invalid.
     """
 
     def __init__(
@@ -232,15 +229,15 @@ class Publisher:
         self.repo_id, self.failures = name, []
         self._private, self._repo_type, self._opened = private, repo_type, False
         self.uploading: str | None = None
-        # Of the last background push. No join, which in Python 3.11 takes a thread for ended that a signal came by.
+        # Event of the last background push; Thread.join in Python 3.11 may return early if a signal arrives.
         self._ended: threading.Event | None = None
 
     def open(self) -> str:
-        """Make the repository (and the branch) if there is none, and return its full name.
+        """Create the repository (and the branch) if needed, and return its full name.
 
         Raises:
-            PermissionError: the token is missing, wrong, or may not write there.
-            ConnectionError: the Hub cannot be reached, or answers with an error.
+            PermissionError: the token is missing, invalid, or has no write access.
+            ConnectionError: the Hub cannot be reached or answers with an error.
         """
         if not self._opened:
             api = huggingface_hub.HfApi(token=self._token)
@@ -263,10 +260,10 @@ class Publisher:
             self._ended.wait()
 
     def push(self, uploads: list[Upload], *, revision: str | None = None) -> Any:
-        """Upload now, and return the last commit.
+        """Upload now and return the last commit.
 
         Raises:
-            PermissionError, ConnectionError: not even the last try succeeded.
+            PermissionError, ConnectionError: all attempts failed.
         """
         self.open()
         return [self._upload(upload, revision or self._revision) for upload in uploads][-1]
@@ -274,10 +271,10 @@ class Publisher:
     def push_in_background(
         self, uploads: list[Upload], *, done: Callable[[bool], None], revision: str | None = None, daemon: bool = True
     ) -> Future:
-        """Upload after the uploads under way. At the end `done` is called with True or False; a failure is logged.
+        """Upload after any uploads in progress. `done` is called with True or False at the end; failures are logged.
 
-        A daemon's upload is cut off when the process ends. Other uploads the process waits for at its end; a signal
-        that ends it says what that cuts off.
+        With `daemon`, the upload is interrupted when the process ends. Otherwise the process waits for it, and a signal
+        that ends the process reports the interrupted upload.
         """
         future, before, ended = Future(), self._ended, threading.Event()
         fetch.begin_again()
@@ -288,7 +285,7 @@ class Publisher:
             if before is not None:
                 before.wait()
             try:
-                self._push_told(uploads, revision, done, future)
+                self._push_and_report(uploads, revision, done, future)
             finally:
                 ended.set()
 
@@ -296,17 +293,17 @@ class Publisher:
         threading.Thread(target=run, name="push to the Hub", daemon=daemon).start()
         return future
 
-    def _push_told(
+    def _push_and_report(
         self, uploads: list[Upload], revision: str | None, done: Callable[[bool], None], future: Future
     ) -> None:
-        """Push, and tell `done` and `future` what came of it."""
+        """Push, and report the outcome to `done` and `future`."""
         try:
             result = self.push(uploads, revision=revision)
-        except Exception as error:  # of a thread: whoever waits for `future` gets it, whatever it is
+        except Exception as error:  # passed on to whoever waits for `future`
             self.failures.append(str(error))
             done(False)
             future.set_exception(error)
-            if not isinstance(error, OSError):  # none of the Hub's: shown with its traceback
+            if not isinstance(error, OSError):  # not an error of the Hub: show its traceback
                 raise
             if not fetch.is_cut_off():
                 logger.warning("%s", error)
@@ -315,7 +312,7 @@ class Publisher:
             future.set_result(result)
 
     def cut_off(self) -> None:
-        """Break off what is under way, because the process is leaving."""
+        """Abort uploads in progress because the process is exiting."""
         fetch.cut_off()
 
     def _upload(self, upload: Upload, revision: str | None) -> Any:
@@ -326,9 +323,9 @@ class Publisher:
                     return self._try(upload, revision)
                 except (HTTPError, OSError, _UploadError) as error:
                     if wait is None or not _may_pass(error) or fetch.is_cut_off():
-                        raise self._failure(error, f'did not take "{upload.message}"') from None
+                        raise self._failure(error, f'did not accept "{upload.message}"') from None
                     wait = _retry_after(error) or wait
-                    logger.info("%s Trying again in %g seconds.", self._failure(error, "did not answer"), wait)
+                    logger.info("%s Retrying in %g seconds.", self._failure(error, "did not answer"), wait)
                 time.sleep(wait)
         finally:
             self.uploading = None
@@ -337,7 +334,7 @@ class Publisher:
         """Upload once.
 
         Raises:
-            _UploadError: the client names a file that it could not upload.
+            _UploadError: the client reports a file that it could not upload.
         """
         with fetch.limited(f'uploading "{upload.message}" to {self.repo_id}'):
             try:
@@ -350,42 +347,42 @@ class Publisher:
                     revision=revision,
                     repo_type=self._repo_type,
                 )
-            except RuntimeError as error:  # as which the client raises errors of its transport, in threads of its own
+            except RuntimeError as error:  # the client raises it for connection errors in its own threads
                 if isinstance(error.__cause__, HTTPError | OSError):
                     raise _UploadError(str(error)) from error.__cause__
                 raise
 
     def _failure(self, error: Exception, problem: str) -> OSError:
-        """The error of a request that failed; `problem` says which one."""
+        """The error for a failed request; `problem` says which request."""
         status = _status(error)
         text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError
         way_out = (
-            "Log in with `hf auth login`, or pass a hub_token that may write there."
+            "Log in with `hf auth login`, or pass a hub_token with write access."
             if kind is PermissionError
-            else "What is saved here is complete: push again later."
+            else "The local copy is complete, so you can push again later."
         )
         return kind(scrubbed(f"The repository {self.repo_id!r} on the Hub {problem}: {text} {way_out}"))
 
 
 def _status(error: Exception) -> int | None:
-    """The status that the Hub answered with; None where it did not."""
+    """HTTP status of the Hub's answer; None if there was no answer."""
     answered = error.__cause__ if isinstance(error, _UploadError) else error
     return answered.response.status_code if isinstance(answered, HfHubHTTPError) else None
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another try may succeed: not after a refusal, nor for a file that cannot be read, nor in time."""
+    """Whether a retry may succeed: not if the Hub refused, a file is unreadable, or the time limit was reached."""
     cause = error.__cause__ if isinstance(error, _UploadError) else error
     if isinstance(cause, fetch.HubSilentError):
         return False
     if isinstance(cause, HTTPError):
-        return _status(cause) not in _HOPELESS
+        return _status(cause) not in _PERMANENT
     return isinstance(cause, ConnectionError | TimeoutError)
 
 
 def _retry_after(error: Exception) -> float | None:
-    """The seconds that the Hub asks to wait; None where it does not."""
+    """Seconds that the Hub asks to wait; None if it does not ask."""
     if not isinstance(error, HfHubHTTPError):
         return None
     asked = error.response.headers.get("Retry-After", "")

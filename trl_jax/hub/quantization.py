@@ -1,4 +1,4 @@
-"""Quantises the frozen weights of a model while they are read, in bitsandbytes' formats."""
+"""Quantize frozen weights while they are read, in bitsandbytes' formats."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MATRICES = ("linear", "conv1d", "embedding", "router")
 
 @dataclass
 class BitsAndBytesConfig:
-    """transformers' fields and defaults that matter, without torch: weights of a frozen model in 4 or 8 bits.
+    """The relevant fields and defaults of transformers' config, without torch: frozen weights in 4 or 8 bits.
 
-    The run's own dtype is computed in, so `bnb_4bit_compute_dtype` and `bnb_4bit_quant_storage` have no effect; nor
-    have llm_int8_threshold and its kin, for in 8 bits weights alone are quantised here.
+    Computation uses the dtype of the run, so `bnb_4bit_compute_dtype` and `bnb_4bit_quant_storage` have no effect. Nor
+    do llm_int8_threshold and related fields, because only weights are quantized in 8 bits.
     """
 
     load_in_8bit: bool = False
@@ -41,16 +41,17 @@ class BitsAndBytesConfig:
         if self.load_in_4bit == self.load_in_8bit:
             both = self.load_in_4bit
             raise ValueError(
-                f"BitsAndBytesConfig: load_in_4bit and load_in_8bit are both {both}: say one of them, or pass no "
-                "quantization_config."
+                f"BitsAndBytesConfig: load_in_4bit and load_in_8bit are both {both}. Set exactly one of them, or pass "
+                "no quantization_config."
             )
         if self.load_in_4bit and self.bnb_4bit_quant_type not in TABLES:
             raise ValueError(
-                f"BitsAndBytesConfig: bnb_4bit_quant_type={self.bnb_4bit_quant_type!r}, wanted {' or '.join(TABLES)}."
+                f"BitsAndBytesConfig: bnb_4bit_quant_type must be {' or '.join(TABLES)}, got "
+                f"{self.bnb_4bit_quant_type!r}."
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields; transformers writes a configuration in `model_init_kwargs` so."""
+        """The fields; transformers calls this to serialize `model_init_kwargs`."""
         return asdict(self)
 
     def form(self, shape: tuple[int, int]) -> Format:
@@ -60,23 +61,23 @@ class BitsAndBytesConfig:
 
 
 def as_quantization(config: Any) -> BitsAndBytesConfig | None:
-    """Our config with the values of ours, of transformers', or of a dict of them. None for transformers' `Mxfp4Config`
-    with `dequantize=True`: a checkpoint in MXFP4 is always read so.
+    """Convert our config, transformers', or a dict to our config. None for transformers' `Mxfp4Config` with
+    `dequantize=True`, because MXFP4 checkpoints are always dequantized.
 
     Raises:
-        TypeError: it is of another kind of quantisation.
+        TypeError: it is another kind of quantization.
         ValueError: `Mxfp4Config` without `dequantize`.
     """
     if isinstance(config, BitsAndBytesConfig):
         return config
     if type(config).__name__ == "Mxfp4Config":
         if not config.dequantize:
-            raise ValueError("quantization_config=Mxfp4Config(dequantize=False): wanted dequantize=True to train it.")
+            raise ValueError("quantization_config=Mxfp4Config(dequantize=False): training needs dequantize=True.")
         return None
     if not isinstance(config, dict) and type(config).__name__ != "BitsAndBytesConfig":
         raise TypeError(
-            f"quantization_config is a {type(config).__qualname__}: wanted a BitsAndBytesConfig of trl_jax or "
-            "transformers, with load_in_4bit or load_in_8bit, or an Mxfp4Config with dequantize."
+            "quantization_config must be a BitsAndBytesConfig of trl_jax or transformers with load_in_4bit or "
+            f"load_in_8bit, or an Mxfp4Config with dequantize, got a {type(config).__qualname__}."
         )
     values = config if isinstance(config, dict) else config.to_dict()
     known = {field.name for field in fields(BitsAndBytesConfig)}
@@ -84,10 +85,10 @@ def as_quantization(config: Any) -> BitsAndBytesConfig | None:
 
 
 def formats(quantization: BitsAndBytesConfig, lora: LoraConfig | None, config: NativeConfig) -> dict[str, Format]:
-    """Path of a weight -> its format: of all linear maps but the head, those that train beside an adapter, and those
-    that are skipped.
+    """Path of a weight -> its format: all linear layers except the head, those trained along with an adapter, and those
+    that the config skips.
 
-    Experts, which share one parameter, stay as they are.
+    Experts, which share a parameter, are not quantized.
     """
     modules = modules_of(config)
     drawn = {draw.tensor.rpartition(".")[0] for draw in config.draws()}
@@ -102,8 +103,8 @@ def formats(quantization: BitsAndBytesConfig, lora: LoraConfig | None, config: N
 
 
 def halves(lora: LoraConfig | None, config: NativeConfig) -> frozenset[str]:
-    """Paths of matrices and tables that do not train beside an adapter, or None: they may be held as bits where the
-    checkpoint has sixteen."""
+    """Paths of the matrices and embeddings that `lora` does not train (all, if None). They may be stored as raw bits if
+    the checkpoint has 16-bit weights."""
     modules = modules_of(config)
     whole = set() if lora is None else _trained_names(lora, modules, config.head.kind)
     frozen = [module for module in modules if module.kind in _MATRICES and module.name not in whole]
@@ -112,7 +113,7 @@ def halves(lora: LoraConfig | None, config: NativeConfig) -> frozenset[str]:
 
 
 def _trained_names(lora: LoraConfig, modules: list[Module], kind: HeadName) -> set[str]:
-    """The modules whose own weights train, whole or in some rows."""
+    """The modules whose own weights are trained, fully or in some rows."""
     lora, _ = with_peft_head(lora, modules, kind)
     tables = {module.name for module, _ in token_tables(lora, modules)}
     return tables | {module.name for _, module, _ in fully_trained(lora, modules)}
@@ -129,7 +130,7 @@ def _shape(module: Module, rows: Any) -> tuple[int, int]:
 
 
 def quantized(values: np.ndarray, form: Format) -> dict[str, np.ndarray]:
-    """The arrays of one matrix (out, in), as bitsandbytes rounds it."""
+    """The arrays for one matrix (out, in), rounded as in bitsandbytes."""
     values = np.asarray(values, np.float32)
     if form.kind == "int8":
         scales = np.abs(values).max(axis=1)
@@ -149,7 +150,8 @@ def quantized(values: np.ndarray, form: Format) -> dict[str, np.ndarray]:
 
 
 def _blockwise(values: np.ndarray, table: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest entry of a sorted table to each number, divided by the largest of its block; and the largest."""
+    """For each number divided by the maximum of its block, the index of the nearest entry of a sorted table; and the
+    maxima."""
     padded = np.pad(values, (0, -values.size % block)).reshape(-1, block)
     largest = np.abs(padded).max(axis=1)
     scaled = padded * (np.float32(1) / np.maximum(largest, np.float32(1e-38)))[:, None]

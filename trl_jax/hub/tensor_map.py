@@ -8,26 +8,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------------
-# The parts that our arrays are of tensors on disk which hold several of them.
+# Slices: where our arrays are located inside fused tensors on disk
 
 
 class TensorSlice(Protocol):
-    """The place of one of our arrays in a tensor on disk that holds several."""
+    """The location of one of our arrays in a fused tensor on disk."""
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the fused tensor, given the shape of our array."""
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Our numbers in our order, as a view of the tensor's memory; axes may be split."""
+        """Our part of the tensor in our order, as a view of its memory; axes may be split."""
 
     def rows(self, array: Any) -> Any:
-        """Our rows of an array of NumPy or JAX with one row for each output of the whole matrix."""
+        """Our rows of a NumPy or JAX array that has one row per output of the fused matrix."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows from `start` on of a tensor with `total`; `transposed`: it is stored as (in, out)."""
+    """`count` rows starting at `start` of a tensor with `total` rows; `transposed` if it is stored as (in, out)."""
 
     start: int
     count: int
@@ -48,7 +47,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class ExpertRows(Rows):
-    """Such rows of each expert's matrix, in a tensor of all experts: `[E, total, in]`, transposed `[E, in, total]`."""
+    """Like `Rows` for each expert's matrix in a tensor of all experts: `[E, total, in]`, transposed `[E, in,
+    total]`."""
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         return (ours[0], *super().shape(ours[1:]))
@@ -60,7 +60,7 @@ class ExpertRows(Rows):
 
 @dataclass(frozen=True)
 class OneRow:
-    """A vector of ours that is a matrix with one row."""
+    """A vector that is stored on disk as a matrix with one row."""
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         return (1, *ours)
@@ -74,7 +74,7 @@ class OneRow:
 
 @dataclass(frozen=True)
 class PerHead:
-    """Query, key or value (`which` is 0, 1 or 2) of a tensor that holds the three of each head together."""
+    """Query, key or value (`which` is 0, 1 or 2) in a tensor that stores all three for each head."""
 
     which: int
     heads: int
@@ -93,7 +93,7 @@ class PerHead:
 class ExpertColumns:
     """Every `step`-th column from `start` on of all experts' matrices, stored as `[E, in, out]`, or biases `[E, out]`.
 
-    Ours are `[E, out, in]` and `[E, out]`.
+    Our arrays are `[E, out, in]` and `[E, out]`.
     """
 
     start: int = 0
@@ -113,7 +113,7 @@ class ExpertColumns:
 
 @dataclass(frozen=True)
 class PartOfEach:
-    """Of a tensor with as many rows for each of `groups`, `total`, the `count` from `start` on of every one."""
+    """`count` rows starting at `start` in each of `groups` blocks of `total` rows."""
 
     groups: int
     start: int
@@ -131,8 +131,8 @@ class PartOfEach:
 
 
 def interleaved(module: str, groups: int, sizes: dict[str, int]) -> dict[str, tuple[str, TensorSlice]]:
-    """Names for a module whose weight has for each of `groups` the rows of several of ours, `sizes` (our module -> its
-    rows of one group), one below the other."""
+    """Names for a fused module whose weight consists of `groups` blocks, each with the rows of several of our modules.
+    `sizes` maps our modules to their rows per block, in order."""
     total, names, start = sum(sizes.values()), {}, 0
     for ours, count in sizes.items():
         names[ours] = (module, PartOfEach(groups, start, count, total))
@@ -141,7 +141,8 @@ def interleaved(module: str, groups: int, sizes: dict[str, int]) -> dict[str, tu
 
 
 def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, TensorSlice]]:
-    """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
+    """Names for a fused module whose weight stacks several of ours; `sizes` maps our modules to their rows, in
+    order."""
     total, names, start = sum(sizes.values()), {}, 0
     for ours, count in sizes.items():
         names[ours] = (module, Rows(start, count, total, transposed))
@@ -149,22 +150,21 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
     return names
 
 
-# ----------------------------------------------------------------------------------------------------
-# The two-way table between our arrays and the tensors on disk; loading and saving walk the same list.
+# The mapping between our arrays and the tensors on disk, used for both loading and saving
 
 
-# Our module (or parameter) -> theirs; beside it the slice that is ours, if it is not all of it, and the number of the
-# layer there that is our first, if it is not 0. Norms aside, in the order in which transformers makes the modules: that
-# is the order in which adapters are drawn.
+# Our module (or parameter) -> name on disk, optionally with the slice of the tensor that is ours and the number of the
+# first layer. Except for norms, the order is that in which transformers creates the modules, because adapters are
+# initialized in that order.
 Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int] | tuple[str, TensorSlice, int]]
 
 
 def in_runs(runs: Iterable[Any], names_of: Callable[[Any], Names]) -> Names:
-    """The names of a model whose layers are of several kinds, from those of a model whose layers are all of one.
+    """The names of a model with several kinds of layers, built from the names of models with a single kind.
 
     Args:
-        runs: each a `models.arch.Run`.
-        names_of: from a `models.arch.LayerKind`.
+        runs: `models.arch.Run` objects.
+        names_of: names for a `models.arch.LayerKind`.
     """
     return {ours: name for run in runs for ours, name in _of_run(names_of(run.kind), run).items()}
 
@@ -181,7 +181,7 @@ def _of_run(names: Names, run: Any) -> Names:
 
 
 def ordered(names: Names, *modules: str, before: str) -> Names:
-    """The same names with these modules of ours moved in front of another."""
+    """The same names, with some of our modules moved in front of module `before`."""
     moved = {module: names[module] for module in modules}
     rest = {module: name for module, name in names.items() if module not in moved}
     at = list(rest).index(before)
@@ -190,7 +190,7 @@ def ordered(names: Names, *modules: str, before: str) -> Names:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Our array at `path` and their `tensor`, or its slice that is ours; `first` is the number of the first layer."""
+    """Our array at `path` and the `tensor` on disk, or the slice of it that is ours; `first` is the first layer."""
 
     path: str
     tensor: str
@@ -199,11 +199,11 @@ class TensorEntry:
 
     @property
     def stacked(self) -> int:
-        """The number of leading axes that count tensors."""
+        """The number of leading axes that enumerate tensors."""
         return self.tensor.count("{}")
 
     def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-        """Each tensor and its index in our array of this shape."""
+        """Each tensor with its index in our array, which has this shape."""
         places = np.ndindex(shape[: self.stacked])
         return [(self.tensor.format(*(i + self.first for i in index[:1]), *index[1:]), index) for index in places]
 
@@ -212,7 +212,7 @@ class TensorEntry:
         return ours if self.tensor_slice is None else self.tensor_slice.shape(ours)
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Our array, or one layer of it, from the tensor."""
+        """Extract our array, or one layer of it, from the tensor."""
         if self.tensor_slice is None:
             return tensor
         ours = self.tensor_slice.view(tensor)
@@ -221,13 +221,14 @@ class TensorEntry:
         return ours.reshape(-1, *ours.shape[ours.ndim - tensor.ndim + 1 :])
 
     def put(self, values: np.ndarray, tensor: np.ndarray) -> None:
-        """Write our array, or one layer of it, to its place in the tensor."""
+        """Write our array, or one layer of it, into the tensor."""
         view = tensor if self.tensor_slice is None else self.tensor_slice.view(tensor)
         view[...] = values.reshape(view.shape)
 
 
 def make_tensor_map(paths: Iterable[str], names: Names) -> list[TensorEntry]:
-    """An entry for each of our parameters, by its own name in `names` or by its module's and `.weight` or `.bias`."""
+    """An entry for each parameter, found in `names` by its own name, or by its module's name and `.weight` or
+    `.bias`."""
     tensor_map = []
     for path in paths:
         module, _, kind = path.rpartition(".")

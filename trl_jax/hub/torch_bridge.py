@@ -1,6 +1,6 @@
-"""Calls of torch, where it is installed: exporting models, reading pickles, tensors.
+"""Everything that calls torch: export models, read pickles, convert tensors.
 
-torch is imported inside functions only.
+torch is optional, so it is only imported inside functions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------------
-# The calls of torch, where it is installed, for transformers' own models and for pickled files.
+# Loading and exporting transformers' models, and converting tensors
 
 
 PICKLED = "pytorch_model.bin"
@@ -32,7 +31,7 @@ def available() -> bool:
 
 
 def _class_of(head: str) -> Any:
-    """transformers' class of models with this head."""
+    """transformers' auto class for models with this head."""
     import transformers
 
     names = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}
@@ -40,8 +39,10 @@ def _class_of(head: str) -> Any:
 
 
 def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: str = "score") -> Any:
-    """The model with a head as TRL has it after `set_seed(seed)`: tensors that the checkpoint lacks are drawn in the
-    same order. `config` is its config object; None reads the folder's."""
+    """Load a model as TRL does after `set_seed(seed)`: missing tensors are initialized in the same order.
+
+    `config` is its config object; None reads the one in the folder.
+    """
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -57,14 +58,14 @@ def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: st
             raise _not_tensors(folder / PICKLED, error) from error
     fixed = {name for name, parameter in unloaded(model.config, head).named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in fixed)  # loading forgets it
+        parameter.requires_grad_(name not in fixed)  # loading resets the flag
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")  # the one that does not copy an expert for every token
+        model.set_experts_implementation("grouped_mm")  # the only one that does not copy an expert for every token
     return model
 
 
 def unloaded(config: Any, head: str = "score") -> Any:
-    """The model without memory for its parameters."""
+    """The model on torch's meta device, without memory for its parameters."""
     import torch
 
     with torch.device("meta"):
@@ -72,14 +73,14 @@ def unloaded(config: Any, head: str = "score") -> Any:
 
 
 def empty(parameter: Any, dtype: str) -> None:
-    """Give up a parameter's values: memory that is never written takes no space."""
+    """Discard a parameter's values: the replacement is never written, so it takes no physical memory."""
     import torch
 
     parameter.data = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
 
 
 def members(module: Any, kind: str) -> set[int]:
-    """The ids of the parameters in the module's parts of a kind of torch.nn."""
+    """The ids of all parameters in submodules of a certain torch.nn class."""
     import torch
 
     kinds = getattr(torch.nn, kind)
@@ -87,17 +88,17 @@ def members(module: Any, kind: str) -> set[int]:
 
 
 def as_dtype(values: Any, dtype: str) -> Any:
-    """An array as torch's tensor of this dtype."""
+    """The array as a torch tensor with this dtype."""
     import torch
 
     return torch.from_numpy(np.array(values, np.float32)).to(getattr(torch, dtype))
 
 
 def export(module: Any, rows: int, length: int, dtype: str, training: bool, head: str = "score") -> Any:
-    """The module as torch.export has it, down to ATen operations, any number of rows and tokens if it can be."""
+    """Export the module with torch.export as ATen operations, for any number of rows and tokens if possible."""
     import torch
 
-    # Half precision as in TRL: torch's autocast decides operation by operation. It must be on around both steps.
+    # Half precision as in TRL: torch's autocast decides for each operation. It must be enabled during both steps.
     half = contextlib.nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
     example = torch.ones((2, rows, length), dtype=torch.int64)
     free = {"rows": {1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
@@ -106,18 +107,18 @@ def export(module: Any, rows: int, length: int, dtype: str, training: bool, head
         with half, scanned(module):
             exported = torch.export.export(of_rows(module, head), (example,), dynamic_shapes=free, strict=False)
             return exported.run_decompositions()
-    except Exception as error:  # torch's tracer fails with errors of many types
+    except Exception as error:  # torch's tracer raises errors of many types
         mode = " with dropout on (disable_dropout=True leaves it off)" if training else ""
         raise ValueError(
             f"model_type {module.config.model_type!r} cannot be exported{mode} for {rows} rows of {length} tokens; "
-            f"torch.export says: {str(error).strip()[:400]}"
+            f"torch.export reports: {str(error).strip()[:400]}"
         ) from error
     finally:
         module.eval()
 
 
 def of_rows(module: Any, head: str) -> Any:
-    """The model as a module of one input, ids above mask."""
+    """The model as a function of a single input, token ids stacked on the mask."""
     import torch
 
     options = {"use_cache": False} if head == "lm" else {}
@@ -145,7 +146,7 @@ def operation_of(node: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """An argument of an operation without torch's classes."""
+    """An argument of an operation, converted from torch's classes to plain Python."""
     import torch
 
     if isinstance(value, torch.fx.Node):
@@ -158,7 +159,7 @@ def plain(value: Any) -> Any:
 
 
 def recorded(value: Any) -> Any:
-    """The dtype of a tensor, those of several, None for a number."""
+    """The dtype of a tensor, or a tuple for several tensors; None for a number."""
     import torch
 
     if isinstance(value, list | tuple):
@@ -171,7 +172,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def as_tensors(values: Any) -> Any:
-    """Arrays as torch's tensors, in dicts, lists and tuples too; other values stay as they are."""
+    """Convert arrays to torch tensors, also inside dicts, lists and tuples; other values are returned unchanged."""
     if isinstance(values, dict):
         return {name: as_tensors(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
@@ -188,38 +189,37 @@ def _as_tensor(values: np.ndarray) -> Any:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """A tensor as NumPy's array, in its own dtype."""
+    """Convert a tensor to a NumPy array with the same dtype."""
     import torch
 
-    if values.dtype is torch.bfloat16:  # NumPy has no such dtype of its own
+    if values.dtype is torch.bfloat16:  # not a native NumPy dtype
         return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return values.contiguous().numpy()
 
 
 def unpickled(path: Path) -> dict[str, Any]:
-    """The tensors of a file by name; nothing in it is run."""
+    """The tensors of a file by name. Code in the file is not run."""
     import torch
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except MemoryError:
         raise
-    except Exception as error:  # from zip archives, pickles and torch's own checks alike
+    except Exception as error:  # zip archives, pickles and torch's own checks raise errors of many types
         raise _not_tensors(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise ValueError(f"{path} holds a {type(content).__name__} that is not tensors by name: wanted a state dict.")
+        raise ValueError(f"{path} must hold a state dict of tensors by name, got a {type(content).__name__}.")
     return dict(content)
 
 
 def _not_tensors(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"{path} is not a PyTorch file of nothing but tensors ({type(error).__name__}); nothing in it was run. "
-        "Download it again, or get the checkpoint as safetensors."
+        f"{path} is not a PyTorch file that only holds tensors ({type(error).__name__}); no code in it was run. "
+        "Download it again, or use a safetensors version of the checkpoint."
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Recurrences over tokens as one operation of an exported program.
+# Recurrences over tokens as a single operation of an exported program
 
 
 _SCANS = "torch._higher_order_ops.associative_scan"
@@ -227,7 +227,7 @@ _SCANS = "torch._higher_order_ops.associative_scan"
 
 @contextlib.contextmanager
 def scanned(module: Any) -> Iterator[None]:
-    """While this lasts, the code of `module` that has an associative scan takes it, and it is one operation."""
+    """Within the context, associative scans in the code of `module` are recorded as a single operation."""
     has = {sys.modules[type(part).__module__] for part in module.modules() if "use_associative_scan" in vars(part)}
     with contextlib.ExitStack() as stack:
         for code in has:
@@ -240,7 +240,7 @@ def scanned(module: Any) -> Iterator[None]:
 
 
 def _scan_by(original: Callable) -> Callable:
-    """torch's associative_scan, but for linear recurrences, which go to an operation of ours."""
+    """torch's associative_scan, except that linear recurrences use our own operation."""
 
     def scan(combine_fn: Callable, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
         if reverse or not _is_linear_recurrence(combine_fn):
@@ -252,16 +252,16 @@ def _scan_by(original: Callable) -> Callable:
 
 
 def _is_linear_recurrence(combine: Callable) -> bool:
-    """Whether it joins two steps of h -> a h + b, tried on numbers."""
+    """Whether `combine` composes two steps of h -> a h + b; tested on numbers."""
     try:
         return tuple(combine((2, 3), (5, 7))) == (10, 22) and tuple(combine((-3, 4), (11, 2))) == (-33, 46)
-    except (TypeError, AttributeError):  # it takes nothing but tensors
+    except (TypeError, AttributeError):  # it only accepts tensors
         return False
 
 
 @cache
 def _linear_recurrence() -> Callable:
-    """torch's name for `nn.aten.recurrences`' operation."""
+    """torch's operator for `exported.aten.linear_recurrence`."""
     import torch
 
     def computed(decay: Any, drive: Any, dim: int) -> Any:

@@ -1,4 +1,4 @@
-"""Torch and PEFT models that the user passes: read, checked, and given the trained weights."""
+"""Torch and PEFT models that a user passes: read and check them, and copy the trained weights back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_bridge import as_tensors
 from trl_jax.models.adapters import PREFIX
 
-# ----------------------------------------------------------------------------------------------------
-# torch models that a script passes: their weights in, and the trained ones back out.
+# Copying weights from torch models and back
 
 
 logger = logging.getLogger(__name__)
@@ -37,19 +36,19 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether it is a module of torch's; torch is not imported to find out."""
+    """Whether it is a torch module, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
 
 
 @contextmanager
 def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[Path]:
-    """A folder, for as long as it is needed, with the model as transformers saves it.
+    """Save the model as transformers does, in a temporary folder that exists within the context.
 
     Args:
-        dropout: whether its dropout counts: it will train with it.
+        dropout: whether its dropout matters, because it will be trained with it.
 
     Raises:
-        TypeError, ValueError: it is no model of transformers with this head, or quantised by another library than
+        TypeError, ValueError: it is not a transformers model with this head, or is quantized by a library other than
             bitsandbytes.
     """
     base = model.get_base_model() if is_adapted(model) else model
@@ -70,8 +69,8 @@ def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[P
 
 @contextmanager
 def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[Checkpoint]:
-    """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one; arguments as
-    of `as_folder`."""
+    """The model as a checkpoint that can be loaded within the context, including an adapter if it has one; arguments as
+    in `as_folder`."""
     name = name_of(model)
     with as_folder(model, head, dropout=dropout) as folder, _errors_naming(name, folder):
         checkpoint = replace(find_checkpoint(str(folder), head=head, dtype="auto"), name=name)
@@ -87,8 +86,8 @@ def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterat
 
 
 def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
-    """The row of the embedding that never trains is the one with which it was made: of a pad token that a script has
-    named in the config since, torch knows nothing."""
+    """Use the padding index that the embedding was created with as the row that is not trained; torch does not know
+    about a pad token that a script sets in the config later."""
     if checkpoint.native is None:
         return checkpoint
     import torch
@@ -99,13 +98,13 @@ def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
 
 
 def name_of(model: Any) -> str:
-    """The folder or repository that a torch model was loaded from; its class where it was loaded from none."""
+    """The folder or repository that a torch model was loaded from, or its class if there is none."""
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
 @contextmanager
 def _errors_naming(name: str, folder: Path) -> Iterator[None]:
-    """Errors of a folder that is gone when they are read name the model instead."""
+    """Make errors about the temporary folder name the model instead, since the folder is gone when they are read."""
     try:
         yield
     except (TypeError, ValueError, FileNotFoundError) as error:
@@ -117,21 +116,21 @@ def _errors_naming(name: str, folder: Path) -> Iterator[None]:
 
 
 def _check_no_adapter(model: Any) -> None:
-    """Raise ValueError for a base model in whose layers there is an adapter: peft's model of it is wanted."""
+    """Raise ValueError for a base model whose layers contain an adapter; the PeftModel is needed instead."""
     if "peft_config" in vars(model):
         raise ValueError(
-            f"model is a {type(model).__qualname__} in whose layers there is an adapter of peft's already. Pass "
-            "peft's model of it, the trainer.model that trained it, or a folder that it was saved to."
+            f"model is a {type(model).__qualname__} whose layers already contain a PEFT adapter. Pass the PeftModel, "
+            "the trainer.model that trained it, or a folder that it was saved to."
         )
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a model of peft's, with an adapter."""
+    """Whether it is a PeftModel, which has an adapter."""
     return type(model).__module__.startswith("peft.")
 
 
 def _save_adapted(model: Any, base: Any, folder: Path) -> None:
-    """The base model without peft's modules, and the adapter in a folder below."""
+    """Save the base model without PEFT's modules, and the adapter in a subfolder."""
     if len(model.peft_config) > 1:
         raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
     [name] = model.peft_config
@@ -139,14 +138,14 @@ def _save_adapted(model: Any, base: Any, folder: Path) -> None:
     _save(base, state, folder)
     model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
     inner = folder / ADAPTER_FOLDER / name
-    if inner.is_dir():  # where it has another name than peft's default
+    if inner.is_dir():  # PEFT uses a subfolder if the adapter's name is not its default
         for path in inner.iterdir():
             path.rename(folder / ADAPTER_FOLDER / path.name)
     _save_encoder(model, name, folder / ADAPTER_FOLDER)
 
 
 def _save_encoder(model: Any, name: str, folder: Path) -> None:
-    """Write the network that makes the vectors of virtual tokens, where there is one: peft does not."""
+    """Save the network that makes the vectors of virtual tokens, if there is one, because PEFT does not."""
     config = model.peft_config[name]
     if config.is_prompt_learning and not config.inference_mode:
         arrays = {key: value.float().numpy() for key, value in model.prompt_encoder[name].state_dict().items()}
@@ -155,7 +154,7 @@ def _save_encoder(model: Any, name: str, folder: Path) -> None:
 
 
 def _save(base: Any, state: dict[str, Any], folder: Path | str) -> None:
-    """Save a model with this state, whose keys may be those that peft gives them; of weights in few bits, as floats."""
+    """Save a model with this state, whose keys may be PEFT's; quantized weights are saved as floats."""
     few = _in_few_bits(base)
     inside = tuple(f"{name}." for name in few)
     state = {key: value for key, value in state.items() if not key.startswith(inside) or key.endswith(".bias")}
@@ -179,7 +178,7 @@ def _without_peft(key: str) -> str:
 
 
 def _in_few_bits(base: Any) -> dict[str, Any]:
-    """The modules whose weights bitsandbytes holds in four or eight bits."""
+    """The modules whose weights bitsandbytes quantized to 4 or 8 bits."""
     kinds = ("Params4bit", "Int8Params")
     weights = {name: one.weight for name, one in base.named_modules() if "weight" in vars(one)["_parameters"]}
     return {name: base.get_submodule(name) for name, one in weights.items() if type(one).__name__ in kinds}
@@ -193,19 +192,19 @@ def _floats(modules: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization_of(base: Any) -> BitsAndBytesConfig | None:
-    """How a model's weights were quantised when it was loaded; None where they were not. Scales of scales are unpacked:
-    rounding them once more would change them.
+    """How a model's weights were quantized when it was loaded; None if they were not. Double quantization is turned
+    off, because quantizing the scales again would change them.
 
     Raises:
-        ValueError: by another library than bitsandbytes.
+        ValueError: they were quantized by a library other than bitsandbytes.
     """
     if "quantization_config" not in base.config.to_dict():
         return None
     config = base.config.quantization_config
     if type(config).__name__ != "BitsAndBytesConfig":
         raise ValueError(
-            f"model is a {type(base).__qualname__} that is quantised by a {type(config).__qualname__}: wanted a "
-            "BitsAndBytesConfig, or load it without quantization_config."
+            f"model is a {type(base).__qualname__} quantized with a {type(config).__qualname__}. Use a "
+            "BitsAndBytesConfig, or load the model without quantization_config."
         )
     return replace(as_quantization(config), bnb_4bit_use_double_quant=False)
 
@@ -219,22 +218,22 @@ def _check(model: Any, head: HeadName) -> None:
 
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is a {kind}: wanted one of transformers' models, or a checkpoint's folder or Hub name.")
+        raise TypeError(f"model must be a transformers model, a checkpoint folder or a Hub name, got a {kind}.")
     if not type(model).__module__.startswith("transformers."):
         raise TypeError(
-            f"model is a {kind}: its own code would not run, since transformers' models are computed here by JAX. Pass "
-            "one of transformers' own classes, and put what is different into compute_loss."
+            f"model is a {kind}, whose own code would not run, because JAX computes transformers' models here. Pass "
+            "one of transformers' own classes, and implement the difference in compute_loss."
         )
     if head == "lm":
         if not _is_causal(model):
             raise TypeError(
-                f"model is a {kind}, which has no causal language model's head: load it with AutoModelForCausalLM, or "
+                f"model is a {kind}, which has no causal language model head. Load it with AutoModelForCausalLM, or "
                 "pass its name."
             )
         return
     if model.config.num_labels != 1:
         raise ValueError(
-            f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`: load "
+            f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`. Load "
             "it with num_labels=1, or pass its name."
         )
 
@@ -247,15 +246,15 @@ def _is_causal(model: Any) -> bool:
 
 
 def frozen_names(model: Any) -> list[str]:
-    """Names of parameters with requires_grad=False; those of a base model are frozen by peft itself, and those of a
-    quantised one have an adapter beside them or are refused."""
+    """Names of parameters with requires_grad=False. None for a base model that PEFT froze, and none for a quantized
+    model, which has an adapter or is refused."""
     if is_adapted(model) or _in_few_bits(model):
         return []
     return [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
 def resize(model: Any, rows: int) -> None:
-    """Give a torch model so many rows of tokens, in its head, too; the new ones are the mean of the old."""
+    """Resize the vocabulary of a torch model, including its head; new rows are the mean of the old ones."""
     import torch
 
     before = model.get_input_embeddings().num_embeddings
@@ -270,7 +269,7 @@ def resize(model: Any, rows: int) -> None:
 
 
 def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
-    """Write the parameters into the torch model they came from, in the dtypes it has and on its devices."""
+    """Copy the parameters back to the torch model they came from, in its dtypes and on its devices."""
     import torch
 
     if isinstance(backend, AdaptedBackend):
@@ -278,7 +277,7 @@ def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
         return
     state = model.state_dict()
     values = dict(backend.on_disk(params))
-    if not values.keys() <= state.keys():  # transformers keeps some tensors in another form than files do
+    if not values.keys() <= state.keys():  # transformers has some tensors in a different form than its files
         values = _as_loaded(backend, params, config, type(model))
     with torch.no_grad():
         for name, value in values.items():
@@ -286,11 +285,11 @@ def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
 
 
 def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
-    """Write an adapter into peft's model, or into the base model itself, in whose layers peft puts it."""
+    """Copy an adapter to a PeftModel, or inject it into the layers of a base model, as PEFT does."""
     import torch
 
     if backend.virtual.count:
-        if is_adapted(model):  # a base model stays as it is: they are no part of it
+        if is_adapted(model):  # for a base model there is nothing to do, as they are not part of it
             arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
             model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
         return
@@ -298,8 +297,8 @@ def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
     if not is_adapted(model):
         if importlib.util.find_spec("peft") is None:
             logger.warning(
-                "The torch model stays as it was: the adapter is in trainer.model, and in what is saved. Where peft is "
-                "installed, the model gets it, too."
+                "The torch model was not changed. The adapter is in trainer.model and in saved checkpoints; with PEFT "
+                "installed, it would also be added to the torch model."
             )
             return
         if "peft_config" not in vars(model):
@@ -311,7 +310,7 @@ def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
 
 
 def _install(config: LoraConfig, model: Any) -> None:
-    """Let peft put a new adapter into the layers of a model, which stays the object it is."""
+    """Let PEFT inject a new adapter into the layers of a model, which remains the same object."""
     from peft import PeftConfig, get_peft_model
 
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
@@ -326,7 +325,7 @@ def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[
 
 
 def as_pefts(config: Any) -> Any:
-    """A LoraConfig of ours as peft's; any other config as it is."""
+    """Convert our LoraConfig to PEFT's; other configs are returned unchanged."""
     if not isinstance(config, LoraConfig):
         return config
     from peft import LoraConfig as Theirs
@@ -335,21 +334,20 @@ def as_pefts(config: Any) -> Any:
     return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
 
 
-# ----------------------------------------------------------------------------------------------------
-# Torch models in which a script has changed more than weights and config: JAX computes by these alone.
+# Detecting torch models that differ from their config and weights, which is all that JAX uses
 
 
-# Whose functions, put on a module, leave what it computes as it is.
+# Functions of these libraries, when patched onto a module, do not change what it computes.
 _KNOWN = ("transformers", "accelerate", "peft", "trl", "torch", "liger_kernel")
-# Of scripts, by the names that peft's and transformers' documents give them; they only ask for gradients.
+# Hooks in scripts, by their names in PEFT's and transformers' documentation; they only enable gradients.
 _HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NEAR = 0.02  # relative: a buffer that was cast to sixteen bits is the same
+_NEAR = 0.02  # relative tolerance, so that a buffer cast to 16 bits counts as unchanged
 
 
 def unwrap_head(base: Any) -> None:
-    """Let a score head be its linear layer again where a script has put dropout around it, in a model whose dropout
-    does not count: they compute the same, and `score.weight` is what transformers reads, `score.1.weight` is not."""
+    """Replace a score head that a script wrapped with dropout by its linear layer, if dropout is disabled. They compute
+    the same, but transformers reads `score.weight` and not `score.1.weight`."""
     import torch
 
     for name, module in list(base.named_children()):
@@ -359,27 +357,27 @@ def unwrap_head(base: Any) -> None:
         if len(layers) == 1 and type(layers[0]) is torch.nn.Linear:
             setattr(base, name, layers[0])
             logger.warning(
-                "model.%s has dropout around its linear layer, which disable_dropout=True leaves out: it is that layer "
-                "now, and saved as %s.weight.", name, name,
+                "model.%s is a linear layer wrapped with dropout, which disable_dropout=True turns off. The wrapper "
+                "was removed, and the layer is saved as %s.weight.", name, name,
             )  # fmt: skip
 
 
 def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True) -> None:
-    """Raise ValueError for a model that would compute, or train, otherwise than one of its config with its weights.
+    """Raise ValueError for a model that computes or trains differently than its config and weights say.
 
     Args:
-        base: the model without an adapter of peft's.
-        plain: whether its modules are those of transformers: it has no adapter, and no weights in few bits.
-        dropout: whether its dropout counts.
+        base: the model without a PEFT adapter.
+        plain: whether its modules are transformers' own: no adapter and no quantized weights.
+        dropout: whether its dropout matters.
     """
     found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
     if plain:
         found += _modules(base, dropout)
     if found:
         raise ValueError(
-            f"model is a {type(base).__qualname__} that was changed after it was made: {found[0]}. JAX computes what "
-            "its config says, with its weights, and would pass this over. Say it in the config that the model is "
-            "loaded with, or leave it out."
+            f"model is a {type(base).__qualname__} that was modified after it was created: {found[0]}. JAX would "
+            "ignore this, because it only uses the model's config and weights. Set it in the config that the model is "
+            "loaded with, or undo it."
         )
 
 
@@ -387,17 +385,17 @@ def _functions(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         own = vars(module)
         if "forward" in own and "_hf_hook" not in own and not _is_known(own["forward"]):
-            yield f"{name}.forward is a function of the script's"
+            yield f"{name}.forward was replaced by the script"
         for kind in _HOOKS:
             for hook in own[kind].values():
                 if not _is_known(hook):
-                    yield f"{name} has a hook of the script's, {_name_of(hook)}"
+                    yield f"{name} has a hook set by the script, {_name_of(hook)}"
 
 
 def _gradient_hooks(model: Any) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if name.startswith("prompt_encoder."):
-            continue  # where peft has hooks of its own
+            continue  # PEFT has its own hooks here
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"the gradient of {name} has a hook"
 
@@ -405,43 +403,44 @@ def _gradient_hooks(model: Any) -> Iterator[str]:
 def _tied(base: Any) -> Iterator[str]:
     head, table = base.get_output_embeddings(), base.get_input_embeddings()
     if head is not None and head.weight is table.weight and not base.config.get_text_config().tie_word_embeddings:
-        yield "its head and its embedding are one, and its config has tie_word_embeddings=False"
+        yield "its head and embedding are tied, but its config has tie_word_embeddings=False"
 
 
 def _modules(base: Any, dropout: bool) -> Iterator[str]:
-    """Modules and constants that another model of its config has otherwise; that one has no numbers, nor memory."""
+    """Modules and constants that differ from those of a model built from its config on torch's meta device."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         twin = dict(type(base)(copy.deepcopy(base.config)).named_modules())
     for name, module in base.named_modules():
         if name not in twin:
-            continue  # whose weights, if it has any, do not fit
+            continue  # if it has weights, their shapes do not match and are reported elsewhere
         if type(module) is not type(twin[name]):
-            yield f"{name} is a {type(module).__qualname__}, and by its config a {type(twin[name]).__qualname__}"
+            expected = type(twin[name]).__qualname__
+            yield f"{name} is a {type(module).__qualname__}, but a {expected} according to its config"
             continue
         for key, value in vars(twin[name]).items():
             drops = isinstance(module, torch.nn.Dropout) or "dropout" in key
             if type(value) is float and vars(module).get(key) != value and (dropout or not drops):
-                yield f"{name}.{key} is {vars(module).get(key)}, and by its config {value}"
+                yield f"{name}.{key} is {vars(module).get(key)}, but {value} according to its config"
         yield from _buffers(name, module)
 
 
 def _buffers(name: str, module: Any) -> Iterator[str]:
-    """Of a module that is made of a config alone, those of its buffers that are not saved and are others by now."""
+    """For a module that is built from a config alone, its non-persistent buffers that have changed since."""
     import torch
 
     wanted = [key for key in module._non_persistent_buffers_set if vars(module)["_buffers"][key] is not None]
     if not wanted or "config" not in vars(module) or _needs_more_than_a_config(type(module)):
         return
     if any(word in str(vars(module).get("rope_type")) for word in ("dynamic", "longrope")):
-        return  # which follow the longest text
+        return  # these depend on the longest text so far
     with torch.random.fork_rng(devices=[]):
         made = type(module)(copy.deepcopy(module.config))
     for key in wanted:
         ours, theirs = (dict(one.named_buffers(recurse=False))[key].float().cpu() for one in (module, made))
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_NEAR, atol=0.0):
-            yield f"{name}.{key} has other numbers than by its config"
+            yield f"{name}.{key} differs from the values that its config determines"
 
 
 def _needs_more_than_a_config(kind: type) -> bool:
@@ -460,12 +459,11 @@ def _name_of(function: Any) -> str:
     return function.__name__ if "__name__" in dir(function) else type(function).__qualname__
 
 
-# ----------------------------------------------------------------------------------------------------
-# Losses that a script writes in torch: a model's outputs as tensors that ask for a gradient, and the gradient.
+# Losses written in torch: outputs as tensors that require a gradient, and their gradients
 
 
 def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
-    """A batch as torch's collators give it: token ids, masks and labels are int64."""
+    """A batch as torch's collators return it, with int64 token ids, masks and labels."""
     return as_tensors({name: _as_long(np.array(values)) for name, values in arrays.items()})
 
 
@@ -474,7 +472,7 @@ def _as_long(values: np.ndarray) -> np.ndarray:
 
 
 def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors of these arrays that take up a gradient, and what a script gets of them and may write into."""
+    """Leaf tensors of these arrays that record gradients, and the tensors for the script, which may modify them."""
     leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
     return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
 
@@ -484,7 +482,7 @@ def _copied(outputs: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-    """The derivative of a loss by each of these tensors; zeros where it does not depend on one."""
+    """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one."""
     loss.backward()
     return [{name: _gradient_of(leaf) for name, leaf in of_call.items()} for of_call in leaves]
 
@@ -500,7 +498,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def without_gradient() -> Any:
-    """A context in which torch keeps nothing for a gradient."""
+    """A context in which torch records no gradients."""
     import torch
 
     return torch.no_grad()

@@ -1,4 +1,4 @@
-"""Read optimizer.pt and rng_state.pth of TRL's checkpoints."""
+"""Read optimizer.pt and rng_state.pth from TRL's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
 from trl_jax.hub.peft_config import VECTORS, WEIGHTS
 
-# ----------------------------------------------------------------------------------------------------
-# Optimizer states that torch wrote. Torch is imported where one is read, and nowhere else.
+# Optimizer states saved by torch, which is only imported to read one
 
 
 OPTIMIZER = "optimizer.pt"
@@ -29,20 +28,20 @@ OPTIMIZER = "optimizer.pt"
 def write_adamw_moments(
     checkpoint: Path, folder: Path, config: Any, head: HeadName, decays: Callable[[str], bool]
 ) -> int:
-    """Write the moments of a Trainer's checkpoint as if they were weights: `folder`/mu and `folder`/nu, for `load`.
+    """Write the moments in a Trainer checkpoint to `folder`/mu and `folder`/nu in the form of weights, for `load`.
 
-    torch numbers an optimizer's tensors; their names follow from the order of the model's, those that decay first. For
-    an adapter, peft is needed to know that order.
+    torch numbers an optimizer's tensors. Their names follow from the order of the model's parameters, with those that
+    have weight decay first. For an adapter, peft is needed to know that order.
 
     Args:
-        config: transformers' object, of the model or of an adapter's base model.
-        head: the model's.
+        config: transformers' config object of the model, or of an adapter's base model.
+        head: the model's head.
 
     Returns:
-        How many steps AdamW has taken.
+        The number of steps that AdamW has taken.
 
     Raises:
-        ValueError: it is no AdamW over this model's tensors, or not one that can be read without running code.
+        ValueError: it is not the state of AdamW for this model, or cannot be read without running code.
     """
     saved = _read(checkpoint / OPTIMIZER)
     names, files = _parameter_names(checkpoint, config, head), (checkpoint / ADAPTER, checkpoint / "config.json")
@@ -57,10 +56,10 @@ def write_adamw_moments(
         [count] = {int(state["step"]) for state in states}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         text = brief(error, 300)
-        raise ValueError(f"{checkpoint / OPTIMIZER} is not AdamW's state of this model: {text}.") from error
+        raise ValueError(f"{checkpoint / OPTIMIZER} is not an AdamW state for this model: {text}.") from error
     if sizes != [len(group) for group in groups]:
         raise ValueError(
-            f"{checkpoint / OPTIMIZER} has groups of {sizes} tensors, the model {[len(group) for group in groups]}."
+            f"{checkpoint / OPTIMIZER} has groups of {sizes} tensors, but the model {[len(group) for group in groups]}."
         )
     order = [name for group in groups for name in group]
     for part, values in moments.items():
@@ -75,19 +74,19 @@ def _read(path: Path) -> Any:
 
     try:
         with text.naming(path):
-            return torch.load(path, map_location="cpu", weights_only=True)  # which runs no code of the file's
+            return torch.load(path, map_location="cpu", weights_only=True)  # does not run code from the file
     except MemoryError:
         raise
-    except Exception as error:  # its reader stumbles over a damaged file in many ways
+    except Exception as error:  # torch.load raises many types of errors for a damaged file
         said = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
         raise ValueError(
-            f"{path}, of {path.stat().st_size:,} bytes, cannot be read ({said[:200]}). Copy it again, or pass the "
-            "folder as model= to begin anew from its weights."
+            f"{path} ({path.stat().st_size:,} bytes) cannot be read ({said[:200]}). Copy it again, or pass the folder "
+            "as model= to start a new run from its weights."
         ) from error
 
 
 def _parameter_names(checkpoint: Path, config: Any, head: HeadName) -> list[str]:
-    """The names of the parameters that train, in torch's order."""
+    """The names of the trained parameters in torch's order."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -103,28 +102,27 @@ def _adapted(model: Any, checkpoint: Path) -> Any:
     from peft import PeftConfig, get_peft_model
 
     config = PeftConfig.from_pretrained(checkpoint)
-    config.inference_mode = config.init_lora_weights = False  # its values are not asked for
+    config.inference_mode = config.init_lora_weights = False  # no need to initialize values
     config.prompt_tuning_init = "RANDOM"
     return get_peft_model(model, config)
 
 
 def _on_disk(name: str) -> str:
-    """The name under which PEFT saves a parameter of its one adapter; other names as they are."""
+    """The name under which PEFT saves an adapter's parameter; other names are unchanged."""
     if name == "prompt_encoder.default.embedding.weight":
         return VECTORS
     name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
     return name.replace(".modules_to_save.default", "").replace(".default", "")
 
 
-# ----------------------------------------------------------------------------------------------------
-# torch's stream of random numbers: its place that transformers' Trainer keeps in a checkpoint, and its seed.
+# torch's random state in a checkpoint, and seeding torch
 
 
-_WORDS, _LEFT, _NEXT, _FIRST = 624, 8, 16, 24  # of the twister, and where torch's generator has them, in bytes
+_WORDS, _LEFT, _NEXT, _FIRST = 624, 8, 16, 24  # words of the Mersenne twister; byte offsets in torch's generator state
 
 
 def random_state(checkpoint: Path, rank: int, ranks: int) -> GeneratorState | None:
-    """That of one of so many processes, of torch's generator on the CPU; None where its file is not there."""
+    """The state of torch's CPU generator in one of `ranks` processes; None if the file does not exist."""
     path = checkpoint / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth")
     if not path.is_file():
         return None
@@ -136,7 +134,7 @@ def random_state(checkpoint: Path, rank: int, ranks: int) -> GeneratorState | No
 
 
 def seed_if_imported(seed: int) -> None:
-    """Seed torch's generators where a script has imported torch, and may draw from them."""
+    """Seed torch's generators if a script has imported torch and may use them."""
     if "torch" in sys.modules:
         import torch
 
@@ -144,7 +142,7 @@ def seed_if_imported(seed: int) -> None:
 
 
 def place_of(state: np.ndarray) -> GeneratorState:
-    """Of what `torch.get_rng_state()` gives, uint8 `[5056]`."""
+    """Parse the uint8 `[5056]` array that `torch.get_rng_state()` returns."""
     raw = state.tobytes()
     key = np.frombuffer(raw, np.uint64, _WORDS, _FIRST).astype(np.uint32)
     [left], [used] = np.frombuffer(raw, np.int32, 1, _LEFT), np.frombuffer(raw, np.uint64, 1, _NEXT)

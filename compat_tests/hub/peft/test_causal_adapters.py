@@ -145,8 +145,8 @@ def test_a_frozen_head_keeps_its_sixteen_bits_and_gets_no_gradient(tie, bases, t
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"trainable_token_indices": {"nothing": [1]}}, "no table of tokens"),
-        ({"trainable_token_indices": [100_000]}, "wanted ids from 0 to"),
+        ({"trainable_token_indices": {"nothing": [1]}}, "not a token embedding"),
+        ({"trainable_token_indices": [100_000]}, "must be distinct ids from 0 to"),
         ({"trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]}, "already marked to be trained fully"),
         ({"trainable_token_indices": [1], "target_modules": ["embed_tokens"]}, "would get an adapter"),
     ],

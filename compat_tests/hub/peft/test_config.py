@@ -59,22 +59,22 @@ def test_pefts_object_is_taken_and_stays_as_it_was():
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"r": 0}, "LoraConfig: r=0, wanted a whole number from 1 on."),
-        ({"lora_alpha": float("nan")}, "LoraConfig: lora_alpha=nan, wanted a number."),
-        ({"lora_dropout": 1.0}, "lora_dropout=1.0, wanted a number from 0 to below 1"),
-        ({"bias": "some"}, "LoraConfig: bias='some', wanted none, all or lora_only."),
-        ({"task_type": "REWARD"}, "task_type='REWARD' is not one of SEQ_CLS"),
-        ({"modules_to_save": "score"}, "modules_to_save='score', wanted a list of names"),
-        ({"rank_pattern": {"q": 0}}, "rank_pattern={'q': 0}, wanted ranks from 1 on"),
-        ({"modules_to_save": 5}, "modules_to_save=5, wanted a list of names"),
-        ({"target_modules": "(q"}, "target_modules='(q', wanted a list of names, or one pattern"),
-        ({"modules_to_save": ["(score"]}, "modules_to_save=['(score'], wanted a list of names"),
-        ({"rank_pattern": {"(?i)q": 2}}, "rank_pattern={'(?i)q': 2}, wanted ranks from 1 on"),
-        ({"use_dora": "no"}, "use_dora='no', wanted True or False"),
-        ({"task_type": ["SEQ_CLS"]}, "task_type=['SEQ_CLS'] is not one of"),
-        ({"layers_to_transform": [-1]}, "layers_to_transform=[-1], wanted a layer's number from 0 on"),
-        ({"target_modules": "q", "layers_to_transform": [1]}, "layers_to_transform=[1], wanted none beside a pattern"),
-        ({"target_modules": ["q"], "layers_pattern": "h"}, "layers_pattern='h', wanted layers_to_transform"),
+        ({"r": 0}, "LoraConfig: r must be an integer of at least 1, got 0."),
+        ({"lora_alpha": float("nan")}, "LoraConfig: lora_alpha must be a number, got nan."),
+        ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and below 1, got 1.0"),
+        ({"bias": "some"}, "LoraConfig: bias must be none, all or lora_only, got 'some'."),
+        ({"task_type": "REWARD"}, "task_type must be one of SEQ_CLS"),
+        ({"modules_to_save": "score"}, "modules_to_save must be a list of names, got 'score'"),
+        ({"rank_pattern": {"q": 0}}, "rank_pattern must be ranks of at least 1, got {'q': 0}"),
+        ({"modules_to_save": 5}, "modules_to_save must be a list of names, got 5"),
+        ({"target_modules": "(q"}, "target_modules must be a list of names or a single pattern, got '(q'"),
+        ({"modules_to_save": ["(score"]}, "modules_to_save must be a list of names, got ['(score']"),
+        ({"rank_pattern": {"(?i)q": 2}}, "rank_pattern must be ranks of at least 1, got {'(?i)q': 2}"),
+        ({"use_dora": "no"}, "use_dora must be True or False, got 'no'"),
+        ({"task_type": ["SEQ_CLS"]}, "task_type must be one of"),
+        ({"layers_to_transform": [-1]}, "layers_to_transform must be a layer index of at least 0"),
+        ({"target_modules": "q", "layers_to_transform": [1]}, "layers_to_transform must be None if target_modules"),
+        ({"target_modules": ["q"], "layers_pattern": "h"}, "layers_pattern must be None without layers_to_transform"),
     ],
 )
 def test_values_that_no_adapter_has(keys, text):
@@ -85,12 +85,12 @@ def test_values_that_no_adapter_has(keys, text):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' changes the base model or asks for data"),
-        ({"init_lora_weights": "pissa", "r": 33}, "'pissa' has no 33 principal parts of model.layers.{}.self_attn.q_"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' modifies the base model or needs data"),
+        ({"init_lora_weights": "pissa", "r": 33}, "'pissa' cannot take 33 principal components of model.layers.{}"),
         ({"layer_replication": [(0, 1)]}, "layer_replication=[(0, 1)] is not in this release of trl_jax."),
-        ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight, and target_modules its module, in this layer or"),
-        ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora=True does not go with the table model."),
-        ({"target_modules": ["qproj"]}, "target_modules=['qproj'] means no module of this model"),
+        ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight and target_modules selects its module, in this or"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora=True does not support the embedding model."),
+        ({"target_modules": ["qproj"]}, "target_modules=['qproj'] selects no module of this model"),
         ({"modules_to_save": ["q_proj"], "target_modules": r".*v_proj|.*q_proj"}, None),
     ],
 )
@@ -109,10 +109,10 @@ def test_what_is_not_computed_here(keys, text, adapter, tmp_path):
     ("keys", "text"),
     [
         ({"peft_type": "IA3"}, "peft_type='IA3' is not in this release of trl_jax; the nearest is LoraConfig(r=1)"),
-        ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 has not ("),
-        ({"r": 3}, "q_proj.lora_A.weight is [4, 32], this base model asks for [3, 32]"),
+        ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 does not know ("),
+        ({"r": 3}, "q_proj.lora_A.weight is [4, 32], but this base model requires [3, 32]"),
         ({"target_modules": ["v_proj"]}, "Missing: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"),
-        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": None}, "has no base_model_name_or_path"),
         ({"base_model_name_or_path": "/no/such"}, "is for base_model_name_or_path='/no/such'. model="),
     ],
 )
@@ -123,7 +123,7 @@ def test_an_adapter_that_does_not_fit(keys, text, adapter, tmp_path):
 
 def test_an_adapter_of_another_base(adapter, checkpoint, tmp_path):
     wide = str(checkpoint("llama"))
-    with refuses("the adapter is another model's. Pass the base model that it was trained on."):
+    with refuses("Pass the base model that the adapter was trained on."):
         folder = broken(adapter, tmp_path, base_model_name_or_path=wide, layers_to_transform=[0])
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
@@ -136,7 +136,7 @@ def test_an_adapter_without_a_head_takes_the_bases(adapter, tmp_path, caplog):
     assert not np.array_equal(tensors.pop(head), load_file(adapter[0] / "model.safetensors")["score.weight"])
     save_file(tensors, path)
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
-    assert f"has no {head}: the base model's own is taken, and trains from there." in caplog.text
+    assert f"has no {head}: starting from the base model's." in caplog.text
     np.testing.assert_array_equal(
         model.params["score.weight"], load_file(adapter[0] / "model.safetensors")["score.weight"]
     )
@@ -147,7 +147,7 @@ def test_an_adapter_without_a_head_takes_the_bases(adapter, tmp_path, caplog):
 def test_a_pickled_adapter(adapter, tmp_path):
     folder = broken(adapter, tmp_path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with refuses("It has adapter_model.bin, a pickle, which is not read", FileNotFoundError):
+    with refuses("It has adapter_model.bin, but pickles are not read", FileNotFoundError):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
 
@@ -156,7 +156,7 @@ def test_an_adapter_of_single_experts(adapter, tmp_path):
     path = folder / "adapter_model.safetensors"
     one = {"base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight": np.zeros((4, 32), np.float32)}
     save_file(load_file(path) | one, path)
-    with refuses("has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT"):
+    with refuses("has separate adapters for each expert, as in transformers 4; now all experts share one parameter."):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
 
@@ -164,11 +164,11 @@ def test_an_adapter_of_integers(adapter, tmp_path):
     folder = broken(adapter, tmp_path)
     path = folder / "adapter_model.safetensors"
     save_file({name: value.astype("int32") for name, value in load_file(path).items()}, path)
-    with refuses("is no floating-point tensor of F32, BF16, F16"):
+    with refuses("is not a floating-point tensor (F32, BF16, F16)"):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
 
 def test_a_config_that_is_no_json(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[1]")
-    with refuses("holds a list: wanted an object with peft_type."):
+    with refuses("must hold an object with peft_type, got a list."):
         read_adapter_config(tmp_path)

@@ -100,17 +100,17 @@ def test_a_pickle_is_neither_fetched_nor_run(hub, tmp_path):
 def test_a_base_of_another_shape(hub, checkpoint):
     add(hub, "somebody/wide", files_of(checkpoint("llama")))
     changed(hub, base_model_name_or_path="somebody/wide", layers_to_transform=[0])
-    with refuses("q_proj.lora_A.weight is [2, 32], this base model asks for [2, 64]: the adapter is another model's."):
+    with refuses("q_proj.lora_A.weight is [2, 32], but this base model requires [2, 64]."):
         load(JUDGE)
 
 
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 has not ("),
+        ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 does not know ("),
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not in this release of trl_jax; the nearest is LoraConfig."),
         ({"base_model_name_or_path": "somebody/gone"}, "is for base_model_name_or_path='somebody/gone'. model="),
-        ({"base_model_name_or_path": None}, "names no base_model_name_or_path: write there which model it is for."),
+        ({"base_model_name_or_path": None}, "has no base_model_name_or_path. Set it to the name of the base model."),
     ],
 )
 def test_a_config_that_does_not_fit(keys, text, hub):

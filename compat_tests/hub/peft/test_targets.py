@@ -211,5 +211,5 @@ def test_a_router_that_gives_more_than_a_linear_map_does():
         theirs(input_ids=torch.tensor([[5, 6, 7]]))
     names, _, _ = ours(modules, "phimoe", {"target_modules": "all-linear"})
     assert {name.rpartition(".")[2] for name in names[0]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ValueError, match=r"means model.layers.0.mlp.router \(and 2 more\), which is no linear map"):
+    with pytest.raises(ValueError, match=r"selects model.layers.0.mlp.router \(and 2 more\), which is not a linear"):
         ours(modules, "phimoe", {"target_modules": ["router"]})

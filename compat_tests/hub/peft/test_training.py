@@ -38,7 +38,7 @@ def test_the_head_is_added_and_told_and_the_share_is_logged(checkpoint, tmp_path
     with caplog.at_level(logging.INFO, logger="trl_jax"):
         lora = adapter(task_type=None)
         trainer = make(trl_jax, checkpoint("llama", **FACTS), tmp_path, peft_config=lora, config={"log_level": "info"})
-    assert "the head 'score' is added to modules_to_save, so that it trains and is saved." in caplog.text
+    assert "the head 'score' was added to modules_to_save, so that it is trained and saved." in caplog.text
     train_, count = trainer.get_num_trainable_parameters(), trainer.model.num_parameters()
     assert f"Training with adapter: {train_:,} of {count:,} parameters ({100 * train_ / count:.4f}%)." in caplog.text
     assert "score.weight" in trainer.model.params and lora.modules_to_save is None
@@ -244,11 +244,11 @@ def test_what_is_not_quantised(checkpoint):
 def test_quantised_weights_do_not_train(checkpoint, tmp_path):
     folder = checkpoint("llama", **FACTS)
     four, lora = BitsAndBytesConfig(load_in_4bit=True), adapter(init_lora_weights="pissa")
-    with pytest.raises(ValueError, match="'pissa' puts other numbers into .*q.weight, which is quantised to fp4."):
+    with pytest.raises(ValueError, match="'pissa' modifies .*q.weight, which is quantized to fp4."):
         make(trl_jax, folder, tmp_path, quantization_config=four, peft_config=lora)
-    with pytest.raises(ValueError, match="quantised weights do not train. Pass peft_config="):
+    with pytest.raises(ValueError, match="quantized weights cannot be trained. Also pass peft_config="):
         make(trl_jax, folder, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    with pytest.raises(ValueError, match="bnb_4bit_quant_type='nf5', wanted nf4 or fp4"):
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type must be nf4 or fp4, got 'nf5'"):
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf5")
     with pytest.raises(ValueError, match="load_in_4bit and load_in_8bit are both False"):
         BitsAndBytesConfig()
@@ -258,5 +258,7 @@ def test_exported_programs_take_no_adapter(tmp_path):
     from compat_tests.tiny import tiny_model
 
     folder = tiny_model(tmp_path / "model", "gpt_neo", num_hidden_layers=1, attention_types=[[["global"], 1]])
-    with pytest.raises(ValueError, match="models of type 'gpt_neo' run as exported programs, which take no adapter"):
+    with pytest.raises(
+        ValueError, match="models of type 'gpt_neo' run as exported programs, which do not support adapters"
+    ):
         make(trl_jax, folder, tmp_path / "out", peft_config=adapter())

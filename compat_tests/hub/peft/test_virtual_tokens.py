@@ -198,7 +198,7 @@ def test_of_ptuning_pefts_own_folder_computes_and_does_not_train(runs, checkpoin
     assert (tmp_path / "saved" / "adapter_config.json").read_text() == (folder / "adapter_config.json").read_text()
     with pytest.raises(ValueError, match="^Cannot set a prompt learning adapter to trainable when loading pretrained"):
         trainer(trl_jax, "mlp", checkpoint(**SMALL), tmp_path, model=str(folder), new=False)
-    with pytest.raises(FileNotFoundError, match="prompt_encoder.safetensors is not there: PEFT saves the vectors"):
+    with pytest.raises(FileNotFoundError, match="prompt_encoder.safetensors does not exist. PEFT saves the vectors"):
         other.backend.load(folder, 0)  # as where a checkpoint of TRL's is to be resumed from
 
 
@@ -307,19 +307,19 @@ def test_fields_defaults_and_keys_are_pefts(kind):
 
 
 REFUSED = {
-    "num_virtual_tokens is None: say how many": ("PromptTuning", {"num_virtual_tokens": None}),
-    "wanted a whole number from 1 on": ("PromptTuning", {"num_virtual_tokens": 0}),
-    "wanted TEXT or SAMPLE_VOCAB or RANDOM": ("PromptTuning", {"prompt_tuning_init": "WORDS"}),
+    "num_virtual_tokens is None. Set it to the number": ("PromptTuning", {"num_virtual_tokens": None}),
+    "num_virtual_tokens must be an integer of at least 1, got 0": ("PromptTuning", {"num_virtual_tokens": 0}),
+    "prompt_tuning_init must be TEXT or SAMPLE_VOCAB or RANDOM": ("PromptTuning", {"prompt_tuning_init": "WORDS"}),
     "prompt_tuning_init_text can't be None": (
         "PromptTuning", {"prompt_tuning_init": "TEXT", "tokenizer_name_or_path": "x"},
     ),
     "tokenizer_kwargs only valid when": ("PromptTuning", {"tokenizer_kwargs": {"use_fast": True}}),
-    "modules_to_save=['lm_head'], wanted None": ("PrefixTuning", {"modules_to_save": ["lm_head"]}),
-    "inference_mode=True, and nothing would train": ("PromptEncoder", {"inference_mode": True}),
-    "token_dim=9, wanted 16": ("PromptTuning", {"token_dim": 9}),
-    "wanted MLP or LSTM": ("PromptEncoder", {"encoder_reparameterization_type": "GRU"}),
-    "encoder_dropout=1, wanted a number from 0": ("PromptEncoder", {"encoder_dropout": 1}),
-    "init_weights='ones', wanted None or 'zero'": ("PrefixTuning", {"init_weights": "ones"}),
+    "modules_to_save must be None": ("PrefixTuning", {"modules_to_save": ["lm_head"]}),
+    "inference_mode=True would leave nothing to train": ("PromptEncoder", {"inference_mode": True}),
+    "token_dim must be 16": ("PromptTuning", {"token_dim": 9}),
+    "type must be MLP or LSTM": ("PromptEncoder", {"encoder_reparameterization_type": "GRU"}),
+    "encoder_dropout must be at least 0": ("PromptEncoder", {"encoder_dropout": 1}),
+    "init_weights must be None or 'zero', got 'ones'": ("PrefixTuning", {"init_weights": "ones"}),
 }  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def test_what_no_virtual_tokens_can_be_is_refused_by_field(text, checkpoint, tmp
 def test_models_and_losses_that_virtual_tokens_do_not_go_with(checkpoint, tmp_path):
     config = trl_jax.PromptTuningConfig(num_virtual_tokens=2)
     pairs, args = Dataset.from_list(rows_of("Reward", 8)), trl_jax.RewardConfig(str(tmp_path), **BASE)
-    with pytest.raises(ValueError, match="would depend on the rows beside it. Take a LoraConfig"):
+    with pytest.raises(ValueError, match="would depend on the other rows of the batch. Use a LoraConfig"):
         trl_jax.RewardTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=pairs, peft_config=config)
     args = trl_jax.SFTConfig(str(tmp_path), **BASE)
     own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: jnp.sum(outputs.logits)}
@@ -364,11 +364,11 @@ FAMILIES = {
     "falcon_h1": {}, "gpt_oss": {}, "deepseek_v3": {}, "gemma4_text": {}, "granite": {},
 }  # fmt: skip
 REFUSED_MODELS = {
-    ("falcon_h1", "PromptTuning"): "texts would be read as the base model does not read them. Take a LoraConfig",
-    ("falcon_h1", "PrefixTuning"): "which a prefix would go before. Take a PromptTuningConfig or a LoraConfig",
-    ("deepseek_v3", "PrefixTuning"): "which a prefix would go before. Take a PromptTuningConfig or a LoraConfig",
-    ("gemma4_text", "PrefixTuning"): "which a prefix would go before. Take a PromptTuningConfig or a LoraConfig",
-    ("gemma4_text", "PromptTuning"): "in tables of their own, where virtual tokens have no row. Take a LoraConfig",
+    ("falcon_h1", "PromptTuning"): "texts would be embedded differently than by the base model. Use a LoraConfig",
+    ("falcon_h1", "PrefixTuning"): "does not have. Use a PromptTuningConfig or a LoraConfig",
+    ("deepseek_v3", "PrefixTuning"): "does not have. Use a PromptTuningConfig or a LoraConfig",
+    ("gemma4_text", "PrefixTuning"): "does not have. Use a PromptTuningConfig or a LoraConfig",
+    ("gemma4_text", "PromptTuning"): "in which virtual tokens have no row. Use a LoraConfig",
 }
 
 
