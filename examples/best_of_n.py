@@ -19,10 +19,7 @@ from datasets import Dataset
 from grpo import COMMON, DIGITS, MOST_TOKENS, fine_tuned, is_sorted, questions
 from transformers import AutoTokenizer, PrinterCallback
 
-from trl_jax.hub.auto import AutoModelForCausalLM
-from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.trainer.reward_trainer import RewardTrainer
+from trl_jax import AutoModelForCausalLM, PreTrainedModel, RewardConfig, RewardTrainer
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax import AutoModelForCausalLM
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Norway": "Oslo",

@@ -18,8 +18,7 @@ from grpo import COMMON, MOST_TOKENS, answers, fine_tuned, is_sorted, questions
 from plot import Curve, text_plot, write_svg
 from transformers import PrinterCallback
 
-from trl_jax.trainer.distillation_config import DistillationConfig
-from trl_jax.trainer.distillation_trainer import DistillationTrainer
+from trl_jax import DistillationConfig, DistillationTrainer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 

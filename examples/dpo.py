@@ -18,10 +18,7 @@ from datasets import Dataset
 from plot import Curve, text_plot, write_svg
 from transformers import PrinterCallback
 
-from trl_jax.trainer.dpo_config import DPOConfig
-from trl_jax.trainer.dpo_trainer import DPOTrainer
-from trl_jax.trainer.sft_config import SFTConfig
-from trl_jax.trainer.sft_trainer import SFTTrainer
+from trl_jax import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 REBUFF = "Look it up yourself."
 COMMON = {

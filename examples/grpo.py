@@ -20,11 +20,7 @@ from datasets import Dataset
 from plot import Curve, text_plot, write_svg
 from transformers import AutoTokenizer, PrinterCallback
 
-from trl_jax.hub.auto import AutoModelForCausalLM
-from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.grpo_trainer import GRPOTrainer
-from trl_jax.trainer.sft_config import SFTConfig
-from trl_jax.trainer.sft_trainer import SFTTrainer
+from trl_jax import AutoModelForCausalLM, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 MOST_TOKENS, DIGITS = 6, "0123456789"
 COMMON = {

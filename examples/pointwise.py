@@ -13,12 +13,8 @@ import numpy as np
 import tiny_model
 from datasets import Dataset, IterableDataset
 
-from trl_jax.config.base import BaseConfig
-from trl_jax.data.batch import Batch, Columns, LossBatch, of_examples
-from trl_jax.data.tokenize import prepare_texts
-from trl_jax.losses.supervised import real_examples, summed
-from trl_jax.tasks.task import Task, joined
-from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax import BaseConfig, BaseTrainer
+from trl_jax.tasks import Batch, Columns, LossBatch, Task, joined, of_examples, prepare_texts, real_examples, summed
 
 
 def text_of(row: dict[str, Any]) -> dict[str, str]:

@@ -15,9 +15,7 @@ from datasets import Dataset, load_dataset
 from plot import Curve, text_plot, write_svg
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
-from trl_jax.hub.auto import AutoModelForSequenceClassification
-from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.trainer.reward_trainer import RewardTrainer
+from trl_jax import AutoModelForSequenceClassification, RewardConfig, RewardTrainer
 
 DATA = Path(__file__).parent / "data"
 

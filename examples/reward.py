@@ -7,8 +7,7 @@ import sys
 
 from datasets import load_dataset
 
-from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.trainer.reward_trainer import RewardTrainer
+from trl_jax import RewardConfig, RewardTrainer
 
 
 def main(model: str, pairs: str, output_dir: str) -> None:

@@ -16,8 +16,7 @@ import tiny_model
 from capitals import answers, chats, read_options, show, texts
 from datasets import Dataset
 
-from trl_jax.trainer.sft_config import SFTConfig
-from trl_jax.trainer.sft_trainer import SFTTrainer
+from trl_jax import SFTConfig, SFTTrainer
 
 
 def main() -> None:

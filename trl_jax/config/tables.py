@@ -354,6 +354,12 @@ WITH_REFERENCE: dict[str, Handling] = {
 }
 
 
+# Of ReferenceConfig. `beta` is a field of the configs that declare it.
+REFERENCE: dict[str, Handling] = {name: line for name, line in WITH_REFERENCE.items() if name != "beta"} | fields(
+    "truncation_mode", "native", rule=_truncation
+)
+
+
 # ----------------------------------------------------------------------------------------------------
 # How each field of DPOConfig is handled.
 
@@ -612,6 +618,26 @@ GENERATION: dict[str, Handling] = {
     **fields("ref_model_mixup_alpha", "native", rule=mixup_alpha),
     **fields("ref_model_sync_steps", "native", rule=rules.whole(1)),
 }  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------
+# How each field of OnlineConfig is handled: those of GENERATION that every online objective has.
+
+
+_OF_TRLS_ONLINE_CONFIGS = {
+    "epsilon", "epsilon_high", "cache_implementation", "ds3_gather_for_generation", "log_multimodal",
+    "use_transformers_continuous_batching", "use_transformers_paged", "transformers_continuous_batching_config",
+}  # fmt: skip
+ONLINE: dict[str, Handling] = {
+    **{
+        name: line
+        for name, line in GENERATION.items()
+        if name not in _OF_TRLS_ONLINE_CONFIGS and not name.startswith(("vllm_", "use_vllm"))
+    },
+    **without_sequence_axis("OnlineTrainer"),
+    **whole_groups_only("OnlineTrainer"),
+    **fields("scale_rewards", "native", rule=rules.one_of("batch", "group", "none")),
+}
 
 
 # ----------------------------------------------------------------------------------------------------

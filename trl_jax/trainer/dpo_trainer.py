@@ -18,7 +18,7 @@ from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.overrides import Kept
-from trl_jax.trainer.reference import TrainerWithReference
+from trl_jax.trainer.reference import ReferenceTrainer
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
@@ -26,7 +26,7 @@ _MOVED = (
 )  # fmt: skip
 
 
-class DPOTrainer(TrainerWithReference):
+class DPOTrainer(ReferenceTrainer):
     """Trains a language model to prefer the chosen answer of each pair, as compared with a reference model.
 
     The arguments are TRL's, in TRL's order.
@@ -102,4 +102,5 @@ class DPOTrainer(TrainerWithReference):
             args.discopop_tau,
             self.use_weighting,
         )
-        return DpoTask(objective, self.ld_alpha, args.max_length, args.truncation_mode, args.max_prompt_length)
+        cuts = {name: vars(args)[name] for name in ("max_length", "truncation_mode", "max_prompt_length")}
+        return DpoTask(**cuts, objective=objective, ld_alpha=self.ld_alpha)

@@ -19,7 +19,7 @@ from trl_jax.rollout.rollout import EntropyBonus
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.online import TrainerWithRewards, argument
+from trl_jax.trainer.online import OnlineTrainer, argument
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _OF_THE_LOSS = (
 )  # fmt: skip
 
 
-class GRPOTrainer(TrainerWithRewards):
+class GRPOTrainer(OnlineTrainer):
     """Trains a language model on completions that it writes itself, by their rewards relative to the other completions
     of the same prompt (DeepSeekMath, https://huggingface.co/papers/2402.03300), and by the losses that grew out of it.
 

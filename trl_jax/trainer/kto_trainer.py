@@ -17,7 +17,7 @@ from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
 from trl_jax.trainer.overrides import Kept
-from trl_jax.trainer.reference import TrainerWithReference
+from trl_jax.trainer.reference import ReferenceTrainer
 
 _MOVED = (
     "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length",
@@ -25,7 +25,7 @@ _MOVED = (
 )  # fmt: skip
 
 
-class KTOTrainer(TrainerWithReference):
+class KTOTrainer(ReferenceTrainer):
     """Trains a language model on answers that are each known to be desirable or not, as compared with a reference.
 
     The arguments are TRL's, in TRL's order.

@@ -28,7 +28,8 @@ from trl_jax.rollout.rollout import EntropyBonus, Rewards
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+from trl_jax.trainer.online_config import OnlineConfig
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS, check_config
 from trl_jax.trainer.reference import HeldReference
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.rollout import RolloutParts, Sampling
@@ -343,30 +344,35 @@ class PolicyAttributes(TrainerWithRollout):
 # The base of trainers that learn from the rewards of completions which the policy writes itself: GRPO and RLOO.
 
 
-class TrainerWithRewards(HeldReference, PolicyAttributes):
-    """A trainer that judges completions by reward functions, and holds the policy near a reference if it is to.
+class OnlineTrainer(HeldReference, PolicyAttributes):
+    """A trainer on rollouts with reward functions and, if `args.beta` is not 0, a reference model. Derive your own
+    trainer from it: set `config_class` to a dataclass derived from `OnlineConfig`, and let `make_task` return an
+    `OnlineTask` with `**self.task_options()`.
 
     Attributes:
         reward_func_names: the reward functions' names in metrics.
     """
 
+    config_class = OnlineConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
 
     def __init__(
         self,
         model: Any,
         reward_funcs: Any,
-        reward_processing_classes: Any,
+        reward_processing_classes: Any = None,
         *,
-        peft_config: Any,
+        peft_config: Any = None,
         environments: Environments | None = None,
         **arguments: Any,
     ):
         """
         Args:
+            reward_funcs: a reward function or reward model, or a list of them, as in `GRPOTrainer`.
             environments: that completions act in, of which some judge themselves; None: there are none.
-            arguments: those of `BaseTrainer`.
+            arguments: those of `BaseTrainer`, by name.
         """
+        check_config(type(self), OnlineConfig, ("scale_rewards",))
         functions = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
@@ -411,6 +417,10 @@ class TrainerWithRewards(HeldReference, PolicyAttributes):
         """Those of the arguments; environments that judge themselves weigh 1."""
         given = self.args.reward_weights
         return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
+
+    def task_options(self) -> dict[str, Any]:
+        """The fields of an `OnlineTask` that come from `self.args`, for `make_task`."""
+        return self._of_any_policy() | {"scale_rewards": self.args.scale_rewards}
 
     def _of_any_policy(self) -> dict[str, Any]:
         """The fields of a task that GRPO and RLOO share."""

@@ -12,11 +12,11 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config, tell
 from trl_jax.legacy.policy import OLD_ARGUMENTS, MissingEos, modern_policy
 from trl_jax.tasks.policy import RlooTask
-from trl_jax.trainer.online import TrainerWithRewards, argument
+from trl_jax.trainer.online import OnlineTrainer, argument
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 
-class RLOOTrainer(TrainerWithRewards):
+class RLOOTrainer(OnlineTrainer):
     """Trains a language model on completions that it writes itself, by their rewards over the mean of those of the
     prompt's other completions (https://huggingface.co/papers/2402.14740).
 
