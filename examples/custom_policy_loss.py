@@ -1,7 +1,7 @@
 """Your own policy gradient loss on rollouts: SPO. `python examples/custom_policy_loss.py [folder]`
 
 PPO and GRPO clip the ratio of the new and the old policy, so a token beyond the bounds has no gradient. Simple Policy
-Optimization (https://huggingface.co/papers/2401.16025, equation 15) pulls the ratio back with a quadratic penalty.
+Optimization (https://huggingface.co/papers/2401.16025) pulls the ratio back with a quadratic penalty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trl_jax.tasks import Batch, OnlineTask, weighted_loss
 
 @dataclass(frozen=True)
 class SpoTask(OnlineTask):
-    """SPO: the penalty is largest for ratios that are more than `epsilon` away from 1."""
+    """SPO: the objective is best where the ratio is `epsilon` away from 1, and falls beyond that."""
 
     epsilon: float = 0.2
 

@@ -1,7 +1,7 @@
 """Your own preference loss on a language model: DPO-Positive. `python examples/custom_preference_loss.py [folder]`
 
 DPO may lower the probability of a chosen answer, as long as that of the rejected one falls faster. DPO-Positive (Smaug,
-https://huggingface.co/papers/2402.13228, equation 3) penalises that.
+https://huggingface.co/papers/2402.13228) penalizes that.
 """
 
 from __future__ import annotations
