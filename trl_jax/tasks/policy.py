@@ -87,6 +87,7 @@ class RolloutTask(TokenTask):
     cycle: Cycle = Cycle()
 
     head: ClassVar[Literal["lm"]] = "lm"
+    online: ClassVar[bool] = True
     num_tokens_after: ClassVar[str | None] = None  # num_tokens is among the metrics of a generation
     columns: ClassVar[Columns] = Columns((), prompts="prompt")
 

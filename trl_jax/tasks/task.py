@@ -173,10 +173,14 @@ class Task(Protocol):
     head: of the model; "score" gives one number for each text (`ScoreTask`), "lm" log-probabilities of its tokens
         (`TokenTask`).
     columns: the columns of a prepared dataset that examples are made of.
+    online: whether rows are prompts that the policy completes.
+    padding_free: whether TRL would lay the texts of a micro-batch end to end.
     """
 
     head: Literal["score", "lm"]
     columns: Columns
+    online: bool = False
+    padding_free: bool = False
 
     @abc.abstractmethod
     def prepare(
