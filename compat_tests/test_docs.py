@@ -206,7 +206,7 @@ def test_the_api_has_every_public_name():
 def test_members_that_the_api_lists_are_there():
     text = pages.read(FOLDER / "api.md")
     listed = re.findall(r"^::: trl_jax\.(\w+)\n    options:\n      members: \[(.+)\]$", text, flags=re.M)
-    assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel", "BaseTrainer"}
+    assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel", "BaseTrainer", "OnlineTrainer"}
     for name, members in listed:
         assert set(members.split(", ")) <= set(dir(getattr(trl_jax, name)))
 

@@ -72,8 +72,12 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.kto_config import KTOConfig
     from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.online import OnlineTrainer
+    from trl_jax.trainer.online_config import OnlineConfig
     from trl_jax.trainer.orpo_config import ORPOConfig
     from trl_jax.trainer.orpo_trainer import ORPOTrainer
+    from trl_jax.trainer.reference import ReferenceTrainer
+    from trl_jax.trainer.reference_config import ReferenceConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
     from trl_jax.trainer.rloo_config import RLOOConfig
@@ -108,12 +112,16 @@ _WHERE = WHERE | {
     "LogCompletionsCallback": "trl_jax.trainer.callbacks",
     "LoraConfig": "trl_jax.hub.peft_config",
     "ModelConfig": "trl_jax.trainer.model_config",
+    "OnlineConfig": "trl_jax.trainer.online_config",
+    "OnlineTrainer": "trl_jax.trainer.online",
     "PreTrainedModel": "trl_jax.hub.pretrained",
     "PrefixTuningConfig": "trl_jax.hub.peft_config",
     "PromptEncoderConfig": "trl_jax.hub.peft_config",
     "PromptEncoderReparameterizationType": "trl_jax.hub.peft_config",
     "PromptTuningConfig": "trl_jax.hub.peft_config",
     "PromptTuningInit": "trl_jax.hub.peft_config",
+    "ReferenceConfig": "trl_jax.trainer.reference_config",
+    "ReferenceTrainer": "trl_jax.trainer.reference",
     "RewardDataCollatorWithPadding": "trl_jax.legacy.collators",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",

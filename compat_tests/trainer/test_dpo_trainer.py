@@ -311,7 +311,7 @@ def test_max_prompt_length_of_the_trainer_and_of_rows_that_are_joined(model, tmp
     with pytest.warns(FutureWarning, match="max_prompt_length is an argument of DPOConfig now") as told:
         rows = make(trl_jax, model, tmp_path, max_prompt_length=5).train_dataset
     assert len([one for one in told if "max_prompt_length" in str(one.message)]) == 1
-    names = DpoTask.columns.texts + DpoTask.columns.labels
+    names = DpoTask().columns.texts + DpoTask().columns.labels
     joined = make(trl_jax, model, tmp_path).train_dataset.select_columns(names)
     with pytest.warns(FutureWarning, match="max_prompt_length=5 is deprecated"):
         again = make(trl_jax, model, tmp_path, {"max_prompt_length": 5}, train_dataset=joined).train_dataset

@@ -14,7 +14,7 @@ from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import preference_rows
-from trl_jax.tasks.dpo import REFERENCE_COLUMNS
+from trl_jax.tasks.language import REFERENCE_COLUMNS
 from trl_jax.training import reference_logps
 
 ROWS = 140  # three windows of one pair a batch

@@ -1,16 +1,37 @@
-"""Tasks, each in one file: they define what is learned. Everything needed to write another one is exported here.
+"""Training objectives, and everything needed to write another one.
 
-Nothing else in the package knows which task runs. `trl_jax.BaseTrainer` trains any `Task`.
+Derive from `PairTask` (chosen and rejected answers), `TextTask` (single texts), `OnlineTask` (rollouts), or from `Task`
+itself, and train it with `trl_jax.ReferenceTrainer`, `BaseTrainer` or `OnlineTrainer`. Nothing else in the package
+knows which task runs.
 """
 
 from __future__ import annotations
 
-from trl_jax.data.batch import Batch, Columns, Context, Example, Extras, LossBatch, of_examples
-from trl_jax.data.tokenize import prepare_texts
-from trl_jax.losses.supervised import real_examples, summed
-from trl_jax.tasks.task import Task, joined
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Batch", "Columns", "Context", "Example", "Extras", "LossBatch", "Task", "joined", "of_examples",
-    "prepare_texts", "real_examples", "summed",
-]  # fmt: skip
+from trl_jax.core.trainers import fetching
+
+if TYPE_CHECKING:  # what type checkers and editors see
+    from trl_jax.core.outputs import TokenOutputs
+    from trl_jax.data.batch import Batch, Columns, Context, Example, Extras, LossBatch, of_examples
+    from trl_jax.data.tokenize import prepare_texts
+    from trl_jax.losses.supervised import at_reads, of_texts, real_examples, summed
+    from trl_jax.tasks.language import Answers, PairTask, TextTask
+    from trl_jax.tasks.policy import CompletionTokens, OnlineTask
+    from trl_jax.tasks.task import ScoreTask, Task, TokenTask, joined, mean_metrics, weighted_loss
+
+_WHERE = {
+    name: f"trl_jax.{module}"
+    for module, names in {
+        "core.outputs": "TokenOutputs",
+        "data.batch": "Batch Columns Context Example Extras LossBatch of_examples",
+        "data.tokenize": "prepare_texts",
+        "losses.supervised": "at_reads of_texts real_examples summed",
+        "tasks.language": "Answers PairTask TextTask",
+        "tasks.policy": "CompletionTokens OnlineTask",
+        "tasks.task": "ScoreTask Task TokenTask joined mean_metrics weighted_loss",
+    }.items()
+    for name in names.split()
+}
+__all__ = sorted(_WHERE)
+__getattr__ = fetching(__name__, _WHERE)

@@ -3,74 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
-from trl_jax.data import preference
-from trl_jax.data.batch import IGNORED, Batch, Columns, Example, LossBatch
+from trl_jax.data.batch import IGNORED, Batch, Example, LossBatch
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.supervised import of_texts, real_examples, summed
-from trl_jax.tasks.task import TokenTask, aux_loss, joined
+from trl_jax.tasks.language import REFERENCE_COLUMNS, PairTask
+from trl_jax.tasks.task import aux_loss, joined
 
-REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 _AT_START = ("chosen_at_start", "rejected_at_start")
 _TOKEN_SUMS = ("entropy", "targets", "logits", "correct")
 _PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps_rejected", "examples")
 
 
 @dataclass(frozen=True)
-class DpoTask(TokenTask):
+class DpoTask(PairTask):
     """TRL's direct preference optimisation: two texts an example, of which the answers' tokens are labelled.
 
     objective: the loss of pairs, with its options.
     ld_alpha: what tokens beyond the length of the pair's shorter answer count (LD-DPO); None counts all alike.
-    max_length, truncation_mode: how a prompt with its answer is cut, whichever set it is of.
-    max_prompt_length: how many of a prompt's last tokens stay before; None: all.
     """
 
     objective: PreferenceLoss = field(default_factory=PreferenceLoss)
     ld_alpha: float | None = None
-    max_length: int | None = None
-    truncation_mode: str = "keep_start"
-    max_prompt_length: int | None = None
 
-    head: ClassVar[Literal["lm"]] = "lm"
-    axis: ClassVar[Literal["text"]] = "text"
-    compared: ClassVar[tuple[str, ...]] = ("logps",)
-    temperature: ClassVar[float] = 1.0
-    per_token: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "entropy"
-    columns: ClassVar[Columns] = Columns(
-        ("chosen_input_ids", "rejected_input_ids"),
-        numbers=REFERENCE_COLUMNS,
-        labels=("chosen_labels", "rejected_labels"),
-        optional=REFERENCE_COLUMNS,
-    )
 
     @property
     def by_micro_batch(self) -> bool:
         """Whether a loss of several pairs together is among those of the objective."""
         return not WHOLE_BATCH.keys().isdisjoint(self.objective.names)
-
-    def prepare(
-        self,
-        dataset: Dataset | IterableDataset,
-        tokenizer: Any,
-        *,
-        max_length: int | None,
-        num_proc: int | None,
-        name: str,
-    ) -> Dataset | IterableDataset:
-        """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and the texts and labels of `columns`."""
-        del max_length  # a set to predict is cut as the others are
-        limits = {"max_length": self.max_length, "keep_end": self.truncation_mode == "keep_end"}
-        limits |= {"max_prompt_length": self.max_prompt_length}
-        return preference.prepare_dpo(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def example(self, row: dict[str, Any]) -> Example:
         """Both texts of a row, their labels, the reference's log-probabilities, where they are precomputed, and whether

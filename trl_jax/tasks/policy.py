@@ -6,7 +6,7 @@ import abc
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,18 @@ from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import Batch, Columns, Example
 from trl_jax.data.prompts import as_prompts, check_prompts
 from trl_jax.losses.advantages import Advantages, group_advantages, rloo_advantages
-from trl_jax.losses.policy_gradient import CLIPPED, PER_GENERATION, PolicyLoss, grpo_loss, rloo_loss, token_weights
+from trl_jax.losses.policy_gradient import (
+    CLIPPED,
+    PER_GENERATION,
+    PolicyLoss,
+    Reads,
+    grpo_loss,
+    reads,
+    rloo_loss,
+    token_weights,
+)
 from trl_jax.losses.supervised import real_examples
-from trl_jax.tasks.task import TokenTask, aux_loss, joined
+from trl_jax.tasks.task import STEP_SUMS, Sums, TokenTask, aux_loss, joined
 
 # ----------------------------------------------------------------------------------------------------
 # The common part of tasks whose rows are completions that the model writes itself.
@@ -78,6 +87,7 @@ class RolloutTask(TokenTask):
     cycle: Cycle = Cycle()
 
     head: ClassVar[Literal["lm"]] = "lm"
+    online: ClassVar[bool] = True
     num_tokens_after: ClassVar[str | None] = None  # num_tokens is among the metrics of a generation
     columns: ClassVar[Columns] = Columns((), prompts="prompt")
 
@@ -122,9 +132,6 @@ class RolloutTask(TokenTask):
         del lengths, micro_batch, generated_tokens, part
         return completion_weight
 
-    @abc.abstractmethod
-    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]: ...
-
 
 def check_changes(then: RolloutTask, now: RolloutTask) -> None:
     """Warn of arguments that were changed since the trainer was made: as in TRL, they had been read.
@@ -148,9 +155,6 @@ def check_changes(then: RolloutTask, now: RolloutTask) -> None:
 
 # ----------------------------------------------------------------------------------------------------
 # The common part of tasks that learn from the rewards of completions which the policy writes itself: GRPO and RLOO.
-
-
-Sums = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -202,32 +206,92 @@ class PolicyTask(RolloutTask):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Group relative policy optimisation, and the losses that grew out of it.
+# The base of policy gradient objectives, for your own ones, too.
+
+
+class CompletionTokens(NamedTuple):
+    """The sampled tokens of a pass, `[N]`, and the X completions that they belong to.
+
+    logps: log-probabilities under the policy that trains; the only field that has a gradient.
+    old_logps: under the policy that sampled the tokens. ref_logps: under the reference; None without one.
+    entropies: of the policy's predictions, in nats.
+    advantages: of each token's completion.
+    places: sums over completions: `places.mean` and `places.total` turn `[N]` into `[X]`, `places.spread` is the
+        reverse.
+    """
+
+    logps: jax.Array
+    old_logps: jax.Array
+    ref_logps: jax.Array | None
+    entropies: jax.Array
+    advantages: jax.Array
+    places: Reads
 
 
 @dataclass(frozen=True)
-class GrpoTask(PolicyTask):
-    """TRL's GRPO.
+class OnlineTask(PolicyTask):
+    """A policy gradient objective on rollouts. A subclass implements `loss`, from `tokens` to `weighted_loss`.
 
-    objective: the loss, with its options.
-    multi_objective_aggregation, scale_rewards: as of `group_advantages`.
-    entropy_bonus: whether the step has a coefficient of one, among the numbers of examples.
+    scale_rewards: the standard deviation that advantages are divided by: of the "group", of the "batch", or "none".
     """
 
-    objective: PolicyLoss = PolicyLoss()
-    multi_objective_aggregation: str = "sum_then_normalize"
     scale_rewards: str = "group"
-    entropy_bonus: bool = False
 
     @property
     def keeps_old_logps(self) -> bool:
-        """Only where the policy may have changed since: otherwise they are its own."""
+        """Only where the policy may have changed since it sampled: otherwise they are its own."""
         return not self.cycle.keeps_policy
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         logps = {"old_logps": row.old_logps, "ref_logps": row.ref_logps}
         of_tokens = {name: values[row.completion_mask] for name, values in logps.items() if values is not None}
         return {"advantage": row.advantage}, of_tokens
+
+    def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
+        """Rewards relative to the mean of the group, as in GRPO."""
+        return group_advantages(rewards, group, weights=self.reward_weights, scale_rewards=self.scale_rewards)
+
+    def tokens(self, outputs: Sums, batch: Batch) -> CompletionTokens:
+        """The tokens that count in this pass; the arguments are those of `loss`."""
+        micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
+        places = reads(outputs["logps"], None, batch.text, micro_batch, len(batch.weight))
+
+        def counted(values: jax.Array) -> jax.Array:
+            return jnp.where(places.mask, values, 0)
+
+        logps = counted(outputs["logps"])
+        itself = jax.lax.stop_gradient(logps)
+        old_logps, ref_logps = batch.extras.read.get("old_logps"), batch.extras.read.get("ref_logps")
+        if ref_logps is not None:
+            ref_logps = counted(ref_logps)
+            if self.diverges_in_loss:
+                ref_logps = jnp.where(jnp.max(batch.extras.example["at_reference"]) > 0, itself, ref_logps)
+        return CompletionTokens(
+            logps,
+            itself if old_logps is None else counted(old_logps),
+            ref_logps,
+            jax.lax.stop_gradient(counted(outputs["entropy"])),
+            places.spread(batch.extras.example["advantage"]),
+            places,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Group relative policy optimisation, and the losses that grew out of it.
+
+
+@dataclass(frozen=True)
+class GrpoTask(OnlineTask):
+    """TRL's GRPO.
+
+    objective: the loss, with its options.
+    multi_objective_aggregation: as of `group_advantages`.
+    entropy_bonus: whether the step has a coefficient of one, among the numbers of examples.
+    """
+
+    objective: PolicyLoss = PolicyLoss()
+    multi_objective_aggregation: str = "sum_then_normalize"
+    entropy_bonus: bool = False
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
         """Relative to the group's mean; the divergence is a part of the loss."""
@@ -338,7 +402,6 @@ class RlooTask(PolicyTask):
 
 HostSums = dict[str, np.ndarray]
 _JOINS = {"low_min": np.min, "high_max": np.max}  # the others are added
-_OF_STEPS = {"loss", "grad_norm", "updated", "aux_loss", "aux_loss_examples"}  # beside the sums of a policy's loss
 
 
 def grpo_metrics(settings: PolicyLoss, sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
@@ -370,7 +433,7 @@ def means(metrics: dict[str, np.ndarray]) -> dict[str, float | None]:
 
 def _totals(sums: Sequence[HostSums]) -> HostSums:
     """The sums of all micro-batches that have a completion, `[M]`; nothing where there is none."""
-    names = [name for name in (sums[0] if sums else ()) if name not in _OF_STEPS]
+    names = [name for name in (sums[0] if sums else ()) if name not in STEP_SUMS]
     totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in names}, count="completions") if names else {}
     return totals if names and totals["completions"].size else {}
 

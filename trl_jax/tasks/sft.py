@@ -7,21 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data import sft
-from trl_jax.data.batch import Batch, Columns, LossBatch
-from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood, of_texts, real_examples, summed
-from trl_jax.tasks.task import TokenTask, aux_loss, joined
-
-_SUMS = ("targets", "entropy", "correct")
+from trl_jax.data.batch import Batch
+from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood
+from trl_jax.tasks.language import TextTask
 
 
 @dataclass(frozen=True)
-class SftTask(TokenTask):
+class SftTask(TextTask):
     """TRL's supervised fine-tuning: one text an example, and labels for its tokens.
 
     loss_type: "nll" or "dft".
@@ -37,15 +33,7 @@ class SftTask(TokenTask):
     eval_packing: bool | None = None
     padding_free: bool = False
 
-    head: ClassVar[Literal["lm"]] = "lm"
-    axis: ClassVar[Literal["text"]] = "text"
-    compared: ClassVar[tuple[str, ...]] = ()
-    temperature: ClassVar[float] = 1.0
-    per_token: ClassVar[bool] = True
-    by_micro_batch: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "mean_token_accuracy"
-    predicts_first: ClassVar[bool] = True
-    columns: ClassVar[Columns] = Columns(("input_ids",), labels=("labels",), documents="seq_lengths")
 
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
@@ -61,38 +49,7 @@ class SftTask(TokenTask):
             options["packing"] = self.eval_packing
         return sft.prepare(dataset, tokenizer, name=name, **limits, **options)
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
-        texts = len(batch.weight)  # one an example
-        losses = (
-            dynamic_fine_tuning(outputs)
-            if self.loss_type == "dft"
-            else negative_log_likelihood(outputs, self.label_smoothing_factor)
-        )
-        values = {"loss": losses, "entropy": jax.lax.stop_gradient(outputs.entropy), "correct": outputs.correct}
-        sums = {name: of_texts(value, batch.text, texts) for name, value in values.items()}
-        return sums | {"targets": of_texts(jnp.ones(len(batch.text)), batch.text, texts)}
-
-    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The weighted sum of the losses of targets, and sums over the micro-batches."""
-        real = real_examples(batch.weight, batch.micro_batch)
-        sums = {name: summed(outputs[name], real) for name in _SUMS}
-        return jnp.sum(batch.weight * outputs["loss"]), sums | {"examples": summed(1.0, real)}
-
-    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """TRL's metrics: the mean entropy of predictions, in nats, and the share of targets that are the likeliest id.
-
-        In training, the mean over micro-batches of their means, as in TRL, with 0 for one without targets. In an
-        evaluation, the mean over all targets of the set.
-        """
-        totals = joined(sums, dict.fromkeys((*_SUMS, "examples"), np.sum), count="examples")
-        if not totals["examples"].size:
-            return {}
-        if split != "train":
-            totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
-        targets = np.maximum(totals["targets"], 1)
-        return {
-            "entropy": float(np.mean(totals["entropy"] / targets)),
-            "mean_token_accuracy": float(np.mean(totals["correct"] / targets)),
-            **aux_loss(sums),
-        }
+    def token_losses(self, outputs: TokenOutputs, batch: Batch) -> jax.Array:
+        if self.loss_type == "dft":
+            return dynamic_fine_tuning(outputs)
+        return negative_log_likelihood(outputs, self.label_smoothing_factor)

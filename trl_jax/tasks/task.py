@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import Batch, Columns, Example, LossBatch
+from trl_jax.losses.supervised import real_examples, summed
 from trl_jax.nn.head import Distributions
+
+Sums = dict[str, jax.Array]
+# What a step and an evaluation add to a task's own sums.
+STEP_SUMS = frozenset({"loss", "grad_norm", "updated", "aux_loss", "aux_loss_examples"})
 
 # ----------------------------------------------------------------------------------------------------
 # The additions of `eval_report=True` to an evaluation: accuracy by subset, calibration, and a histogram of margins.
@@ -122,11 +128,42 @@ def aux_loss(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     return {"aux_loss": float(np.mean(totals["aux_loss"] / totals["aux_loss_examples"]))}
 
 
+def mean_metrics(sums: Sequence[Mapping[str, np.ndarray]], split: str) -> dict[str, float]:
+    """The mean over examples of each number that `weighted_loss` was given.
+
+    As in TRL, training logs the mean over micro-batches of their means; an evaluation logs the mean over the set.
+    """
+    names = sorted((sums[0] if sums else {}).keys() - STEP_SUMS - {"examples"})
+    if not names:
+        return aux_loss(sums)
+    totals = joined(sums, dict.fromkeys((*names, "examples"), np.sum), count="examples")
+    if not totals["examples"].size:
+        return {}
+    if split != "train":
+        totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
+    return aux_loss(sums) | {name: float(np.mean(totals[name] / totals["examples"])) for name in names}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The loss of a step from the losses of its examples.
+
+
+def weighted_loss(
+    losses: jax.Array, batch: Batch | LossBatch, numbers: Mapping[str, jax.Array | float] | None = None
+) -> tuple[jax.Array, Sums]:
+    """The weighted sum of the losses of examples, and sums for `mean_metrics`. This is what `Task.loss` returns.
+
+    Args:
+        losses: `[E]`, one per example; finite for padding examples (weight 0), too.
+        numbers: what to log, by metric name: `[E]` each. No gradient flows through them.
+    """
+    real = real_examples(batch.weight, batch.micro_batch)
+    sums = {name: summed(jax.lax.stop_gradient(value), real) for name, value in (numbers or {}).items()}
+    return jnp.sum(batch.weight * losses), sums | {"examples": summed(1.0, real)}
+
+
 # ----------------------------------------------------------------------------------------------------
 # The protocol of a task: from rows to examples, and from outputs to a loss and its metrics.
-
-
-Sums = dict[str, jax.Array]
 
 
 class Task(Protocol):
@@ -136,10 +173,14 @@ class Task(Protocol):
     head: of the model; "score" gives one number for each text (`ScoreTask`), "lm" log-probabilities of its tokens
         (`TokenTask`).
     columns: the columns of a prepared dataset that examples are made of.
+    online: whether rows are prompts that the policy completes.
+    padding_free: whether TRL would lay the texts of a micro-batch end to end.
     """
 
     head: Literal["score", "lm"]
     columns: Columns
+    online: bool = False
+    padding_free: bool = False
 
     @abc.abstractmethod
     def prepare(
@@ -217,27 +258,31 @@ class TokenTask(Task, Protocol):
     axis: of the numbers that `of_pass` gives. "text": `[X]` each, so that an evaluation may compute a batch's texts in
         other passes, and hand `loss` numbers of examples and texts alone. "read": whatever the loss asks for, `[N]`
         with `[X]` or none; it gets the whole `Batch`, and a batch is evaluated in one pass.
-    compared: which of these numbers the loss asks for of a reference, too.
+    compared: which of these numbers are computed with the reference model, too; () trains without a reference.
     temperature: divides the logits of the policy and of the reference.
     per_token: whether the weights that reach `loss` are shares of the step's targets, `1 / targets`, so that each
         target counts the same; otherwise each example counts the same.
     by_micro_batch: whether the loss needs the examples of a micro-batch, on several devices of a device's part of it,
         in one pass. Otherwise a pass may have examples of any micro-batches of the step.
-    num_tokens_after: the metric behind which `num_tokens` is logged, as in TRL.
+    num_tokens_after: the metric after which `num_tokens` is logged, as in TRL; None logs it first.
     predicts_first: whether the first token of a text is a target, too, where virtual tokens stand before it.
     compares_distributions: whether it needs both distributions over the vocabulary, the model's and the reference's,
         which is there then: `of_pass` gets them.
     """
 
-    head: Literal["lm"]
-    axis: Literal["text", "read"]
-    compared: tuple[str, ...]
-    temperature: float
-    per_token: bool
-    by_micro_batch: bool
-    num_tokens_after: str
+    head: Literal["lm"] = "lm"
+    axis: Literal["text", "read"] = "text"
+    compared: tuple[str, ...] = ()
+    temperature: float = 1.0
+    per_token: bool = False
+    by_micro_batch: bool = False
+    num_tokens_after: str | None = None
     predicts_first: bool = False
     compares_distributions: bool = False
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """By default the mean of each number that `weighted_loss` was given."""
+        return mean_metrics(sums, split)
 
     @abc.abstractmethod
     def of_pass(self, outputs: TokenOutputs | Distributions, batch: Batch) -> dict[str, jax.Array]:

@@ -102,4 +102,5 @@ class DPOTrainer(ReferenceTrainer):
             args.discopop_tau,
             self.use_weighting,
         )
-        return DpoTask(objective, self.ld_alpha, args.max_length, args.truncation_mode, args.max_prompt_length)
+        cuts = {name: vars(args)[name] for name in ("max_length", "truncation_mode", "max_prompt_length")}
+        return DpoTask(**cuts, objective=objective, ld_alpha=self.ld_alpha)

@@ -30,7 +30,8 @@ from trl_jax.rollout.rollout import EntropyBonus, Rewards
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+from trl_jax.trainer.online_config import OnlineConfig
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS, check_config
 from trl_jax.trainer.reference import attach_policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
@@ -286,12 +287,16 @@ def _options(run: RunState) -> dict[str, Any]:
 
 
 class OnlineTrainer(RolloutTrainer):
-    """The base of GRPO and RLOO: rewards of completions, and a KL penalty against a reference with `beta`.
+    """The base of online trainers with reward functions and, if `args.beta` is not 0, a reference model: GRPO and RLOO.
+
+    Derive your own trainer from it: set `config_class` to a dataclass derived from `OnlineConfig`, and let `make_task`
+    return an `OnlineTask` with `**self.task_options()`.
 
     Attributes:
         reward_func_names: the reward functions' names in metrics.
     """
 
+    config_class = OnlineConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
     _ref_model: Any = None  # scripts of TRL up to 0.21 pass one; else the policy as it is before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
@@ -347,17 +352,19 @@ class OnlineTrainer(RolloutTrainer):
         self,
         model: Any,
         reward_funcs: Any,
-        reward_processing_classes: Any,
+        reward_processing_classes: Any = None,
         *,
-        peft_config: Any,
+        peft_config: Any = None,
         environments: Environments | None = None,
         **arguments: Any,
     ):
         """
         Args:
+            reward_funcs: a reward function or reward model, or a list of them, as in `GRPOTrainer`.
             environments: that completions act in, of which some judge themselves; None: there are none.
-            arguments: those of `BaseTrainer`.
+            arguments: those of `BaseTrainer`, by name.
         """
+        check_config(type(self), OnlineConfig, ("scale_rewards",))
         functions = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
@@ -402,6 +409,10 @@ class OnlineTrainer(RolloutTrainer):
         """Those of the arguments; environments that judge themselves weigh 1."""
         given = self.args.reward_weights
         return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
+
+    def task_options(self) -> dict[str, Any]:
+        """The fields of an `OnlineTask` that come from `self.args`, for `make_task`."""
+        return self._of_any_policy() | {"scale_rewards": self.args.scale_rewards}
 
     def _of_any_policy(self) -> dict[str, Any]:
         """The fields of a task that GRPO and RLOO share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import Signature
 from typing import Any, NoReturn
 
@@ -346,6 +346,17 @@ def check_collator(collator: Any, known: tuple[type, ...]) -> None:
     raise ValueError(
         f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. {instead}"
     )
+
+
+def check_config(trainer: type, base: type, optional: tuple[str, ...] = ()) -> None:
+    """Raise TypeError where the config class of a trainer lacks fields of `base`, other than the `optional` ones."""
+    found = {field.name for field in fields(trainer.config_class)}
+    missing = [field.name for field in fields(base) if field.name not in {*found, *optional}]
+    if missing:
+        raise TypeError(
+            f"config_class of {trainer.__name__} is {trainer.config_class.__name__}, which has no field "
+            f"{', '.join(missing)}: wanted a dataclass derived from {base.__name__}."
+        )
 
 
 def check_lengths(collator: Any, args: Any) -> None:

@@ -15,7 +15,14 @@ from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE, check_lengths, refuse
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED_WITH_REFERENCE,
+    ONCE_CALLED_WITH_REFERENCE,
+    check_config,
+    check_lengths,
+    refuse,
+)
+from trl_jax.trainer.reference_config import ReferenceConfig
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
@@ -119,17 +126,27 @@ def reference_as_model(run: RunState, ref_model: Any) -> PreTrainedModel | None:
 
 
 class ReferenceTrainer(BaseTrainer):
-    """The base of trainers that compare a policy with a reference model: DPO and KTO.
+    """A trainer of language models that compares the policy with a reference model. Derive your own trainer from it:
+    set `config_class` to a dataclass derived from `ReferenceConfig`, and implement `make_task`.
 
-    The task has the reference's log-probabilities as optional columns of numbers. They are computed in the step, or
-    before training with `precompute_ref_log_probs`.
+    The optional number columns of the task are the reference's log-probabilities of each text: they are computed in the
+    step, or before training with `precompute_ref_log_probs`. A task with `compared = ()` trains without a reference.
     """
 
+    config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes by which a text's log-probability is another
 
-    def __init__(self, model: Any, ref_model: Any, *, peft_config: Any, **arguments: Any):
-        """`arguments` are those of `BaseTrainer`."""
+    def __init__(self, model: Any, ref_model: Any = None, *, peft_config: Any = None, **arguments: Any):
+        """
+        Args:
+            ref_model: the reference; None takes the model as it is before training.
+            arguments: those of `BaseTrainer`, by name.
+
+        Raises:
+            TypeError: `config_class` has no field for an argument that this class reads.
+        """
+        check_config(type(self), ReferenceConfig, ("max_prompt_length", "truncation_mode"))
         if ref_model is not None and ref_model is model and not isinstance(model, str | os.PathLike):
             raise ValueError(
                 "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
@@ -138,7 +155,8 @@ class ReferenceTrainer(BaseTrainer):
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
         spec = setup.TrainerSpec(self._attach_reference, balance_experts=self._balance_experts)
         super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
-        check_lengths(self.data_collator, self.args)
+        if self.data_collator is not None:
+            check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
 
@@ -152,10 +170,23 @@ class ReferenceTrainer(BaseTrainer):
         balance_experts(run, run.args.router_aux_loss_coef)
 
     def _attach_reference(self, run: RunState) -> None:
-        if run.args.precompute_ref_log_probs:
+        if not run.task.compared:
+            self._refuse_reference(run)
+        elif run.args.precompute_ref_log_probs:
             run.finish_rows = self._with_reference
         else:
             attach_policy_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
+
+    def _refuse_reference(self, run: RunState) -> None:
+        """Raise ValueError where a reference was asked for and the task compares nothing with one."""
+        asked = [name for name in ("precompute_ref_log_probs", "sync_ref_model") if vars(run.args)[name]]
+        if self._ref_model is not None:
+            asked.append("ref_model")
+        if asked:
+            raise ValueError(
+                f"{' and '.join(asked)} was set, but {type(run.task).__name__} has compared = (), so it trains without "
+                f"a reference. Leave {' and '.join(asked)} out."
+            )
 
     def _precompute(self) -> None:
         """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""

@@ -18,8 +18,6 @@ from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, RunLength, StepLayout, Weighting, run_length
 from trl_jax.mesh.mesh import SEQUENCE, distributed
-from trl_jax.tasks.policy import RolloutTask
-from trl_jax.tasks.sft import SftTask
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout
 from trl_jax.training.logging import tell
@@ -70,7 +68,7 @@ def _forked_processes(run: RunState, dataset: Any, name: str) -> int | None:
 def length_of(run: RunState) -> RunLength:
     """The length of the run, by its arguments and its training set."""
     args = run.args
-    if isinstance(run.task, RolloutTask):
+    if run.task.online:
         rows = run.train_dataset
         micro_batches = run.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
         lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
@@ -145,7 +143,7 @@ def only_pass(run: RunState, arrays: Batch) -> Batch:
 
 def reason_of_layout(run: RunState) -> str:
     """Why the run's layout, without a survey of lengths, is another than asked for; "" where it is not."""
-    options = {"striped": _striped(run), "branches": isinstance(run.task, RolloutTask)}
+    options = {"striped": _striped(run), "branches": run.task.online}
     return layout.exact_layout(run.args, run.model.backend, **options)[1]
 
 
@@ -160,7 +158,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
     if user_loss:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
-        branches = isinstance(run.task, RolloutTask)
+        branches = run.task.online
         options = {"striped": _striped(run), "branches": branches, "compares": run.compares}
         plan = layout.unplanned(args, run.model.backend, **options)
     return StepLayout(
@@ -176,7 +174,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         shards=run.shards,
         divided=not user_loss,
         trains=training,
-        padding_free=isinstance(run.task, SftTask) and run.task.padding_free,
+        padding_free=run.task.padding_free,
     )
 
 
