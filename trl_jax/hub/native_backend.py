@@ -15,10 +15,9 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import Backend
+from trl_jax.hub.backend import Backend, Locations
 from trl_jax.hub.checkpoint import Placement, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
-from trl_jax.hub.freezing import Locations
 from trl_jax.hub.tensor_map import TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window

@@ -15,9 +15,8 @@ from safetensors.numpy import save_file
 
 from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import Backend
+from trl_jax.hub.backend import Backend, Locations
 from trl_jax.hub.checkpoint import Placement, shard_array
-from trl_jax.hub.freezing import Locations
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import AdapterPlan, arrays_of, read_tables, read_tensors, tensors_of, wanted_shapes
 from trl_jax.hub.peft_config import WEIGHTS

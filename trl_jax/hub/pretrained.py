@@ -20,9 +20,8 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.core.secrets import shown
 from trl_jax.data.batch import last_real_token, padded_length
-from trl_jax.hub.backend import Backend
+from trl_jax.hub.backend import Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
-from trl_jax.hub.freezing import frozen_size, trainable_masks
 from trl_jax.hub.generate import GenerationApi
 from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator, TorchParamLayout
+from trl_jax.hub.backend import Locations
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.formats import open_tensors
-from trl_jax.hub.freezing import Locations
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import (

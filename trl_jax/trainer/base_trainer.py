@@ -26,7 +26,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_objects import resize
 from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.mesh.processes import is_first, together
+from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.overrides import (
@@ -49,7 +49,6 @@ from trl_jax.trainer.overrides import (
 from trl_jax.training import data, setup
 from trl_jax.training import metrics as callbacks
 from trl_jax.training import model as model_loading
-from trl_jax.training.accelerate_api import Accelerator
 from trl_jax.training.checkpoint import STATE_FILE, Progress, state_text
 from trl_jax.training.data import Batches
 from trl_jax.training.devices import keep_compilations

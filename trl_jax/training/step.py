@@ -15,7 +15,7 @@ from datasets import IterableDataset
 
 from trl_jax.data.layout_plan import EARLY
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.hub.freezing import check_unfrozen, stop_frozen_gradients, zero_frozen_updates
+from trl_jax.hub.backend import check_unfrozen, stop_frozen_gradients, zero_frozen_updates
 from trl_jax.mesh.mesh import distributed
 from trl_jax.training.checkpoint import Progress
 from trl_jax.training.data import length_of
