@@ -24,8 +24,7 @@ from compat_tests.plan.planned import LORA, alike
 from trl_jax.core.outputs import BLOCK
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
-from trl_jax.mesh.mesh import ShardingPlan, make_mesh
-from trl_jax.nn.platform import undivided
+from trl_jax.mesh.mesh import ShardingPlan, make_mesh, undivided
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 from trl_jax.training import (

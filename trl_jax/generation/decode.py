@@ -15,14 +15,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trl_jax.core.outputs import reads_of_rows
-from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only
+from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only, platform
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import in_a_stack
 from trl_jax.models.model import merge
 from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room
 from trl_jax.nn.linear import Quantized
-from trl_jax.nn.platform import platform
 
 # Prefill
 

@@ -32,7 +32,7 @@ from trl_jax.hub.generation_inputs import (
     refuse_arguments,
     resolve,
 )
-from trl_jax.nn.platform import platform
+from trl_jax.mesh.mesh import platform
 
 # Methods of a model
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from trl_jax.core.outputs import Divergences, TokenOutputs
-from trl_jax.nn.platform import platform
+from trl_jax.mesh.mesh import platform
 
 # Inputs of heads
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.nn.platform import platform
+from trl_jax.mesh.mesh import platform
 
 # Linear maps and embeddings
 

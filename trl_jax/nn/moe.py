@@ -10,10 +10,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import RouterSums
-from trl_jax.mesh.mesh import TENSOR
+from trl_jax.mesh.mesh import TENSOR, as_summed, psum
 from trl_jax.nn.layers import ACTIVATIONS, MLP, Norm
 from trl_jax.nn.linear import ExpertsLora, Linear, adapted_dot
-from trl_jax.nn.platform import as_summed, psum
 
 # Mixture of experts
 

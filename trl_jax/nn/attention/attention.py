@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from trl_jax.mesh.mesh import platform
 from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.packed import attend_by_text, attend_packed, attend_rows
@@ -16,7 +17,6 @@ from trl_jax.nn.attention.ranges import SAVED, by_text, by_token
 from trl_jax.nn.cache import KeysValues, of_prompts
 from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import Dropout, Linear
-from trl_jax.nn.platform import platform
 from trl_jax.nn.rope import rotate
 from trl_jax.nn.virtual_tokens import Prefix
 

@@ -11,9 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
-from trl_jax.mesh.mesh import TENSOR
+from trl_jax.mesh.mesh import TENSOR, platform, undivided
 from trl_jax.nn.attention.ranges import SAVED
-from trl_jax.nn.platform import platform, undivided
 
 _AMPERE, _HOPPER = 8.0, 9.0  # minimum compute capability for padded rows and for packed rows
 # JAX versions whose internal call handles packed rows correctly, also with grouped heads. jax.nn does not expose it.

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
-from trl_jax.mesh.mesh import SEQUENCE, TENSOR
+from trl_jax.mesh.mesh import SEQUENCE, TENSOR, as_summed, psum
 from trl_jax.nn.cache import CachePlaces, KeysValues, LayersCache
-from trl_jax.nn.platform import as_summed, psum
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
 # Inputs

@@ -10,10 +10,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.outputs import BLOCK, Packed
+from trl_jax.mesh.mesh import platform
 from trl_jax.nn.attention.inputs import AttentionInputs, Striped
 from trl_jax.nn.attention.ranges import SAVED, KeyRanges, by_text
 from trl_jax.nn.attention.splash import attend_splash, splashes
-from trl_jax.nn.platform import platform
 
 # Key ranges, and choice of kernel
 

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.mesh.mesh import TENSOR
+from trl_jax.mesh.mesh import TENSOR, platform, undivided
 from trl_jax.nn.attention.ranges import SAVED, KeyRanges
-from trl_jax.nn.platform import platform, undivided
 
 BLOCK = 512  # queries and keys per block; larger blocks skip less, smaller ones take more iterations
 _LANES = 128
