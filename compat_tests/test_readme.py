@@ -116,7 +116,7 @@ def test_help_begins_with_an_example(command, monkeypatch, tmp_path):
 
 def test_plan_says_what_it_is_for():
     text = importlib.import_module("trl_jax.scripts.plan").make_parser(prog="plan").format_help()
-    assert "Will my run fit on these devices?" in text and "whether a run fits" in main.COMMANDS["plan"]
+    assert "whether a run fits on devices" in text and "whether a run fits" in main.COMMANDS["plan"]
 
 
 # Figures that the code has

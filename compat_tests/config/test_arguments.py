@@ -145,7 +145,7 @@ def test_boolean_fields_of_the_other_dataclasses_of_a_script(kind):
 
 @pytest.mark.parametrize("name", bool_fields(LoraConfig))
 def test_boolean_fields_of_lora(name):
-    with pytest.raises(ValueError, match=f"^LoraConfig: {name}='False', wanted True or False"):
+    with pytest.raises(ValueError, match=f"^LoraConfig: {name} must be True or False, got 'False'"):
         LoraConfig(**{name: "False"})
 
 
