@@ -105,7 +105,7 @@ def trainer(policy, reference, folder, train: list[dict], kind=BranchesTrainer, 
         logging_steps=1, optim="sgd", learning_rate=1e-3, max_steps=1, train_sampling_strategy="sequential", **config,
     )  # fmt: skip
     data = Dataset.from_list(train)
-    return kind(str(policy), args, train_dataset=data, eval_dataset=data, reference=attach)
+    return kind(str(policy), args, train_dataset=data, eval_dataset=data, spec=setup.TrainerSpec(attach))
 
 
 def rows(prompts: tuple[int, ...] = (9, 1, 14, 30)) -> list[dict]:
