@@ -131,7 +131,7 @@ def test_the_command_writes_the_same_file(checkpoint, tmp_path, capsys):
         out = str(tmp_path / f"{mesh}.jsonl")
         fields = {"do_sample": True, "max_new_tokens": 6}
         generate.main(generate.GenerateArguments(folder, str(prompts), out, mesh_shape=mesh, fields=fields))
-        assert ("with --mesh_shape data:8 all of them do" in capsys.readouterr().err) == (mesh is None)
+        assert ("Pass --mesh_shape data:8 to use all of them." in capsys.readouterr().err) == (mesh is None)
         written.append(Path(out).read_text())
     assert written[0] == written[1] and written[0].count('"completion"') == 3
 
