@@ -149,7 +149,7 @@ def hopper(monkeypatch):
     """A GPU that is only compiled for, as far as a machine without one can."""
     from jax._src.cudnn import fused_attention_stablehlo as kernels
 
-    monkeypatch.setattr("trl_jax.mesh.mesh.platform", lambda: "gpu")
+    monkeypatch.setattr("trl_jax.nn.attention.attention.platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "_capability", lambda: 9.0)
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)

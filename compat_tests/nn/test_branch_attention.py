@@ -108,7 +108,7 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "attend_splash", None)
     if kernel in ("splash", "by text"):  # keys and values in the order of texts; the kernel is interpreted
-        monkeypatch.setattr("trl_jax.mesh.mesh.platform", lambda: "tpu")
+        monkeypatch.setattr("trl_jax.nn.attention.attention.platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu" if kernel == "splash" else "cpu")
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(packed_attention, "attend_blocks" if kernel == "splash" else "attend_splash", None)

@@ -166,8 +166,8 @@ MUTANTS = [
     ("default", "trl_jax.rollout.rollout.BASE_SEED_WORDS", 0, "tokens were drawn"),
     ("default", "trl_jax.training.rollout.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
     ("epochs", "trl_jax.rollout.samplers.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
-    ("default", "trl_jax.losses.advantages.group_advantages", a_little_smaller, "ours|drawn"),
-    ("reference", "trl_jax.losses.policy_gradient.token_weights", one_token_more, "ours|drawn"),
+    ("default", "trl_jax.tasks.policy.group_advantages", a_little_smaller, "ours|drawn"),
+    ("reference", "trl_jax.tasks.policy.token_weights", one_token_more, "ours|drawn"),
 ]
 
 

@@ -82,16 +82,16 @@ MUTANTS = [
     ("data_seed", "trl_jax.data.loader.epoch_order", another_order),
     ("data_seed", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
     ("pad_is_eos", "trl_jax.data.batch.last_real_token", last_token_by_mask),
-    ("pad_is_eos_chat", "trl_jax.nn.linear.Embedding", pad_row_trains),
-    ("qwen2", "trl_jax.training.optimizers.decays", everything_decays),
+    ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
+    ("qwen2", "trl_jax.training.step.decays", everything_decays),
     ("plain", "trl_jax.training.optimizers.scale_by_adam", eps_inside_the_root),
-    ("ragged_accumulation", "trl_jax.data.packed.pack_examples", mean_over_rows),
-    ("margin", "trl_jax.losses.supervised.pairwise_loss", loss_without_margin),
-    ("centered_hard", "trl_jax.losses.supervised.pairwise_loss", loss_without_centring),
+    ("ragged_accumulation", "trl_jax.data.loader.pack_examples", mean_over_rows),
+    ("margin", "trl_jax.tasks.reward.pairwise_loss", loss_without_margin),
+    ("centered_hard", "trl_jax.tasks.reward.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
-    ("cosine", "trl_jax.training.schedules.learning_rates", warmup_one_step_early),
+    ("cosine", "trl_jax.training.optimizer_choice.learning_rates", warmup_one_step_early),
     ("cosine", "trl_jax.training.optimizers.clip_by_global_norm", no_clipping),
-    ("causal", "trl_jax.core.torch_random.TorchGenerator", another_seed),
+    ("causal", "trl_jax.hub.checkpoint.TorchGenerator", another_seed),
 ]
 
 

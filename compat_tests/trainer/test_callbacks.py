@@ -72,7 +72,7 @@ def test_the_run_is_as_without_and_an_adapter_is_averaged_alone(make):
 
 def test_prompts_are_completed_and_given_to_trackers(make, monkeypatch):
     given = []
-    monkeypatch.setattr("trl_jax.rollout.completions_log.trackers", lambda names: [given.append])
+    monkeypatch.setattr("trl_jax.trainer.callbacks.trackers", lambda names: [given.append])
     comet = SimpleNamespace(log_table=lambda **table: given.append(table))
     monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(get_running_experiment=lambda: comet))
     rows = [{"prompt": row["prompt"], "completion": " Yes."} for row in prompt_rows(8)]

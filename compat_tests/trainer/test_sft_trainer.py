@@ -330,7 +330,7 @@ def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(ki
     (theirs, wanted), (ours, weights) = found
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-5)
     assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-2)
-    assert weights.keys() <= wanted.keys() and len(weights) == 4  # TRL's have what lies below, too
+    assert weights.keys() == wanted.keys()  # with the resized tables, as PEFT saves them
     for name in ("lm_head.weight", "model.embed_tokens.token_adapter.trainable_tokens_delta"):
         mine, trls = weights[f"base_model.model.{name}"], wanted[f"base_model.model.{name}"]
         np.testing.assert_allclose(mine, trls, atol=2e-4, err_msg=name)

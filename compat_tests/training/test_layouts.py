@@ -184,12 +184,12 @@ def test_completions_give_the_same_numbers_by_text(model, checkpoint, tmp_path, 
         calls.append(len(qkv))
         return attend_by_text(*qkv, **options)
 
-    monkeypatch.setattr("trl_jax.nn.attention.packed.attend_by_text", by_text)
+    monkeypatch.setattr("trl_jax.nn.attention.attention.attend_by_text", by_text)
     for how in ("along", "by text"):
         assert not calls
         if how == "by text":
             monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
-            monkeypatch.setattr("trl_jax.mesh.mesh.platform", lambda: "tpu")
+            monkeypatch.setattr("trl_jax.nn.attention.attention.platform", lambda: "tpu")
         config = {
             "max_steps": 3, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 12, "beta": 0.1,
             "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "pad_to_multiple_of": None,

@@ -170,7 +170,7 @@ def test_what_is_no_loss_is_refused(folder, tmp_path, own, text):
 
 
 def test_without_torch_the_line_is_shown_in_jax(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_jax.hub.torch_bridge.available", lambda: False)
+    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
     kind = in_torch(trl_jax.RewardTrainer)
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
     with pytest.raises(TypeError, match=r"which torch cannot take.*in JAX: `chosen, rejected = jnp\.split"):
