@@ -13,7 +13,6 @@ from pathlib import Path
 
 from trl_jax.cli.main import noting
 from trl_jax.cli.transformers_patches import leave_models_aside
-from trl_jax.cli.trl_alias import install
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
 
@@ -24,6 +23,9 @@ def main(argv: list[str]) -> int:
         print(f"{USAGE}\n\n{__doc__.split(': ', 1)[1]}", file=sys.stderr if not argv else sys.stdout)
         return 0 if argv else 2
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    leave_models_aside()  # before anything imports transformers' callbacks
+    from trl_jax.cli.trl_alias import install
+
     install()
     if argv[0] == "-m":
         sys.argv = argv[1:]
@@ -35,7 +37,6 @@ def main(argv: list[str]) -> int:
     if not script.is_file():
         print(f"python -m trl_jax: there is no script {argv[0]!r}.\n{USAGE}", file=sys.stderr)
         return 2
-    leave_models_aside()  # before the script imports transformers' callbacks, as many do before trl
     sys.argv, sys.path[0] = argv, str(script.parent.absolute())
     with noting():
         runpy.run_path(str(script), run_name="__main__")
