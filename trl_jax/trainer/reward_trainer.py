@@ -43,7 +43,7 @@ class RewardTrainer(BaseTrainer):
         optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
         optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
-        data_collator: a DataCollatorForPreference, or early TRL's DataCollatorForPreferenceWithPadding, whose
+        data_collator: a DataCollatorForPreference, or early TRL's RewardDataCollatorWithPadding, whose
             `pad_to_multiple_of` then holds.
         quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
             4 or 8 bits.
@@ -55,14 +55,14 @@ class RewardTrainer(BaseTrainer):
 
     _name, _tag_names = "Reward", ["trl", "reward-trainer"]
     config_class, _collator_class = RewardConfig, DataCollatorForPreference
-    _older_collators = (DataCollatorForPreferenceWithPadding,)
+    _older_collators = (RewardDataCollatorWithPadding,)
 
     @accepting_old_keywords("max_length")
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
         args: RewardConfig | None = None,
-        data_collator: DataCollatorForPreference | DataCollatorForPreferenceWithPadding | None = None,
+        data_collator: DataCollatorForPreference | RewardDataCollatorWithPadding | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
