@@ -21,6 +21,16 @@ from trl_jax.config.renamed import OldNames, translated, way_out
 from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
 from trl_jax.legacy.arguments import is_of_training, modern_flags
+from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
+
+__all__ = [
+    "DatasetConfig",
+    "DatasetMixtureConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_dataset",
+    "init_zero_verbose",
+]
 
 WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}  # for values in --help
 _MAX_VALUES = 100_000  # of a YAML file, with aliases expanded
