@@ -237,7 +237,7 @@ def test_saving_takes_transformers_arguments(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, config={"model_init_kwargs": {"use_cache": False}})
     trainer.model.save_pretrained(tmp_path / "saved", safe_serialization=True, push_to_hub=False)
     assert read_weights(tmp_path / "saved").keys() == read_weights(folder).keys() | {"score.weight"}
-    with pytest.raises(TypeError, match=r"save_pretrained: push_to_hub=True is not in.*use push_to_hub\(\)"):
+    with pytest.raises(TypeError, match=r"save_pretrained: push_to_hub=True is not supported.*call push_to_hub\(\)"):
         trainer.model.save_pretrained(tmp_path / "saved", push_to_hub=True)
     assert not trainer.is_fsdp_enabled and trainer.model.device == "cpu"
 
