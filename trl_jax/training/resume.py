@@ -258,7 +258,7 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
         raise ValueError(
             f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, then {then}): its "
             "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
-            "ignore_data_skip=True to begin the epoch again with these."
+            "ignore_data_skip=True to restart the epoch with these rows."
         )
 
 
