@@ -52,7 +52,7 @@ OPENINGS = {
         "this is a git-LFS pointer instead of the weights: run `git lfs pull`",
     ),
     "not_found": (b"Entry not found", "this is an error message of the Hub, which has no such file"),
-    "text": (b"root:x:0:0:root:/root:/bin/bash", "it is text: download it again"),
+    "text": (b"root:x:0:0:root:/root:/bin/bash", "it is a text file: download it again"),
     "zeros": (bytes(1000), "its header is not a JSON object of tensors"),
 }  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_row02_a_header_that_is_none(kind, good, tmp_path):
 ENTRIES = {
     "shape": (
         {"shape": [1, 63]},
-        "tensor score.weight of dtype F32 and shape [1, 63] takes 252 bytes, but has 256",
+        "tensor score.weight of dtype F32 and shape [1, 63] needs 252 bytes, but has 256",
     ),
     "overflow": (
         {"shape": [2**62, 2**62]},

@@ -36,7 +36,6 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.mesh.processes import is_first
 from trl_jax.rollout.completions_log import write_picture
-from trl_jax.training.checkpoint import is_file
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
@@ -400,7 +399,8 @@ def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bo
     _write(folder / f"{split}_results.json", metrics)
     if combined:
         path = folder / "all_results.json"
-        _write(path, (_read(path) if is_file(path) else {}) | metrics)
+        there = path.exists() and not path.is_symlink()  # a link is replaced, not followed
+        _write(path, (_read(path) if there else {}) | metrics)
 
 
 def speed_metrics(prefix: str, start: float, num_samples: float, num_steps: float) -> dict[str, float]:
