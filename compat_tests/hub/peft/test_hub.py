@@ -92,7 +92,7 @@ def test_a_pickle_is_neither_fetched_nor_run(hub, tmp_path):
     files = {name: data for name, data in hub.files(JUDGE).items() if name != "adapter_model.safetensors"}
     add(hub, JUDGE, files | {"adapter_model.bin": pickle.dumps(Malicious(tmp_path / "mark"))})
     hub.requests.clear()
-    with refuses(f"model={JUDGE!r} has no adapter_model.safetensors. It has adapter_model.bin, a pickle", OSError):
+    with refuses(f"model={JUDGE!r} has no adapter_model.safetensors. It has adapter_model.bin, but pickles", OSError):
         load(JUDGE)
     assert not any("adapter_model.bin" in path for _, path in hub.requests) and not (tmp_path / "mark").exists()
 
