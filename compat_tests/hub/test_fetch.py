@@ -111,7 +111,7 @@ def test_a_repository_of_pickles_is_told_to_be_converted_without_torch(subfolder
     (folder / "pytorch_model.bin").unlink()
     (there.upstream / "other").mkdir()
     (there.upstream / "other" / "pytorch_model.bin").write_text("")
-    with pytest.raises(FileNotFoundError, match=f"model='{NAME}' has neither {SINGLE} nor {INDEX}"):
+    with pytest.raises(FileNotFoundError, match=f"model='{NAME}' has no weights: neither {SINGLE} nor {INDEX}"):
         load(NAME, subfolder=subfolder)
 
 
@@ -161,7 +161,7 @@ def test_a_mistyped_folder_with_the_hub_in_reach(tmp_path, monkeypatch):
         raise Unknown("401: Repository Not Found")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(FileNotFoundError, match="model='out/final': there is no such folder.*said: 401: Repository"):
+    with pytest.raises(FileNotFoundError, match="model='out/final': there is no such folder.*reported: 401: Repository"):
         load("out/final")
 
 

@@ -154,7 +154,7 @@ def test_what_is_not_read_is_named(checkpoint, tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="architecture 'mamba'; read are llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="architecture 'mamba', but only llama, qwen2, qwen3 can be read"):
         load(tmp_path / "c.gguf")
     (tmp_path / "d.gguf").write_bytes(b"GGUF" + b"\x00" * 3)
     with pytest.raises(ValueError, match="d.gguf is not a readable GGUF file"):
