@@ -423,7 +423,7 @@ def test_the_example_imports_public_names():
 
 def test_the_example_learns(tmp_path, capsys):
     pointwise.main(tmp_path)
-    shown = re.search(r"unseen rows: (\S+), after training (\S+)\.$", capsys.readouterr().out)
+    shown = re.search(r"held-out rows: (\S+), after training (\S+)\.$", capsys.readouterr().out)
     before, after = map(float, shown.groups())
     assert before > 0.5 and after < before / 4
 

@@ -195,9 +195,9 @@ def test_row20_another_stream_is_refused(train):
     rows = preference_rows(32)
     rows[15], rows[3] = rows[3], rows[15]
     other = IterableDataset.from_generator(lambda: iter(rows))
-    with pytest.raises(ValueError, match="not the stream that the checkpoint was trained on: its first 16 rows are"):
+    with pytest.raises(ValueError, match="not the stream that the checkpoint was trained on: its first 16 rows differ"):
         train("run", True, train=other, max_steps=4)
-    with pytest.raises(ValueError, match="its first 16 rows are others"):
+    with pytest.raises(ValueError, match="its first 16 rows differ"):
         train("run", True, train=stream(9), max_steps=4)
     train("run", True, train=other, max_steps=3, ignore_data_skip=True)
 

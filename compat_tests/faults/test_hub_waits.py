@@ -165,7 +165,7 @@ def test_weights_that_lie_damaged_in_the_cache_are_noticed(fetch, hub, tmp_path,
         fetch()
     (blob,) = {path.resolve() for path in (tmp_path / "cache").rglob(WEIGHTS)}
     blob.write_bytes(bytes(blob.stat().st_size))
-    with pytest.raises(ValueError, match=f"{WEIGHTS} came damaged"):
+    with pytest.raises(ValueError, match=f"{WEIGHTS} is corrupted"):
         fetch()
     assert not blob.exists() and fetch().params
 

@@ -374,7 +374,7 @@ def test_old_names_and_other_arguments(kind, told, tmp_path):
 
 def test_saving_with_a_token_is_refused_unseen(folder, told, tmp_path):
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
-    with pytest.raises(TypeError, match="token='<TOKEN>' is not in this release") as refused:
+    with pytest.raises(TypeError, match="token='<TOKEN>' is not supported by this release") as refused:
         model.save_pretrained(tmp_path / "saved", token=marker("save"))
     assert_untold(told(full_text(refused.value)))
 

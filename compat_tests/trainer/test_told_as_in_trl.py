@@ -89,11 +89,11 @@ def test_media_are_named(media, make):
 def test_rows_with_images(kind, column, make):
     plain = rows_of(kind, 4)
     rows, words = [row | {column: "cat.png"} for row in plain], r"The dataset appears to be vision-related \(contains "
-    with pytest.raises(ValueError, match=words + f".*train_dataset has '{column}', {YET}"):
+    with pytest.raises(ValueError, match=words + f".*train_dataset has the column '{column}', {YET}"):
         make(trl_jax, kind, Dataset.from_list(rows))
     with pytest.raises(ValueError, match=words):
         make(trl_jax, kind, IterableDataset.from_generator(lambda: iter(rows)))
-    with pytest.raises(ValueError, match=words + f".*eval_dataset has '{column}'"):
+    with pytest.raises(ValueError, match=words + f".*eval_dataset has the column '{column}'"):
         make(trl_jax, kind, Dataset.from_list(plain), eval_dataset=Dataset.from_list(rows))
     if kind != "Reward" and column == "image":
         trl = pytest.importorskip("trl")
@@ -146,7 +146,7 @@ def test_rows_without_a_prompt_and_with_equal_answers_are_counted_once(make, cap
     pairs = {"prompt": ["", "bread:", "bread:"], "chosen": ["yes", "soup", "yes"], "rejected": ["no", "soup", "no"]}
     make(trl_jax, "DPO", Dataset.from_dict(pairs))
     assert told(caplog, "prompt: the first") == [
-        "1 of 3 rows of train_dataset (first: row 0) have no prompt: the first token of their answers has no context, "
+        "1 of 3 rows of train_dataset (first: row 0) have no prompt: the first token of their answers has no context "
         "and is not scored."
     ]
     assert told(caplog, "equal chosen") == [
