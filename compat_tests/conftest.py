@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory):
 
 # The dearest files, in the order of what they cost: whoever takes one last would work on alone.
 FIRST = (
-    "mesh/test_eight_devices.py", "mesh/test_eight_writers.py", "models/test_families.py",
+    "mesh/test_eight_devices.py", "mesh/test_eight_writers.py", "mesh/test_one_raises.py", "models/test_families.py",
     "hub/peft/test_virtual_tokens.py", "mesh/test_two_processes.py", "compat_tests/test_scripts.py",
     "compat_tests/test_examples.py", "trainer/test_dpo_trainer.py", "generation/test_refilling.py",
     "parity/test_grpo_curve.py", "trainer/test_sft_trainer.py", "generation/test_families.py",

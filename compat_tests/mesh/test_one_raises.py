@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.mesh.launching import port
 
 SCRIPT = Path(__file__).with_name("one_raises.py")
@@ -39,6 +40,7 @@ def run(fault, who, folder, out):
     return [process.returncode for process in processes], [log.read_text() for log in logs], seconds
 
 
+@usual("callback-1-RuntimeError", "save-0-OSError")  # 20 s of two processes each
 @pytest.mark.parametrize(
     ("fault", "who", "kind"),
     [
