@@ -101,6 +101,39 @@ class Divergences(NamedTuple):
     entropy: Any
 
 
+# Images
+
+
+class Images(NamedTuple):
+    """The images of a batch: the patches of all images, one image after the other, and where their features go.
+
+    S is the number of shards of the batch (1 on one device); the rows of a shard only refer to its own images. P counts
+    patches and F features of a shard, both padded.
+
+    patches: float32 `[S, P, C]`, the pixel values of each patch, in the order of the tower's convolution weights.
+    places: int32 `[S, P, 2]`, row and column of each patch in its image, for towers with ropes.
+    first, end: int32 `[S, P]`, the range of patches that each patch attends to: those of its image. Padding attends to
+        nothing: both are P.
+    groups: int32 `[S, F, K]`, the patches from which the connector computes each feature.
+    at: int32 `[R, T]`, the index of the feature that takes the place of each token's embedding; -1 for other tokens.
+    window_first, window_end: as `first` and `end`, for layers that attend within windows; None without such layers.
+    table: int32 `[S, P, N]`, the rows of the table of learned positions that are summed up for each patch; None for
+        towers without one.
+    table_weights: float32 `[S, P, N]`, their weights (interpolation); None: 1.
+    """
+
+    patches: Any
+    places: Any
+    first: Any
+    end: Any
+    groups: Any
+    at: Any
+    window_first: Any = None
+    window_end: Any = None
+    table: Any = None
+    table_weights: Any = None
+
+
 # Virtual tokens
 
 

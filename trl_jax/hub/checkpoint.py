@@ -286,7 +286,8 @@ def _tensors(draws: Iterable[Draw]) -> tuple[str, ...]:
 
 def _source(config: NativeConfig, reader: ArrayReader, table: Matched, missing: list[Draw]) -> Source:
     files, dtype, raw = reader.files, reader.dtype, config.raw
-    carried = {name for name in files.shapes if config.family.carried and re.search(config.family.carried, name)}
+    pattern, read = re.compile(config.family.carried or "(?!)"), set(reader.on_disk.values())
+    carried = {name for name in files.shapes if pattern.search(name) and name not in read}
     full = {disk: name for name, disk in reader.on_disk.items()} | {name: name for name in carried}
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
     dtypes = {full[name]: reader.dtype_of(name) for name in full if name not in carried}
@@ -345,6 +346,9 @@ def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, file
     for prefix in config.family.other_prefixes:
         if any(name.startswith(prefix) for name in files.shapes):
             tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, base, prefix)) for entry in tensor_map]
+    for known, prefix in () if config.arch.vision is None else config.vision.prefixes:
+        if any(name.startswith(prefix) for name in files.shapes):
+            tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, known, prefix)) for entry in tensor_map]
     first, *other = config.family.language_heads or ("",)
     if first not in files.shapes and set(other) & set(files.shapes):
         tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, first, *other)) for entry in tensor_map]

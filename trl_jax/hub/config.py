@@ -20,6 +20,7 @@ from trl_jax.hub.config_reader import config_object, read_config
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 from trl_jax.hub.tensor_map import Names
+from trl_jax.hub.vision import VisionFamily, vision_families
 from trl_jax.models.model import abstract
 
 # NativeConfig: a parsed config.json
@@ -53,7 +54,28 @@ class NativeConfig:
     @property
     def names(self) -> Names:
         """Our module names -> names on disk, for trunk and head."""
-        return self.family.names(self.arch) | dict(self.head.names)
+        names = self.family.names(self.arch) | dict(self.head.names)
+        return names if self.arch.vision is None else names | self.vision.names(self.arch.vision)
+
+    @property
+    def vision(self) -> VisionFamily:
+        """How this model_type sees. Raises ValueError if its images are not supported."""
+        family = vision_families().get(self.family.model_type)
+        if family is None:
+            known = ", ".join(vision_families())
+            raise ValueError(
+                f"{self.path}: images are not supported for model_type {self.family.model_type!r}, only text. They are "
+                f"supported for {known}."
+            )
+        return family
+
+    def with_images(self) -> NativeConfig:
+        """The config of the same model with its vision tower, which is left out where only texts are computed.
+
+        Raises:
+            ValueError: images of this model_type are not supported.
+        """
+        return replace(self, arch=self.vision.with_vision(self.arch, self.raw, str(self.path)))
 
     def model(self) -> nnx.Module:
         """A new module; use it under `abstract` to avoid allocating its parameters."""

@@ -73,6 +73,22 @@ class OneRow:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A matrix that is stored on disk as the kernel of a convolution, (out, *shape)."""
+
+    kernel: tuple[int, ...]
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (ours[0], *self.kernel)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(len(tensor), -1)
+
+    def rows(self, array: Any) -> Any:
+        return array
+
+
+@dataclass(frozen=True)
 class PerHead:
     """Query, key or value (`which` is 0, 1 or 2) in a tensor that stores all three for each head."""
 

@@ -100,6 +100,7 @@ class Arch:
     - layer_scalar: each layer ends by scaling the residual stream by a number that is not trained.
     - tied_embeddings: the language model head uses the embedding table. Its logits are multiplied by `logit_scale` and
       then become `logit_softcap * tanh(logits / logit_softcap)`.
+    - vision: the tower and connector that compute image features; None for text alone.
     """
 
     vocab_size: int
@@ -160,6 +161,7 @@ class Arch:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     padding_idx: int | None = None
+    vision: VisionArch | None = None
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -184,6 +186,62 @@ class Arch:
     def max_positions(self) -> int | None:
         """The longest text that has learned positions; None if there is no limit."""
         return None if self.learned_positions is None else self.learned_positions - self.position_offset
+
+
+# Vision towers
+
+
+@dataclass(frozen=True)
+class Connector:
+    """How the outputs of a vision tower become the features that take the place of token embeddings.
+
+    - group: outputs per feature, concatenated or, if `pooled`, averaged.
+    - norm: a key of nn.layers.NORMS, applied to each output, or to their concatenation if `norm_grouped`; None: no
+      norm.
+    - merged: whether a linear map without bias reduces the concatenation to the width of one output.
+    - hidden_size: width between two linear maps, with `activation` after the first; None: a single map.
+    - separators: learned features that stand between rows of an image. They follow the other features.
+    """
+
+    out_size: int
+    group: int = 1
+    pooled: bool = False
+    norm: str | None = None
+    norm_eps: float = 1e-6
+    norm_grouped: bool = False
+    merged: bool = False
+    hidden_size: int | None = None
+    activation: str = "gelu"
+    bias: bool = True
+    separators: int = 0
+
+
+@dataclass(frozen=True)
+class VisionArch:
+    """Architecture of a vision tower and its connector.
+
+    - layers: the blocks. They have no vocabulary, and each patch attends to what `Images.first` and `.end` say.
+    - kernel: channels and sizes of a patch, as in the kernel of the convolution that embeds it; patch_bias: whether it
+      has a bias.
+    - class_token: whether the patch at row 0 of the table of positions is a learned embedding.
+    - position_rows: rows of the table of learned positions; None without one.
+    - pre_norm, post_norm: whether a norm precedes and follows the layers.
+    - full_layers: for each layer, whether patches attend to their whole image rather than a window; None: all do.
+    - deepstack: layers whose outputs have a connector of their own. The results are added to the residual stream after
+      the first layers of the decoder (DeepStack, arXiv:2406.04334).
+    """
+
+    layers: Arch
+    connector: Connector
+    kernel: tuple[int, ...]
+    patch_bias: bool = False
+    class_token: bool = False
+    position_rows: int | None = None
+    pre_norm: bool = False
+    post_norm: bool = False
+    full_layers: tuple[bool, ...] | None = None
+    deepstack: tuple[int, ...] = ()
+    deepstack_connector: Connector | None = None
 
 
 # Layers of a decoder

@@ -28,6 +28,41 @@ from trl_jax.nn.rope import Rope, rope_angles
 from trl_jax.nn.text_order import previous_tokens, text_order
 from trl_jax.nn.virtual_tokens import VirtualRows
 
+# Image features
+
+
+class Features(NamedTuple):
+    """What a vision tower gives a decoder.
+
+    values: float32 `[S, F, D]`, the features of each shard of the batch.
+    at: int32 `[R, T]`, the index of the feature that takes the place of each token's embedding; -1 for other tokens.
+    deep: float32 `[L, S, F, D]`, what is added to the residual stream at these tokens after each of the first L layers;
+        None if nothing is.
+    """
+
+    values: jax.Array
+    at: jax.Array
+    deep: jax.Array | None = None
+
+    def placed(self, h: jax.Array) -> jax.Array:
+        """Replace the embeddings `h` `[R, T, D]` of image tokens by their features."""
+        return jnp.where((self.at >= 0)[..., None], self._by_token(self.values), h)
+
+    def added(self, h: jax.Array, layer: jax.Array | int) -> jax.Array:
+        """Add what follows a layer, if anything, to the residual stream `[R, T, D]` at image tokens."""
+        if self.deep is None:
+            return h
+        last = len(self.deep) - 1
+        values = jax.lax.dynamic_index_in_dim(self.deep, jnp.minimum(layer, last), keepdims=False)
+        return h + jnp.where(((self.at >= 0) & (layer <= last)[..., None])[..., None], self._by_token(values), 0)
+
+    def _by_token(self, values: jax.Array) -> jax.Array:
+        """`[S, F, D]` to `[R, T, D]`."""
+        own = self.at.reshape(len(values), -1)  # the rows of each shard
+        found = jax.vmap(lambda of_shard, index: of_shard[index])(values, jnp.maximum(own, 0))
+        return found.reshape(*self.at.shape, -1)
+
+
 # The decoder
 
 
@@ -72,11 +107,12 @@ class Decoder(nnx.Module):
         noise: Noise | None = None,
         max_tokens: int | None = None,
         router_token_count: jax.Array | None = None,
+        features: Features | None = None,
     ) -> jax.Array | tuple[jax.Array, RouterSums]:
         """Hidden states `[N, D]` of the tokens that are read; with `router_token_count`, also the router sums.
 
         Args:
-            tokens, positions: int32 `[R, T]`.
+            tokens, positions: int32 `[R, T]`; positions may be `[R, T, A]` where ropes have A axes.
             reads: int32 `[N]`, flat indices (row * T + place) of the wanted tokens, any number per row. The final norm
                 runs on these tokens only. None: all tokens, N = R x T.
             valid: bool `[R, T]`, tokens that others may attend to; None if padding is only on the right.
@@ -91,6 +127,7 @@ class Decoder(nnx.Module):
             noise: added to the token embeddings (NEFTune).
             max_tokens: upper bound on the length of a text, None if unknown. Windows at least as long are left out.
             router_token_count: bool or int32 `[R, T]`, how often each token counts in the router sums.
+            features: take the place of the embeddings of image tokens; None for text alone.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if stripes is not None:  # padding goes to the end: no token attends to it, and it attends to nothing
@@ -98,26 +135,32 @@ class Decoder(nnx.Module):
             tokens, positions, packed, router_token_count = jax.tree.map(
                 stripes.local, (tokens, positions, packed, router_token_count)
             )
+            if features is not None:
+                features = features._replace(at=stripes.local(features.at, fill=-1))
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
         longest = _longest(length, reads, lengths, packed)
         keys, router_keys = (
             None if key is None else jax.random.split(key, self.arch.num_layers) for key in (dropout_key, router_key)
         )
-        h, shared, by_layer = self.begin(shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise)
+        h, shared, by_layer = self.begin(
+            shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise, features
+        )
+        numbers = None if features is None or features.deep is None else jnp.arange(self.arch.num_layers)
         sums, reusable = [], {}
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
             reused = reusable[run.kind.heads] if run.kind.reuses else None
 
             def layer(h, slices, graph=graph, run=run, reused=reused):
-                state, inputs, key, router_key = slices
+                state, inputs, key, router_key, number = slices
                 block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
                 own = shared.of_layer(inputs)._replace(reused=reused)
                 options = {"key": key, "router_key": router_key, "router_token_count": router_token_count}
                 out = block(h, own, dtype=dtype, **options)
-                return out.h, (out.sums, out.kept if run.kind.reused else None)
+                h = out.h if number is None else features.added(out.h, number)
+                return h, (out.sums, out.kept if run.kind.reused else None)
 
-            slices = (state, *of_run((by_layer, keys, router_keys), run))
+            slices = (state, *of_run((by_layer, keys, router_keys, numbers), run))
             h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
             if run.kind.reused:
                 reusable[run.kind.heads] = last_layer(run_kept)
@@ -138,13 +181,14 @@ class Decoder(nnx.Module):
         dtype: jnp.dtype,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
+        features: Features | None = None,
     ) -> tuple[jax.Array, AttentionInputs, LayerInputs]:
         """The inputs of the first layer: embedded tokens `[R, T, D]`, attention inputs common to all layers (`shared`
         completed), and those that differ between layers."""
         if self.first_virtual is not None:
             shared = shared._replace(virtual=tokens - self.first_virtual)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
-        h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise)
+        h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise, features)
         embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
         return h, shared, by_layer._replace(embedded=embedded)
 
@@ -157,13 +201,15 @@ class Decoder(nnx.Module):
         h = apply(self.norm, h)
         return h if self.project_out is None else self.project_out(h.astype(dtype)).astype(jnp.float32)
 
-    def _embedded(self, tokens, positions, dtype, valid, dropout_key, noise) -> jax.Array:
+    def _embedded(self, tokens, positions, dtype, valid, dropout_key, noise, features) -> jax.Array:
         arch = self.arch
         h = self.embed(tokens, jnp.float32)
         if arch.scale_in_table:  # transformers scales inside the embedding module, so noise comes after the scale
             h = self._with_virtual(apply(noise, scaled(h, arch.embedding_scale)), tokens)
         else:
             h = scaled(self._with_virtual(apply(noise, h), tokens), arch.embedding_scale)
+        if features is not None:
+            h = features.placed(h)
         if self.project_in is not None:
             h = self.project_in(h.astype(dtype)).astype(jnp.float32)
         if self.position_embed is not None:

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.outputs import TokenOutputs
+from trl_jax.core.outputs import Images, TokenOutputs
 from trl_jax.models.adapters import AdaptedGraph, VirtualGraph
 from trl_jax.models.arch import Arch, EncoderArch
-from trl_jax.models.decoder import Decoder, apply
+from trl_jax.models.decoder import Decoder, Features, apply
 from trl_jax.models.encoder import Encoder
+from trl_jax.models.vision import Vision
 from trl_jax.nn.head import HeadInputs, head_logits, token_outputs
 from trl_jax.nn.layers import ACTIVATIONS, Norm
 from trl_jax.nn.linear import Linear, Lora, Quantized, dropout_or_none, stored
@@ -87,7 +88,7 @@ class Model(nnx.Module):
         `HeadInputs` with `before_head`, and logits `[N, V]` otherwise.
 
         Args:
-            tokens, positions: int32 `[R, T]`.
+            tokens, positions: int32 `[R, T]`; positions may be `[R, T, A]` where ropes have A axes.
             reads: int32 `[N]`, flat indices (row * T + place) of the tokens that are read.
             targets: int32 `[N]`, the id that each read predicts, -1 for none; ignored by score heads.
             dtype: compute dtype of the layers and the language model head.
@@ -247,6 +248,24 @@ class CausalLm(Model):
 
     def __init__(self, arch: Arch):
         super().__init__(Decoder(arch), LmHead(arch))
+        self.vision = None if arch.vision is None else Vision(arch.vision)
+
+    def __call__(self, *given: Any, images: Images | Features | None = None, **options: Any) -> Any:
+        """As `Model.__call__`.
+
+        Args:
+            images: the images of the batch, or their features where these have been computed; None for text alone.
+        """
+        if images is None:
+            return super().__call__(*given, **options)
+        return super().__call__(*given, features=self.features(images, **options), **options)
+
+    def features(
+        self, images: Images | Features, *, dtype: jnp.dtype = jnp.float32, remat: bool | str = False, **options: Any
+    ) -> Features:
+        """The features of images; options as in `Model.__call__`."""
+        del options
+        return images if isinstance(images, Features) else self.vision(images, dtype=dtype, remat=remat)
 
     def outputs(
         self,

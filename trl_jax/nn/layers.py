@@ -40,6 +40,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "tanh": tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),

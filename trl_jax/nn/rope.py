@@ -15,10 +15,12 @@ import numpy as np
 class Rope:
     """Settings of a rope.
 
-    `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `fraction` are for the last
-    three. `channels` is the number of rotated channels, if it differs between layers; of a proportional rope, only this
-    `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any text of the batch is longer
-    than `original_length`, by `long_attention_factor` (if not None).
+    `kind` is one of default, linear, proportional, axial, llama3, yarn, longrope; the fields after `axes` are for the
+    last three. `channels` is the number of rotated channels, if it differs between layers; of a proportional rope,
+    only this `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any text of the batch is
+    longer than `original_length`, by `long_attention_factor` (if not None).
+
+    With `axes`, positions may have several axes, `[R, T, A]`: pair i of channels turns with axis `axes[i]`.
     """
 
     theta: float
@@ -26,6 +28,7 @@ class Rope:
     factor: float = 1.0
     channels: int | None = None
     fraction: float = 1.0
+    axes: tuple[int, ...] | None = None
     original_length: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -78,6 +81,15 @@ def _proportional(rope: Rope, powers: np.ndarray) -> np.ndarray:
     return np.where(turning, 1 / powers, np.float32(0)) / np.float32(rope.factor)
 
 
+def _axial(rope: Rope, powers: np.ndarray) -> np.ndarray:
+    """Two axes, each with the frequencies of a rope of half as many channels: first all pairs of one axis, then those
+    of the other."""
+    count = (len(powers) + 1) // 2
+    exponents = np.arange(0, 2 * count, 2, dtype=np.float32) / np.float32(2 * count)
+    half = 1 / (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
+    return np.tile(half, 2)
+
+
 def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """Llama 3.1: long wavelengths are slowed down by `factor`, short ones kept, those in between blended."""
     base = 1 / powers
@@ -105,7 +117,8 @@ def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
 
 
 _STRETCHES = {
-    "default": _unchanged, "linear": _linear, "proportional": _proportional, "llama3": _llama3, "yarn": _yarn,
+    "default": _unchanged, "linear": _linear, "proportional": _proportional, "axial": _axial, "llama3": _llama3,
+    "yarn": _yarn,
 }  # fmt: skip
 
 
@@ -118,9 +131,9 @@ def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.A
 def rope_angles(
     positions: jax.Array, ropes: Sequence[Rope | None], channels: int, longest: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[len(ropes), R, T, 1, pairs]`, float32, for positions `[R, T]`. None rotates nothing, and
-    neither do the last pairs of a rope with fewer channels."""
-    shape = (*positions.shape, 1, (channels + 1) // 2)
+    """Cosines and sines `[len(ropes), R, T, 1, pairs]`, float32, for positions `[R, T]`, or `[R, T, A]` of ropes with
+    axes. None rotates nothing, and neither do the last pairs of a rope with fewer channels."""
+    shape = (*positions.shape[:2], 1, (channels + 1) // 2)
     cosines, sines = [], []
     for rope in ropes:
         if rope is None:
@@ -130,7 +143,8 @@ def rope_angles(
             missing = shape[-1] - frequencies.shape[-1]
             if missing:
                 frequencies = jnp.pad(frequencies, [(0, 0)] * (frequencies.ndim - 1) + [(0, missing)])
-            angles = positions[..., None, None].astype(jnp.float32) * frequencies
+            by_pair = positions[..., None] if positions.ndim == 2 else positions[..., np.asarray(rope.axes)]
+            angles = by_pair[:, :, None].astype(jnp.float32) * frequencies
             cos, sin = jnp.cos(angles) * rope.scale(longest), jnp.sin(angles) * rope.scale(longest)
         cosines.append(cos)
         sines.append(sin)

@@ -1,0 +1,167 @@
+"""Logits, gradients and files of tiny vision-language models are those of transformers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from compat_tests.hub.vision.models import CASES, IMAGE
+from trl_jax.core.outputs import Packed
+from trl_jax.data.images import feature_index, join_images
+from trl_jax.hub.config import read_native_config
+from trl_jax.hub.native_backend import load_native
+from trl_jax.models.model import merge
+
+torch = pytest.importorskip("torch")
+ROWS = ((), (0,), (2, 0, 1))  # the images of each text
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """(case, transformers' model, its folder, trl_jax's config, parameters, backend)"""
+    import transformers
+
+    case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(1)
+    config = getattr(transformers, case.config_class)(**case.values)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases, norms and learned vectors are zeros and ones
+            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.02))
+    model.save_pretrained(folder)
+    native = read_native_config(folder, "lm").with_images()
+    return case, model, folder, native, *load_native(native, dtype="float32", seed=0)
+
+
+def texts(case):
+    """Token ids of each text, and its images as the processor returns them."""
+    generator, found = np.random.default_rng(0), []
+    for numbers in ROWS:
+        ids = generator.integers(7, 60, 4).tolist()
+        for number in numbers:
+            ids += [IMAGE] * case.tokens[number] + generator.integers(7, 60, 3).tolist()
+        found.append((np.array(ids), numbers))
+    return found
+
+
+def of_transformers(case, model, rows):
+    """Logits of each text, one after another, and the gradient of the sum of their sines, by name on disk."""
+    found = []
+    model.zero_grad()
+    for ids, numbers in rows:
+        joined = {name: [case.processed[number][name] for number in numbers] for name in case.processed[0]}
+        given = {name: torch.tensor(np.concatenate(arrays)) for name, arrays in joined.items() if arrays}
+        options = case.options(ids[None]) if case.options and numbers else {}
+        given |= {name: torch.tensor(array) for name, array in options.items()}
+        found.append(model(input_ids=torch.tensor(ids[None]), **given).logits[0])
+    torch.sin(torch.cat(found)).mean().backward()
+    return [logits.detach().numpy() for logits in found]
+
+
+def gradients(model, folder):
+    """The gradients of transformers' model, by name on disk."""
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(folder)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return load_file(folder / "model.safetensors")
+
+
+def images_of(native, case, numbers, model):
+    joined = {name: [case.processed[number][name] for number in numbers] for name in case.processed[0]}
+    return native.vision.patches({name: np.concatenate(arrays) for name, arrays in joined.items()}, model.config)
+
+
+def positions_of(native, ids, images):
+    if native.vision.positions is None:
+        return np.arange(len(ids))
+    return native.vision.positions(ids, IMAGE, images)
+
+
+def padded(native, case, model, rows):
+    """Tokens `[R, T]`, positions, reads of all tokens, and images of one shard."""
+    length = max(len(ids) for ids, _ in rows)
+    tokens, at, positions, every = np.zeros((len(rows), length), np.int32), [], [], []
+    first = 0
+    for row, (ids, numbers) in enumerate(rows):
+        images = images_of(native, case, numbers, model) if numbers else []
+        tokens[row, : len(ids)] = ids
+        at.append(np.pad(feature_index(ids, IMAGE, images, first), (0, length - len(ids)), constant_values=-1))
+        place = positions_of(native, ids, images)
+        positions.append(np.pad(place, [(0, length - len(ids))] + [(0, 0)] * (place.ndim - 1)))
+        first += sum(len(image.groups) for image in images)
+        every += images
+    reads = np.concatenate([row * length + np.arange(len(ids)) for row, (ids, _) in enumerate(rows)])
+    return tokens, np.stack(positions), reads, join_images([every], np.stack(at))
+
+
+def packed(native, case, model, rows):
+    """The same texts in one row of a multiple of 64 tokens, and what each token attends to."""
+    tokens, positions, reads, images = padded(native, case, model, rows)
+    length = -len(reads) % 64 + len(reads)
+
+    def row(array, fill=0):
+        flat = array.reshape(-1, *array.shape[2:])[reads]
+        return np.pad(flat, [(0, length - len(reads))] + [(0, 0)] * (flat.ndim - 1), constant_values=fill)[None]
+
+    first, end, start = np.full((1, length), length), np.full((1, length), length), 0
+    for ids, _ in rows:
+        first[0, start : start + len(ids)] = start
+        end[0, start : start + len(ids)] = start + np.arange(len(ids)) + 1
+        start += len(ids)
+    seen = Packed(jnp.asarray(first), jnp.asarray(end), jnp.full((1, length), max(len(ids) for ids, _ in rows)))
+    return row(tokens), row(positions), np.arange(len(reads)), images._replace(at=row(images.at, -1)), seen
+
+
+def test_logits_gradients_and_files_are_those_of_transformers(case, tmp_path):
+    case, model, folder, native, params, backend = case
+    rows = texts(case)
+    theirs = np.concatenate(of_transformers(case, model, rows))
+    tokens, positions, reads, images = padded(native, case, model, rows)
+
+    def logits(params):
+        return merge(backend.graph, params)(tokens, positions, reads, images=jax.tree.map(jnp.asarray, images))
+
+    ours = jax.jit(logits)(params)
+    assert np.std(theirs) > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    grads = jax.jit(jax.grad(lambda params: jnp.sin(logits(params)).mean()))(params)
+    wanted = gradients(model, tmp_path / "gradients")
+    found = dict(backend.on_disk(grads))
+    towers = [name for name in found if name not in wanted]
+    assert not towers
+    for name, gradient in found.items():
+        scale = max(np.abs(wanted[name]).max(), 1e-5)
+        np.testing.assert_allclose(gradient / scale, wanted[name] / scale, atol=1e-4, err_msg=name)
+    unread = [name for name in wanted if name not in found]
+    assert all(not wanted[name].any() for name in unread)
+    backend.save(tmp_path / "saved", params, model.config)
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "saved"))
+    assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_packed_texts_and_padded_ones_have_the_same_logits(case):
+    case, model, _, native, params, backend = case
+    rows = texts(case)
+    tokens, positions, reads, images = padded(native, case, model, rows)
+    given = packed(native, case, model, rows)
+    module = merge(backend.graph, params)
+    apart = module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, images))
+    tokens, positions, reads, images, seen = given
+    together = module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, images), packed=seen)
+    np.testing.assert_allclose(together, apart, atol=1e-5)
+
+
+def test_without_images_the_tower_is_carried_along_unread(case, tmp_path):
+    _, model, folder, native, *_ = case
+    params, backend = load_native(read_native_config(folder, "lm"), dtype="float32", seed=0)
+    assert not any(path.startswith("vision.") for path in params)
+    backend.save(tmp_path / "saved", params, model.config)
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "saved"))
+    assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)

@@ -1,0 +1,162 @@
+"""Images as a vision tower reads them: patches of several images joined into one batch, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trl_jax.core.outputs import BLOCK, Images
+
+
+class ImagePatches(NamedTuple):
+    """One image of P patches, which gives F features to N tokens of a text.
+
+    patches: float32 `[P, C]`, as in `Images`.
+    places: int32 `[P, 2]`, row and column of each patch.
+    spans: int32 `[P, 2]`, first and end of the patches that each patch attends to.
+    groups: int32 `[F, K]`, the patches of each feature.
+    tokens: int32 `[N]`, the feature of each image token, in the order of the text; F + i is separator i.
+    windows: as `spans`, for layers that attend within windows; None without such layers.
+    table, table_weights: as in `Images`, `[P, N]`; None without.
+    grid: int32 `(frames, rows, columns)` of the image tokens, for positions with several axes; None for other models.
+    """
+
+    patches: np.ndarray
+    places: np.ndarray
+    spans: np.ndarray
+    groups: np.ndarray
+    tokens: np.ndarray
+    windows: np.ndarray | None = None
+    table: np.ndarray | None = None
+    table_weights: np.ndarray | None = None
+    grid: tuple[int, int, int] | None = None
+
+
+def spans_of(lengths: Sequence[int]) -> np.ndarray:
+    """First and end of consecutive spans of these lengths, for each of their patches: int32 `[sum, 2]`."""
+    ends = np.cumsum(lengths)
+    return np.repeat(np.stack([ends - lengths, ends], axis=1), lengths, axis=0).astype(np.int32)
+
+
+class Sizes(NamedTuple):
+    """Patches and features of a shard, padded."""
+
+    patches: int
+    features: int
+
+
+def sizes_of(shards: Sequence[Sequence[ImagePatches]]) -> Sizes:
+    """The smallest sizes that these images fit into, rounded up so that few programs are compiled."""
+    patches = max(sum(len(image.patches) for image in images) for images in shards)
+    features = max(sum(len(image.groups) for image in images) for images in shards)
+    return Sizes(rounded_up(patches, BLOCK), rounded_up(features, 16))
+
+
+def rounded_up(count: int, unit: int) -> int:
+    """The smallest of `unit` x 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least `count`."""
+    size = unit
+    while size < count:
+        size = size * 3 // 2 if size % 3 else size // 3 * 4
+        if size == unit * 3 // 2:
+            size = unit * 2
+    return size
+
+
+def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes | None = None) -> Images:
+    """Join the images of each shard of a batch.
+
+    Args:
+        shards: the images of each shard, in order; none of the shards may be without images unless `sizes` says what
+            they are padded to, and at least one image must exist.
+        at: `Images.at`, int32 `[R, T]`, with features counted per shard as `feature_index` does.
+        sizes: what to pad to; None: as small as `sizes_of` makes them.
+
+    Raises:
+        ValueError: the images do not fit into `sizes`.
+    """
+    sizes = sizes or sizes_of(shards)
+    least = sizes_of(shards)
+    if least.patches > sizes.patches or least.features > sizes.features:
+        raise ValueError(f"images with {least.patches} patches and {least.features} features do not fit into {sizes}.")
+    joined = [_joined(images, sizes, next(image for images in shards for image in images)) for images in shards]
+    stacked = {name: np.stack([one[name] for one in joined]) for name in joined[0]}
+    return Images(at=np.asarray(at, np.int32), **stacked)
+
+
+def _joined(images: Sequence[ImagePatches], sizes: Sizes, example: ImagePatches) -> dict[str, Any]:
+    """The arrays of one shard; `example` says which there are."""
+    starts = np.cumsum([0, *(len(image.patches) for image in images)])[:-1].tolist()
+    moved = list(zip(images, starts, strict=True))
+    found = {
+        "patches": _padded([image.patches for image in images], sizes.patches, example.patches),
+        "places": _padded([image.places for image in images], sizes.patches, example.places),
+        "groups": _padded([image.groups + start for image, start in moved], sizes.features, example.groups),
+    }
+    for names, field in ((("first", "end"), "spans"), (("window_first", "window_end"), "windows")):
+        sample = getattr(example, field)
+        if sample is not None:
+            spans = [getattr(image, field) + start for image, start in moved]
+            both = _padded(spans, sizes.patches, sample, fill=sizes.patches)
+            found |= dict(zip(names, both.T, strict=True))
+    for field in ("table", "table_weights"):
+        sample = getattr(example, field)
+        if sample is not None:
+            found[field] = _padded([getattr(image, field) for image in images], sizes.patches, sample)
+    return found
+
+
+def _padded(arrays: list[np.ndarray], length: int, example: np.ndarray, fill: int = 0) -> np.ndarray:
+    whole = np.full((length, *example.shape[1:]), fill, example.dtype)
+    if arrays:
+        joined = np.concatenate(arrays)
+        whole[: len(joined)] = joined
+    return whole
+
+
+def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePatches], first: int = 0) -> np.ndarray:
+    """The feature of each token of a text, int32 `[T]`; -1 for tokens that are no images.
+
+    Args:
+        tokens: ids `[T]`, in which `image_token` takes the place of each feature.
+        images: those of the text, in order.
+        first: the number of features that come before them in their shard.
+
+    Raises:
+        ValueError: the text has another number of image tokens than the images have features.
+    """
+    places = np.flatnonzero(np.asarray(tokens) == image_token)
+    wanted = sum(len(image.tokens) for image in images)
+    if len(places) != wanted:
+        raise ValueError(
+            f"the text has {len(places)} image tokens, but its {len(images)} images have {wanted} features. Check that "
+            "the chat template writes one placeholder per image, and that max_length cuts none."
+        )
+    found = np.full(len(tokens), -1, np.int32)
+    starts = np.cumsum([first, *(len(image.groups) for image in images)])[:-1]
+    if images:
+        found[places] = np.concatenate([image.tokens + start for image, start in zip(images, starts, strict=True)])
+    return found
+
+
+def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImagePatches]) -> np.ndarray:
+    """Positions of a text with images on three axes (frame, row, column), int32 `[T, 3]` (Wang et al. 2024,
+    arXiv:2409.12191, section 2.1).
+
+    A text advances on all axes at once. The tokens of an image count its frames, rows and columns from where the text
+    before it ended, and the text after it continues after the largest of these.
+    """
+    tokens = np.asarray(tokens)
+    positions, place, next_position = np.zeros((len(tokens), 3), np.int32), 0, 0
+    starts = np.flatnonzero(tokens == image_token)
+    for image in images:
+        begin = int(starts[np.searchsorted(starts, place)])
+        length = begin - place
+        positions[place:begin] = (next_position + np.arange(length))[:, None]
+        next_position += length
+        size, end = image.grid, begin + len(image.tokens)
+        positions[begin:end] = np.stack(np.unravel_index(np.arange(len(image.tokens)), size), axis=1) + next_position
+        next_position, place = next_position + max(size), end
+    positions[place:] = (next_position + np.arange(len(tokens) - place))[:, None]
+    return positions

@@ -1,0 +1,77 @@
+"""How each vision-language model type sees: its vision tower and connector, the names of their tensors on disk, and the
+patches of an image that its processor has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import numpy as np
+
+from trl_jax.data.images import ImagePatches
+from trl_jax.hub.config_reader import ConfigReader, config_object, is_unread
+from trl_jax.hub.tensor_map import Names
+from trl_jax.models.arch import Arch, VisionArch
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What the rest of the hub needs to know of a vision-language model type besides its text part.
+
+    Attributes:
+        model_type: as in config.json.
+        arch: reads the tower and the connector from the `vision_config` section and transformers' config object.
+        names: our modules -> names on disk, as `Family.names`, without prefixes of older checkpoints.
+        patches: what the processor returned for the images of a text, as NumPy arrays by name, and transformers' config
+            object -> the images.
+        pixels: the names of the arrays that the processor returns for images.
+        text: the text part as it is where there are images; None: unchanged.
+        positions: token ids `[T]`, the id of image tokens and the images of a text -> positions `[T, A]`; None: tokens
+            are counted.
+        prefixes: (prefix of `names`, what some checkpoints have in its place); kept on save.
+        image_token: the attribute of the config that holds the id of image tokens.
+    """
+
+    model_type: str
+    arch: Callable[[ConfigReader, Any], VisionArch]
+    names: Callable[[VisionArch], Names]
+    patches: Callable[[Mapping[str, np.ndarray], Any], list[ImagePatches]]
+    pixels: tuple[str, ...] = ("pixel_values",)
+    text: Callable[[Arch, Any], Arch] | None = None
+    positions: Callable[[np.ndarray, int, Sequence[ImagePatches]], np.ndarray] | None = None
+    prefixes: tuple[tuple[str, str], ...] = ()
+    image_token: str = "image_token_id"
+
+    def with_vision(self, arch: Arch, raw: dict[str, Any], source: str) -> Arch:
+        """The architecture of the whole model, from that of its text part.
+
+        Raises:
+            ValueError: names the unsupported key or value of `vision_config`.
+        """
+        whole = config_object(raw, source)
+        section = {key: value for key, value in whole.vision_config.to_dict().items() if key not in _OF_ANY_CONFIG}
+        reader = ConfigReader(section, f"{source}: vision_config")
+        vision = self.arch(reader, whole)
+        kind = type(whole.vision_config)
+        reader.finish(lambda key: key in _UNUSED or is_unread(kind, key))
+        return replace(arch if self.text is None else self.text(arch, whole), vision=vision)
+
+
+# Keys that every config has, and keys that no tower computes with.
+_OF_ANY_CONFIG = frozenset(
+    "architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id model_type _name_or_path "
+    "output_attentions output_hidden_states problem_type return_dict transformers_version".split()
+)
+_UNUSED = frozenset({"initializer_range", "initializer_factor", "projection_dim", "vocab_size"})
+
+
+@cache
+def vision_families() -> dict[str, VisionFamily]:
+    """All model types whose images are computed, by model_type."""
+    modules = [vars(import_module(f"{__name__}.{module.name}")) for module in iter_modules(__path__)]
+    found = [family for module in modules for family in module.get("FAMILIES", ())]
+    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
