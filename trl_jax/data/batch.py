@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_jax.core.outputs import Packed, VirtualTokens
+from trl_jax.core.outputs import Images, Packed, VirtualTokens
+from trl_jax.data.images import ImagePatches
 
 IGNORED = -100  # label of a token that is not a target, as in transformers
 
@@ -26,7 +27,8 @@ class Batch(NamedTuple):
     A row holds one text (padded layout) or several texts end to end (packed layout). Texts are ordered like the
     outputs: the first text of every example, then the second of every example.
 
-    tokens, positions: int32 `[R, T]`.
+    tokens, positions: int32 `[R, T]`; positions are `[R, T, A]` in steps with images of a model that gives its tokens
+        positions on A axes.
     reads: int32 `[N]`, flat positions (row * T + column) whose outputs are needed. With a score head, one per text
         (N = X). With a language modeling head, the positions that predict a target, followed by padding.
     targets: int32 `[N]`, the id that each read predicts, -1 for padding. None with a score head.
@@ -43,6 +45,7 @@ class Batch(NamedTuple):
     extras: float32 numbers that the loss needs, by name: `extras.example` `[E]`, `extras.text` `[X]`, `extras.read`
         `[N]`.
     packed: attention ranges of packed rows; None in the padded layout.
+    images: the images of the pass, as one shard; None in steps without images.
 
     In a step, every array has a leading axis of passes, which run one after another.
     """
@@ -60,6 +63,7 @@ class Batch(NamedTuple):
     pass_weight: np.ndarray | None = None
     router_token_count: np.ndarray | None = None
     first_labels: np.ndarray | None = None
+    images: Images | None = None
 
     def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
         """Write an example's weight and its example and text extras into a slot of the pass at `index`."""
@@ -226,6 +230,10 @@ class Example(NamedTuple):
     weight: weight in the step's loss (a weighted sum), above 0; None leaves it to the layout.
     context: the start that it shares with other examples, which the shared layout computes once; None shares nothing.
     virtual: number of virtual tokens at the start of each text, or document.
+    images: those of its texts. Examples with the same context have the same images.
+    features: for each text, int32 `[T]`: the index among the features of all `images` that takes the place of each
+        token's embedding, -1 for text. Empty without images.
+    positions: for each text, int32 `[T, A]`, where the model has positions on several axes and there are images.
     """
 
     texts: tuple[Sequence[int], ...]
@@ -236,6 +244,9 @@ class Example(NamedTuple):
     weight: float | None = None
     context: Context | None = None
     virtual: int = 0
+    images: tuple[ImagePatches, ...] = ()
+    features: tuple[np.ndarray, ...] = ()
+    positions: tuple[np.ndarray, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -307,6 +318,13 @@ class Example(NamedTuple):
         context = self.context and self.context._replace(tokens=self.context.tokens + virtual.count)
         changes = {"documents": documents, "context": context, "virtual": virtual.count}
         return self._replace(texts=texts, labels=tuple(labels), **changes)
+
+    def positions_of(self, text: int, start: int, end: int, axes: int | None) -> np.ndarray:
+        """Positions of the tokens `start` to `end` of a text, `[n]`, or `[n, axes]` unless that is None."""
+        if self.positions:
+            return self.positions[text][start:end]
+        counted = np.arange(end - start, dtype=np.int32)
+        return counted if axes is None else np.repeat(counted[:, None], axes, axis=1)
 
     def _spans_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         return self.spans if self.documents else [(0, len(ids))]

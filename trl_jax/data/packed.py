@@ -12,6 +12,7 @@ import numpy as np
 
 from trl_jax.core.outputs import Packed, RowView
 from trl_jax.data.batch import IGNORED, Batch, Example, empty_extras, padded_length, read_places, weight_of
+from trl_jax.data.images import PassImages, position_axes
 
 # Several devices: each gets an equal share of every micro-batch, like TRL's ranks
 
@@ -144,7 +145,9 @@ def pack_examples(
         length, text = spec.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
         view = no_view(rows, view_rows(placed, into, spec.row_view), text, length, sharing(placed, into))
     branches = any(one.context is not None for one in placed)
-    batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches)
+    axes = position_axes(one.example for one in placed)
+    batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches, axes)
+    images = PassImages(batch.tokens)
     longest_texts = longest_in_batch(placed, examples) if longest_texts is None else longest_texts
     free, taken, read = [0] * rows, [0] * rows, [0] * rows
     contexts: dict[Hashable, list[np.ndarray]] = {}
@@ -155,6 +158,10 @@ def pack_examples(
             places = _write(batch, row, free[row], one)
         else:
             places = _write_branch(batch, row, free[row], one, before[0] if before else None)
+        if one.example.images:
+            seen = images.enter(row, one.example, one.slot if one.context is None else one.context)
+            for at, features in zip(places, one.example.features, strict=True):
+                images.write((row, 0, at), features, seen)
         read[row] = _write_reads(batch, row, read[row], one, places, spec.pad_token_id)
         if view is not None:
             runs = [places[0][start:end] for start, end in one.example.spans] if one.example.documents else places
@@ -166,7 +173,7 @@ def pack_examples(
         end = max(free[row], *(1 + int(at.max()) for at in places))
         batch.packed.longest[row, 0, free[row] : end] = longest
         free[row] = end
-    return batch
+    return batch._replace(images=images.joined())
 
 
 def _empty(
@@ -179,6 +186,7 @@ def _empty(
     view: RowView | None,
     reads: int,
     branches: bool,
+    axes: int | None,
 ) -> Batch:
     def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((rows, *shape), value, dtype)
@@ -190,7 +198,7 @@ def _empty(
     member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
     return Batch(
         tokens=filled((1, length), spec.pad_token_id),
-        positions=filled((1, length), 0),
+        positions=filled((1, length) if axes is None else (1, length, axes), 0),
         reads=filled((reads,), 0),
         lengths=filled((len(like.texts) * slots,), 1),
         weight=filled((slots,), 0, np.float32),
@@ -248,11 +256,12 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
     places = _places(texts, start, one.shared)
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
     first, end = packed.first[row, 0], packed.end[row, 0]
-    for ids, at in reversed(list(zip(texts, places, strict=True))):
+    for text, (ids, at) in reversed(list(enumerate(zip(texts, places, strict=True)))):
         tokens[at] = ids
         for begin, stop in one.example.spans if one.example.documents else [(0, len(ids))]:
             run = at[begin:stop]
-            positions[run], first[run], end[run] = np.arange(stop - begin), run[0], run + 1
+            positions[run] = one.example.positions_of(text, begin, stop, _axes(batch))
+            first[run], end[run] = run[0], run + 1
             if packed.prompt is not None:
                 packed.prompt[row, 0, run] = run[0]
     for at in places[: one.example.num_primary_texts]:
@@ -262,6 +271,11 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
         first[own], end[own] = own, places[0][0] + one.shared
     batch.enter((row,), one.slot, one.example, one.weight)
     return places
+
+
+def _axes(batch: Batch) -> int | None:
+    """The number of axes of the positions of a batch; None where tokens are only counted."""
+    return batch.positions.shape[-1] if batch.positions.ndim > batch.tokens.ndim else None
 
 
 def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.ndarray | None) -> list[np.ndarray]:
@@ -285,7 +299,8 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
         )
     own = np.arange(start, start + len(ids) - shared)
     at = np.concatenate([context, own])
-    tokens[own], positions[at], packed.end[row, 0, at] = ids[shared:], np.arange(len(ids)), at + 1
+    tokens[own], packed.end[row, 0, at] = ids[shared:], at + 1
+    positions[at] = one.example.positions_of(0, 0, len(ids), _axes(batch))
     packed.first[row, 0, context], packed.first[row, 0, own] = context[0], start
     packed.context[row, 0, own], packed.context_end[row, 0, own] = context[0], context[-1] + 1
     batch.router_token_count[row, 0, at] += len(one.example.texts[: one.example.num_primary_texts])
@@ -383,7 +398,8 @@ def pad_examples(
     length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
     documents = max(sum(len(example.documents) for example in batch) for batch in micro_batches)
     rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
-    batch = _empty_padded(count, examples, rows, length, pad_token_id, like)
+    batch = _empty_padded(count, examples, rows, length, pad_token_id, like, position_axes(every))
+    images = PassImages(batch.tokens)
     for m, own in enumerate(micro_batches):
         row = read = 0
         for slot, example in enumerate(own):
@@ -392,13 +408,22 @@ def pad_examples(
             first = [row] if documents else [number * examples + slot for number in range(len(example.texts))]
             read = _write_padded(batch, m, slot, example, first, read, pad_token_id)
             row += len(example.documents)
-    return batch
+            if example.images:
+                seen = images.enter(m, example, slot if example.context is None else example.context.key)
+                for at, features in zip(first, example.features, strict=True):
+                    images.write((m, at, np.arange(len(features))), features, seen)
+    return batch._replace(images=images.joined())
 
 
-def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_id: int, like: Example) -> Batch:
+def _empty_padded(
+    count: int, examples: int, rows: int, length: int, pad_token_id: int, like: Example, axes: int | None
+) -> Batch:
     tokens = np.full((count, rows, length), pad_token_id, np.int32)
     member = np.eye(count, dtype=bool)[:, :, None]
     reads = np.tile(np.arange(rows, dtype=np.int32) * length, (count, 1))
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    if axes is not None:
+        positions = np.repeat(positions[..., None], axes, axis=-1)
     targets = text = first_labels = None
     if like.labels:
         first_labels = np.full((count, rows), IGNORED, np.int32)
@@ -406,7 +431,7 @@ def _empty_padded(count: int, examples: int, rows: int, length: int, pad_token_i
         text = np.full_like(targets, len(like.texts) * examples)
     return Batch(
         tokens=tokens,
-        positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+        positions=positions,
         reads=reads,
         # With a score head, a row of padding has length 1 to avoid dividing by zero; decoders ignore lengths.
         lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
@@ -436,6 +461,8 @@ def _write_padded(
         for row, (start, end) in enumerate(spans, start=rows[number]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
             batch.router_token_count[m, row, : end - start] = number in primary
+            if example.positions:
+                batch.positions[m, row, : end - start] = example.positions[number][start:end]
             at.append(row * length + np.arange(end - start))
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
         if example.labels:
