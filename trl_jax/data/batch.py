@@ -346,6 +346,7 @@ class Columns(NamedTuple):
     optional: those of `numbers` that may be missing from a dataset.
     num_primary_texts: see `Example`.
     prompts: column of prompts in online training; None elsewhere.
+    raw: columns of rows with images, from which examples are made while the model trains; empty elsewhere.
     """
 
     texts: tuple[str, ...]
@@ -355,11 +356,12 @@ class Columns(NamedTuple):
     optional: tuple[str, ...] = ()
     num_primary_texts: int | None = None
     prompts: str | None = None
+    raw: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
         """All column names, texts first."""
-        return (*self.texts, *self.labels, *self.numbers, *([self.documents] if self.documents else []))
+        return self.raw or (*self.texts, *self.labels, *self.numbers, *([self.documents] if self.documents else []))
 
     def example(self, row: Mapping[str, Any]) -> Example:
         """Build an example from these columns of a row."""

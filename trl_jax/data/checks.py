@@ -126,7 +126,7 @@ def has_transform(dataset: Any) -> bool:
     return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
 
 
-def check_type(dataset: Any, name: str, *, transforms: bool = False) -> None:
+def check_type(dataset: Any, name: str, *, transforms: bool = False, images: bool = False) -> None:
     """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with images or, unless
     `transforms` are taken, with a transform."""
     if has_transform(dataset):
@@ -139,7 +139,8 @@ def check_type(dataset: Any, name: str, *, transforms: bool = False) -> None:
             "accepts a transform whose rows are trainer-ready."
         )
     if isinstance(dataset, Dataset | IterableDataset):
-        check_no_images(dataset.column_names or (), argument(name))
+        if not images:
+            check_no_images(dataset.column_names or (), argument(name))
         return
     found = type(dataset).__name__
     splits = f" with splits {list(dataset)}" if found.endswith("DatasetDict") else ""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Image, IterableDataset, List
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import Batch, Columns, Example, LossBatch, loss_batch, padded_length
@@ -217,6 +217,7 @@ class ExampleLoader:
     seed: int = 0
     drop_last: bool = False
     lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
+    where: str = ""  # name of the dataset in errors of `example`; "" where rows are checked ahead
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
@@ -282,16 +283,16 @@ class ExampleLoader:
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-            yield [IndexedExample(self.example(row), int(i)) for row, i in zip(values, indices, strict=True)]
+            yield [IndexedExample(self._example(row, i), int(i)) for row, i in zip(values, indices, strict=True)]
 
     def _stream(self) -> Iterator[IndexedExample]:
         read, digest, first = 0, 0, []
         for row in self.dataset:
             digest = row_digest(row, self.columns, digest)
             if read < self.batch_size:
-                first.append(IndexedExample(self.example(row), read, digest))
+                first.append(IndexedExample(self._example(row, read), read, digest))
             if read >= self.skipped:
-                yield IndexedExample(self.example(row), read, digest)
+                yield IndexedExample(self._example(row, read), read, digest)
             read += 1
             if read == self.skipped:
                 self._check_skipped(digest)
@@ -300,6 +301,14 @@ class ExampleLoader:
         missing = -read % self.batch_size if self._filling and read else 0
         for indexed in islice(cycle(first), max(0, self.skipped - read), missing):
             yield indexed._replace(digest=digest)
+
+    def _example(self, row: dict[str, Any], index: int) -> Example:
+        if not self.where:
+            return self.example(row)
+        try:
+            return self.example(row)
+        except ValueError as error:
+            raise ValueError(f"Row {index} of {self.where}: {error}") from error
 
     @property
     def _filling(self) -> bool:
@@ -327,6 +336,11 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
         for row in dataset.with_format(None):
             digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
         return digest.hexdigest()
+    if columns.raw:
+        digest = xxhash.xxh3_128()
+        for row in _undecoded(dataset):
+            digest.update(raw_row(row).encode() + b"\n")
+        return digest.hexdigest()
     numbers = [name for name in columns.numbers if name in dataset.column_names]
     lists = [name for name in _lists(columns) if name in dataset.column_names]
     names = (*lists, *numbers)
@@ -344,6 +358,27 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
     return digest.hexdigest()
 
 
+def _undecoded(dataset: Dataset) -> Dataset:
+    """The same rows, with images as paths and bytes."""
+    for name, feature in dataset.features.items():
+        inner = feature.feature if isinstance(feature, List) else feature
+        if isinstance(inner, Image):
+            plain = Image(decode=False)
+            dataset = dataset.cast_column(name, List(plain) if inner is not feature else plain)
+    return dataset
+
+
+def raw_row(row: dict[str, Any]) -> str:
+    """A row with images as text that is equal for equal rows: files by name and size, bytes by their digest."""
+
+    def described(value: Any) -> str:
+        if isinstance(value, bytes):
+            return f"{len(value)} bytes {xxhash.xxh3_64(value).hexdigest()}"
+        return described(value.tobytes()) if callable(getattr(value, "tobytes", None)) else repr(value)
+
+    return json.dumps(row, sort_keys=True, default=described)
+
+
 def _lists(columns: Columns) -> tuple[str, ...]:
     """The columns of integer lists."""
     return (*columns.texts, *columns.labels, *([columns.documents] if columns.documents else []))
@@ -352,6 +387,9 @@ def _lists(columns: Columns) -> tuple[str, ...]:
 def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
     """64-bit digest of a stream up to and including this row, chained from the digest `so_far`."""
     digest = xxhash.xxh3_64(seed=so_far)
+    if columns.raw:
+        digest.update(raw_row({name: row.get(name) for name in columns.raw}))
+        return digest.intdigest()
     for column in _lists(columns):
         digest.update(np.asarray(row.get(column, ()), np.int64))
         digest.update(b"|")

@@ -11,7 +11,8 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data import sft
-from trl_jax.data.batch import Batch
+from trl_jax.data.batch import Batch, Example
+from trl_jax.data.image_rows import Encoder, SftImageRows
 from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood
 from trl_jax.tasks.language import TextTask
 
@@ -48,6 +49,14 @@ class SftTask(TextTask):
         elif name != "train" and self.eval_packing is not None:
             options["packing"] = self.eval_packing
         return sft.prepare(dataset, tokenizer, name=name, **limits, **options)
+
+    def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
+        """One text of a row with images; which tokens have labels is as in rows of text."""
+        options = self.row_options
+        rows = SftImageRows(
+            options.get("dataset_text_field", "text"), options.get("completion_only_loss"), options.get("chat_template")
+        )
+        return rows.example(row, encoder, max_length)
 
     def token_losses(self, outputs: TokenOutputs, batch: Batch) -> jax.Array:
         if self.loss_type == "dft":

@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import Batch, Columns, Example, LossBatch
+from trl_jax.data.image_rows import Encoder
 from trl_jax.losses.supervised import real_examples, summed
 from trl_jax.nn.head import Distributions
 
@@ -206,6 +207,18 @@ class Task(Protocol):
     def example(self, row: dict[str, Any]) -> Example:
         """The texts and extras of one prepared row; by default what `columns` has."""
         return self.columns.example(row)
+
+    def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
+        """The texts and extras of one row with images, made while the model trains.
+
+        Args:
+            encoder: turns texts and pictures into ids and patches.
+            max_length: of a text.
+
+        Raises:
+            ValueError: the row cannot be trained on; TypeError: this task does not take rows with images.
+        """
+        raise TypeError(f"{type(self).__name__} does not take rows with images.")
 
     @abc.abstractmethod
     def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, Sums]:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.data.checks import check_type
+from trl_jax.data.image_rows import first_row, has_images
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.peft_config import AdapterConfig, as_adapter_config, positions_beside
@@ -96,6 +97,7 @@ class BaseTrainer(abc.ABC):
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
+    _takes_images: ClassVar[bool] = False  # whether rows may have images
     _data_collator: Any = None
     _compute_loss_func: Callable | None = None
     compute_loss_func = Settled(
@@ -160,7 +162,7 @@ class BaseTrainer(abc.ABC):
         model, torch_model = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
-        check_type(train_dataset, "train", transforms=self._takes_transforms)
+        check_type(train_dataset, "train", transforms=self._takes_transforms, images=self._takes_images)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
         self._begin(args, own_loss=compute_loss_func is not None)
         quantization = model_loading.quantization_of(quantization_config, args)
@@ -168,6 +170,9 @@ class BaseTrainer(abc.ABC):
             checkpoint = model_loading.find(model, args, self._run.task.head)
         else:
             checkpoint = model_loading.from_torch(torch_model, args, self._run.task.head)
+        if self._takes_images and has_images(first_row(train_dataset)):
+            self._check_images()
+            checkpoint = model_loading.with_images(checkpoint)
         new_tokens = self._settle_data(checkpoint, torch_model, adapter, processing_class, train_dataset, eval_dataset)
         self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
@@ -227,6 +232,8 @@ class BaseTrainer(abc.ABC):
         run.vocab_size, new_tokens = setup.settle_tokens(
             args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
         )
+        if isinstance(checkpoint, Checkpoint) and checkpoint.native is not None and checkpoint.native.arch.vision:
+            run.encoder = setup.image_encoder(checkpoint, run.processing_class, tokenizer)
         run.max_positions = positions_beside(checkpoint.max_positions, adapter)
         run.train_dataset = self.prepare_dataset(train, "train")
         run.eval_dataset = self._prepared_for_evaluation(evaluation)
@@ -256,6 +263,14 @@ class BaseTrainer(abc.ABC):
         if self.data_collator is None:
             self._data_collator = self._collator()
         setup.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
+
+    def _check_images(self) -> None:
+        """Raise ValueError or TypeError for arguments that rows with images do not go with."""
+        if self._run.own_loss:
+            raise TypeError(
+                f"The trainer's own {' and '.join(sorted(self._run.own_loss))} is not supported for rows with images "
+                "yet. Leave it out."
+            )
 
     def _collator(self) -> Any:
         """TRL's collator of these arguments, for scripts that call it; None where the task has none."""

@@ -75,6 +75,7 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _older_collators = (DataCollatorForCompletionOnlyLM,)
+    _takes_images = True
     _label_smoothing = Kept("label_smoothing_factor")
     _never_read = NEVER_READ | {
         "label_smoother": "Say label_smoothing_factor in SFTConfig.",
@@ -119,6 +120,31 @@ class SFTTrainer(BaseTrainer):
                 "logged and not added. Add router_aux_loss_coef * outputs.aux_loss yourself, or pass "
                 "router_aux_loss_coef=0.0."
             )
+
+    def _check_images(self) -> None:
+        super()._check_images()
+        args = self.args
+        if args.packing:
+            raise ValueError(
+                "Packing is not supported for vision datasets. Please set `packing=False` in the SFTConfig."
+            )
+        if args.padding_free:
+            raise ValueError(
+                "Padding-free training is yet not supported for vision datasets. Please set `padding_free=False` in "
+                "the `SFTConfig`."
+            )
+        if args.max_length is not None and args.truncation_mode == "keep_end":
+            raise ValueError(
+                "truncation_mode='keep_end' is not supported for vision datasets. Image tokens reside at the start of "
+                "the text: use truncation_mode='keep_start' or set max_length=None."
+            )
+        if args.assistant_only_loss:
+            raise ValueError(
+                "assistant_only_loss=True is not supported for rows with images yet. Use rows with a prompt and a "
+                "completion."
+            )
+        if self._formatting_func is not None:
+            raise ValueError("formatting_func is not supported for rows with images. Apply it to the dataset instead.")
 
     @staticmethod
     def _balance_experts(run: RunState) -> None:

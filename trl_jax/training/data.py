@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.core.outputs import VirtualTokens
-from trl_jax.data.batch import Batch, Example
+from trl_jax.data.batch import Batch, Columns, Example
 from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, RunLength, StepLayout, Weighting, run_length
@@ -34,6 +34,8 @@ _FEW_ROWS = 1_000  # are tokenised before processes have started
 
 def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
     """Prepare rows for the loader; `bounded` leaves out those longer than max_length."""
+    if run.encoder is not None:
+        return dataset  # rows with images become examples in the loader
     prepared = run.task.prepare(
         dataset,
         run.processing_class,
@@ -105,12 +107,12 @@ def loader(
     run: RunState, dataset: Dataset | IterableDataset, *, training: bool, virtual: VirtualTokens | None = None
 ) -> ExampleLoader:
     """Step batches over a prepared dataset; None: `virtual` are those of the run's model."""
-    args = run.args
+    args, raw = run.args, run.encoder is not None
     lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
-    plan = _planned(run, dataset, lengths) if training and not run.own_loss else None
+    plan = _planned(run, dataset, lengths) if training and not run.own_loss and not raw else None
     return ExampleLoader(
         dataset,
-        run.task.columns,
+        columns_of(run, dataset),
         example_maker(run, run.virtual if virtual is None else virtual),
         step_layout(run, plan, training=training),
         fill_last=run.progress.fill_last if training else False,
@@ -119,12 +121,20 @@ def loader(
         lengths=lengths,
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
+        where=argument("train" if training else "eval") if raw else "",
     )
+
+
+def columns_of(run: RunState, dataset: Dataset | IterableDataset) -> Columns:
+    """The columns that a step uses: the task's, or those of rows with images."""
+    return run.task.columns if run.encoder is None else Columns((), raw=tuple(dataset.column_names or ()))
 
 
 def example_maker(run: RunState, virtual: VirtualTokens) -> Callable[[dict[str, Any]], Example]:
     """The function that makes an example of a row, as a model with these virtual tokens reads it."""
-    task = run.task
+    task, encoder, max_length = run.task, run.encoder, run.args.max_length
+    if encoder is not None:
+        return lambda row: task.image_example(row, encoder, max_length)
     if not virtual.count:
         return task.example
     return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
@@ -222,6 +232,11 @@ def _lengths(run: RunState, dataset: Dataset | IterableDataset) -> np.ndarray | 
         return None
     if run.args.length_column_name in dataset.column_names:
         return np.asarray(dataset[run.args.length_column_name])
+    if run.encoder is not None:
+        raise ValueError(
+            "train_sampling_strategy='group_by_length' needs the length of each row, which is not known of rows with "
+            f"images. Add a column {run.args.length_column_name!r} with the lengths, or use 'random'."
+        )
     texts = [np.fromiter(map(len, dataset[name]), np.int64) for name in run.task.columns.texts]
     return np.maximum.reduce(texts)
 

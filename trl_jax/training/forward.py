@@ -93,6 +93,8 @@ class Forward:
         """The options of every model's call; dtype=None is that of training."""
         options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._run.args.compute_dtype)}
         options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
+        if batch.images is not None:
+            options["images"] = batch.images
         task = self._run.task
         if task.head == "score":
             return options

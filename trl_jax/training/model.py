@@ -82,6 +82,31 @@ def find(
     return find_checkpoint(model, head=head, **options)
 
 
+def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint:
+    """The same checkpoint with its vision tower, for rows with images.
+
+    Raises:
+        TypeError: the model has been loaded without its tower.
+        ValueError: it has none, or one that is not supported.
+    """
+    if isinstance(checkpoint, PreTrainedModel):
+        raise TypeError(
+            f"model is {checkpoint.name_or_path}, which has been loaded without its vision tower, and the dataset has "
+            "images. Pass the model's name."
+        )
+    if "vision_config" not in checkpoint.config.to_dict():
+        raise ValueError(
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
+            "not seem to be a vision-language model. Please check your model and dataset."
+        )
+    if checkpoint.native is None or checkpoint.adapter is not None:
+        raise ValueError(
+            f"{checkpoint.name}: rows with images are not supported yet for this checkpoint. Use a checkpoint of a "
+            "vision-language model without an adapter, and pass the adapter as peft_config."
+        )
+    return replace(checkpoint, native=checkpoint.native.with_images())
+
+
 def _check_head(model: PreTrainedModel, head: HeadName) -> None:
     if model.backend.head != head:
         wanted = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}[head]

@@ -58,7 +58,7 @@ from trl_jax.training.checkpoint import (
     verify,
     write_progress,
 )
-from trl_jax.training.data import loader, order_of
+from trl_jax.training.data import columns_of, loader, order_of
 from trl_jax.training.events import Events
 from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.optimizers import decays, with_adam_moments
@@ -475,7 +475,7 @@ class Checkpointer:
         """The digest of a table, computed once a run; None for a stream, whose rows are known only as they arrive."""
         run = self._run
         if self._fingerprint is None and isinstance(run.train_dataset, Dataset):
-            self._fingerprint = fingerprint(run.train_dataset, run.task.columns)
+            self._fingerprint = fingerprint(run.train_dataset, columns_of(run, run.train_dataset))
         return self._fingerprint
 
     def frozen_digests(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import logging
 import os
@@ -22,6 +23,7 @@ from trl_jax.data.chat import load_tokenizer
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_state import seed_if_imported
+from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
 from trl_jax.mesh.mesh import Fetched
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.training import data, layout, model
@@ -78,6 +80,16 @@ def tokenizer_of(
     return load_tokenizer(model.tokenizer_folder(checkpoint), checkpoint.config, **options)
 
 
+def image_encoder(checkpoint: Checkpoint, tokenizer: Any, processing_class: Any) -> VisionProcessor:
+    """What makes examples of rows with images: the image processor of the processor that was passed, or the
+    checkpoint's."""
+    if _is_processor(processing_class):
+        image_processor = processing_class.image_processor
+    else:
+        image_processor = load_image_processor(checkpoint.folder)
+    return VisionProcessor(checkpoint.native, checkpoint.config, tokenizer, image_processor)
+
+
 def _is_processor(value: Any) -> bool:
     """Whoever made one has imported its class, and with it all that transformers' models need."""
     module = sys.modules.get("transformers.processing_utils")
@@ -89,11 +101,15 @@ def _tokenizer_in(processor: Any) -> Any:
     if "tokenizer" not in vars(processor):
         raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")
     logger.warning(
-        "processing_class is a %s, of which the tokenizer alone is used and saved: this release of trl_jax reads "
-        "texts. What prepares images is saved as it is beside the model; save another there with its save_pretrained.",
+        "processing_class is a %s, of which only the tokenizer is saved. The files of the model's image processor are "
+        "copied; save another processor with its save_pretrained.",
         kind,
     )  # fmt: skip
-    return processor.tokenizer
+    tokenizer, template = processor.tokenizer, vars(processor).get("chat_template")
+    if template is not None and tokenizer.chat_template is None:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> tuple[int, list[int]]:

@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
+from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.rollout.rollout import RolloutSteps
@@ -99,6 +100,7 @@ class RunState:
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
     finish_rows: adds columns that the model computes to a prepared dataset of this name; None before the model is
         there, and where there are none.
+    encoder: makes examples of rows with images; None where rows have none.
     progress: what train() changes.
     assembled: whether the set-up has ended.
     """
@@ -120,6 +122,7 @@ class RunState:
     rollout: RolloutSteps | None = None
     router_aux_loss_coef: float = 0.0
     finish_rows: Callable[[Any, str], Any] | None = None
+    encoder: Encoder | None = None
     progress: RunProgress = field(default_factory=RunProgress)
     assembled: bool = False
 

@@ -33,6 +33,8 @@ class VisionFamily:
         positions: token ids `[T]`, the id of image tokens and the images of a text -> positions `[T, A]`; None: tokens
             are counted.
         prefixes: (prefix of `names`, what some checkpoints have in its place); kept on save.
+        expansion: an image, the image token and transformers' config object -> the text that takes the place of the
+            image token in a text.
         image_token: the attribute of the config that holds the id of image tokens.
     """
 
@@ -44,6 +46,7 @@ class VisionFamily:
     text: Callable[[Arch, Any], Arch] | None = None
     positions: Callable[[np.ndarray, int, Sequence[ImagePatches]], np.ndarray] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    expansion: Callable[[ImagePatches, str, Any], str] = lambda image, token, config: token * len(image.tokens)
     image_token: str = "image_token_id"
 
     def with_vision(self, arch: Arch, raw: dict[str, Any], source: str) -> Arch:
