@@ -67,8 +67,8 @@ def adapt(
         frozen = frozen | backend.restore_tables(folder, frozen)
         defaults = {} if plan.note is None else _head_tensors(plan, base, trained)
         return backend.load(folder, 0, defaults=defaults), backend, frozen
-    pass_over_towers(config, plan, base.source.carried, generator)
-    drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors)
+    carried = partial(pass_over_towers, config, plan, base.source.carried, generator)
+    drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors, carried)
     params = {name: owned(array) for name, array in drawn.items()} | trained
     return params, backend, frozen
 

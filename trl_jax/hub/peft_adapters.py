@@ -204,13 +204,27 @@ _NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # tables, and wha
 
 
 def initial(
-    plan: AdapterPlan, weight: Callable[[str], Any], generator: TorchGenerator, factors: dict[str, np.ndarray]
+    plan: AdapterPlan,
+    weight: Callable[[str], Any],
+    generator: TorchGenerator,
+    factors: dict[str, np.ndarray],
+    carried: Callable[[], None],
 ) -> dict[str, np.ndarray]:
     """Initialize the adapters as PEFT does with torch's generator: each module first creates two linear layers, then A
-    is drawn again. `weight` returns the array at a path; `factors` holds arrays that are not drawn."""
+    is drawn again.
+
+    Args:
+        weight: returns the array at a path.
+        factors: arrays that are not drawn.
+        carried: draws what PEFT draws for layers of vision towers that are not computed; they follow those that are.
+    """
     arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | factors
+    in_tower = True
     for layer, number in plan.order:
         one = plan.modules[number]
+        if in_tower and not one.module.tensor_map[0].path.startswith("vision.tower."):
+            carried()
+            in_tower = False
         places = one.at(layer)
         for kind, value in _draw(plan.config, one.module, one.ranks[layer], generator).items():
             arrays[leaf(one.adapter.name, kind)][places[kind]] = value

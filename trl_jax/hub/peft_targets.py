@@ -13,7 +13,7 @@ from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.families import Family
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_config import PISSA, LoraConfig
-from trl_jax.hub.tensor_map import ExpertRows, Rows, TensorEntry, TensorSlice, make_tensor_map
+from trl_jax.hub.tensor_map import ExpertRows, Kernel, Rows, TensorEntry, TensorSlice, make_tensor_map
 from trl_jax.models.adapters import module_at
 from trl_jax.models.model import LmHead
 from trl_jax.nn.linear import Embedding, Linear
@@ -332,13 +332,20 @@ def modules_of(config: NativeConfig) -> list[Module]:
             if path not in entries:
                 continue
             entry = entries[path]
-            group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
+            owner = _owner(entry.tensor)
+            name = config.vision.module(owner) if of_vision(entry) else current_name(owner, config.family)
+            group = groups.setdefault((name, entry.first), [])
             if entry not in group:
                 group.append(entry)
     made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
     if config.family.linear_router:
         made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
     return made
+
+
+def of_vision(entry: TensorEntry) -> bool:
+    """Whether an array belongs to a vision tower or its connector, which PEFT visits before the text model."""
+    return entry.path.startswith("vision.")
 
 
 def _owner(tensor: str) -> str:
@@ -397,7 +404,7 @@ def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
 def _kind(module: Any, path: str, entry: TensorEntry) -> str:
     if isinstance(module, Embedding):
         return "other" if _READ_WHOLE.search(path) else "embedding"
-    if not isinstance(module, Linear | LmHead):
+    if not isinstance(module, Linear | LmHead) or isinstance(entry.tensor_slice, Kernel):
         return "other"
     if _ROUTER.search(path):
         return "router"
@@ -406,6 +413,9 @@ def _kind(module: Any, path: str, entry: TensorEntry) -> str:
 
 def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
     """Every module by its full name, with its layer index from 0, in the order of `named_modules`."""
+    vision = [module for module in modules if of_vision(module.tensor_map[0])]
+    if vision and len(vision) < len(modules):
+        return in_order(vision) + in_order([module for module in modules if module not in vision])
     at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
     before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
     stacked = [module for module in modules if module.stacked]

@@ -33,6 +33,7 @@ class VisionFamily:
         positions: token ids `[T]`, the id of image tokens and the images of a text -> positions `[T, A]`; None: tokens
             are counted.
         prefixes: (prefix of `names`, what some checkpoints have in its place); kept on save.
+        modules: (prefix of `names`, how transformers' modules are called instead).
         expansion: an image, the image token and transformers' config object -> the text that takes the place of the
             image token in a text.
         image_token: the attribute of the config that holds the id of image tokens.
@@ -46,8 +47,16 @@ class VisionFamily:
     text: Callable[[Arch, Any], Arch] | None = None
     positions: Callable[[np.ndarray, int, Sequence[ImagePatches]], np.ndarray] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     expansion: Callable[[ImagePatches, str, Any], str] = lambda image, token, config: token * len(image.tokens)
     image_token: str = "image_token_id"
+
+    def module(self, name: str) -> str:
+        """transformers' name of a module of the tower or connector, by its name on disk."""
+        for known, current in self.modules:
+            if name.startswith(known):
+                return current + name.removeprefix(known)
+        return name
 
     def with_vision(self, arch: Arch, raw: dict[str, Any], source: str) -> Arch:
         """The architecture of the whole model, from that of its text part.

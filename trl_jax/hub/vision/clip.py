@@ -90,9 +90,9 @@ def tower_names(arch: VisionArch, prefix: str) -> Names:
         "vision.tower.position_embed": f"{prefix}embeddings.position_embedding",
         "vision.tower.pre_norm": f"{prefix}pre_layrnorm",
         "vision.tower.layers.attention_norm": layer + "layer_norm1",
-        "vision.tower.layers.attention.q": layer + "self_attn.q_proj",
         "vision.tower.layers.attention.k": layer + "self_attn.k_proj",
         "vision.tower.layers.attention.v": layer + "self_attn.v_proj",
+        "vision.tower.layers.attention.q": layer + "self_attn.q_proj",
         "vision.tower.layers.attention.o": layer + "self_attn.out_proj",
         "vision.tower.layers.mlp_norm": layer + "layer_norm2",
         "vision.tower.layers.mlp.up": layer + "mlp.fc1",
@@ -108,6 +108,7 @@ def _names(arch: VisionArch) -> Names:
     }
 
 
+MODULES = (("vision_tower.", "model.vision_tower."), ("multi_modal_projector.", "model.multi_modal_projector."))
 # Older files, files of transformers 4.52 and later, and files of transformers 5.
 PREFIXES = (
     ("vision_tower.", "vision_tower.vision_model."),
@@ -116,4 +117,6 @@ PREFIXES = (
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
 
-FAMILIES = (VisionFamily("llava", _arch, _names, _patches, prefixes=PREFIXES, image_token="image_token_index"),)
+FAMILIES = (
+    VisionFamily("llava", _arch, _names, _patches, prefixes=PREFIXES, modules=MODULES, image_token="image_token_index"),
+)
