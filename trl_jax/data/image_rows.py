@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,31 +94,10 @@ class SftImageRows:
             return self._text(row, pictures, encoder, max_length)
         if not {"prompt", "completion"} <= row.keys():
             raise ValueError(f"Unexpected input keys in examples: {list(row)}.")
-        prompt, completion = row["prompt"], row["completion"]
-        if chat.is_messages(prompt):
-            prompt = prepare_multimodal_messages(without_null(prompt), pictures)
-            completion = prepare_multimodal_messages(without_null(completion))
-            pictures = _pictures_in(prompt)
-            opening = chat.opening(prompt)
-            whole = chat.rendered(encoder.tokenizer, [*prompt, *completion], _ROW, **self._template, tokenize=False)
-            prompt = chat.rendered(encoder.tokenizer, prompt, _ROW, **self._template, tokenize=False, **opening)
-            shared = sft.common_prefix(list(prompt), list(whole))
-            prompt, completion = whole[:shared], whole[shared:]
-        before, after = encoder.encode(prompt, pictures), encoder.encode(completion)
-        ids = np.concatenate([before.ids, after.ids])[:max_length]
-        features = np.concatenate([before.features, after.features])[:max_length]
-        labels = ids.copy()
+        chosen = prompt_with_answers(row, ("completion",), encoder, max_length, self.chat_template)
         if self.completion_only is None or self.completion_only:
-            labels[: len(before.ids)] = IGNORED
-        positions = before.positions
-        if positions is not None:
-            last = positions.max(initial=-1) + 1
-            positions = np.concatenate([positions, after.positions + last])[:max_length]
-        return _made(ids, labels, before.images, features, positions)
-
-    @property
-    def _template(self) -> dict[str, Any]:
-        return {} if self.chat_template is None else {"chat_template": self.chat_template}
+            return chosen
+        return chosen._replace(labels=chosen.texts)
 
     def _text(self, row: Mapping[str, Any], pictures: list[Any], encoder: Encoder, max_length: int | None) -> Example:
         if self.completion_only:
@@ -129,9 +109,61 @@ class SftImageRows:
         else:
             messages = prepare_multimodal_messages(without_null(row["messages"]), pictures)
             pictures = _pictures_in(messages)
-            text = chat.rendered(encoder.tokenizer, messages, _ROW, **self._template, tokenize=False)
+            text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
         encoded = encoder.encode(text, pictures, max_length=max_length)
         return _made(encoded.ids, encoded.ids, encoded.images, encoded.features, encoded.positions)
+
+
+def prompt_with_answers(
+    row: Mapping[str, Any],
+    answers: Sequence[str],
+    encoder: Encoder,
+    max_length: int | None,
+    chat_template: str | None = None,
+) -> Example:
+    """A text for each of these columns of answers, all with the same prompt, whose images come with it. The tokens of
+    answers have labels.
+
+    Raises:
+        ValueError: a column is missing or has another form, or `max_length` cuts an image.
+    """
+    missing = [column for column in ("prompt", *answers) if row.get(column) is None]
+    if missing:
+        raise ValueError(f"the row has no {missing[0]!r}; its columns are {', '.join(row)}.")
+    chat.check_contents(dict(row), ["prompt", *answers], _ROW, "Give all of them as messages, or all as text.")
+    prompt, texts, pictures = row["prompt"], [row[column] for column in answers], pictures_of(row)
+    if chat.is_messages(prompt):
+        prompt = prepare_multimodal_messages(without_null(prompt), pictures)
+        pictures, options = _pictures_in(prompt), _template(chat_template) | {"tokenize": False}
+        talks = [[*prompt, *prepare_multimodal_messages(without_null(text))] for text in texts]
+        whole = [chat.rendered(encoder.tokenizer, talk, _ROW, **options) for talk in talks]
+        begun = chat.rendered(encoder.tokenizer, prompt, _ROW, **options, **chat.opening(prompt))
+        shared = min(sft.common_prefix(list(begun), list(text)) for text in whole)
+        prompt, texts = begun[:shared], [text[shared:] for text in whole]
+    before, found = encoder.encode(prompt, pictures), []
+    for text in texts:
+        after = encoder.encode(text)
+        ids, features = (np.concatenate(both)[:max_length] for both in zip(before[::2], after[::2], strict=True))
+        labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)
+        positions = None
+        if before.positions is not None:
+            last = before.positions.max(initial=-1) + 1
+            positions = np.concatenate([before.positions, after.positions + last])[:max_length]
+        found.append(_made(ids, labels, before.images, features, positions))
+    if max_length is not None and len(before.ids) > max_length and (before.features[max_length:] >= 0).any():
+        raise ValueError(
+            f"max_length={max_length} cuts an image: the prompt has {len(before.ids)} tokens. Raise max_length, or set "
+            "it to None."
+        )
+    joined = [tuple(part for one in found for part in parts(one)) for parts in _PARTS]
+    return Example(joined[0], labels=joined[1], images=before.images, features=joined[2], positions=joined[3])
+
+
+_PARTS = tuple(attrgetter(name) for name in ("texts", "labels", "features", "positions"))
+
+
+def _template(chat_template: str | None) -> dict[str, Any]:
+    return {} if chat_template is None else {"chat_template": chat_template}
 
 
 def _made(

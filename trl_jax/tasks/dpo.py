@@ -11,6 +11,7 @@ import numpy as np
 
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import IGNORED, Batch, Example, LossBatch
+from trl_jax.data.image_rows import Encoder, prompt_with_answers
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.supervised import of_texts, real_examples, summed
 from trl_jax.tasks.language import REFERENCE_COLUMNS, PairTask
@@ -42,7 +43,14 @@ class DpoTask(PairTask):
     def example(self, row: dict[str, Any]) -> Example:
         """Both texts of a row, their labels, the reference's log-probabilities, where they are precomputed, and whether
         an answer's token stands at the beginning of a text (`_AT_START`)."""
-        example = self.columns.example(row)
+        return self._at_start(self.columns.example(row))
+
+    def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
+        """The same for a row with images, which both answers share."""
+        return self._at_start(prompt_with_answers(row, ("chosen", "rejected"), encoder, max_length))
+
+    @staticmethod
+    def _at_start(example: Example) -> Example:
         at_start = {
             name: sum(label != IGNORED for label in labels[:1])
             for name, labels in zip(_AT_START, example.labels, strict=True)

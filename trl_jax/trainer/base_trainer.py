@@ -21,7 +21,7 @@ from trl_jax.data.checks import check_type
 from trl_jax.data.image_rows import first_row, has_images
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.auto import Checkpoint
-from trl_jax.hub.peft_config import AdapterConfig, as_adapter_config, positions_beside
+from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, as_adapter_config, positions_beside
 from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig
@@ -172,6 +172,10 @@ class BaseTrainer(abc.ABC):
             checkpoint = model_loading.from_torch(torch_model, args, self._run.task.head)
         if self._takes_images and has_images(first_row(train_dataset)):
             self._check_images()
+            if isinstance(adapter, PromptLearningConfig):
+                raise ValueError(
+                    "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
+                )
             checkpoint = model_loading.with_images(checkpoint)
         new_tokens = self._settle_data(checkpoint, torch_model, adapter, processing_class, train_dataset, eval_dataset)
         self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)

@@ -61,6 +61,7 @@ class DPOTrainer(ReferenceTrainer):
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
+    _takes_images = True
     beta, ld_alpha, label_smoothing, use_weighting = map(Kept, ("beta", "ld_alpha", "label_smoothing", "use_weighting"))
     f_divergence_type, f_alpha_divergence_coef = map(Kept, ("f_divergence_type", "f_alpha_divergence_coef"))
     loss_types = Kept("loss_type", lambda args: losses_of(args.loss_type))
@@ -89,6 +90,20 @@ class DPOTrainer(ReferenceTrainer):
             callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
             peft_config=peft_config,
         )  # fmt: skip
+
+    def _check_images(self) -> None:
+        super()._check_images()
+        if self.args.max_length is not None and self.args.truncation_mode == "keep_end":
+            raise ValueError(
+                "truncation_mode='keep_end' is not supported for vision-language models. Image tokens reside inside "
+                "the prompt portion of the sequence: use truncation_mode='keep_start' (the default) or set "
+                "max_length=None."
+            )
+        if self.args.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` is not supported for vision datasets, whose rows are processed on the "
+                "fly. Set `precompute_ref_log_probs=False`."
+            )
 
     def make_task(self) -> DpoTask:
         args = self.args

@@ -104,7 +104,8 @@ def loaded_reference(run: RunState, ref_model: Any, *, fresh_adapter: bool) -> R
     if ref_model is None:
         return initial_policy(run.model, fresh_adapter=fresh_adapter)
     as_bits = run.sharding_plan is None and not run.args.sync_ref_model
-    return given(model.load_reference(ref_model, run.args), run.vocab_size, as_bits=as_bits)
+    reference = model.load_reference(ref_model, run.args, images=run.encoder is not None)
+    return given(reference, run.vocab_size, as_bits=as_bits)
 
 
 def attach_policy_reference(run: RunState, ref_model: Any, *, fresh_adapter: bool) -> None:

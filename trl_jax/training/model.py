@@ -241,14 +241,18 @@ def _check_floats(model: PreTrainedModel) -> None:
         )
 
 
-def load_reference(model: Any, args: BaseConfig, argument: str = "ref_model") -> PreTrainedModel:
+def load_reference(
+    model: Any, args: BaseConfig, argument: str = "ref_model", *, images: bool = False
+) -> PreTrainedModel:
     """A language model that is computed beside the one that trains, from an `argument` like `model`; its weights have
-    the dtypes that it has."""
+    the dtypes that it has. With `images`, it has its vision tower."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
         return from_torch(torch_model, args, "lm", trains=False, as_stored=True)
     with told_of(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
+        if images:
+            found = with_images(found)
         return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
 
 
