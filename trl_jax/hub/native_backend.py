@@ -189,7 +189,10 @@ class NativeBackend(Backend):
         save(folder, params, self.source, changed=changed, writes=writes)
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        return load(read_native_config(folder, self.head), dtype="auto", seed=seed, place=place)[0]
+        config = read_native_config(folder, self.head)
+        if self.source.config.arch.vision is not None:
+            config = config.with_images()
+        return load(config, dtype="auto", seed=seed, place=place)[0]
 
     def resized(self, rows: int) -> NativeBackend:
         return NativeBackend(resized_source(self.source, rows), self.formats)

@@ -1,0 +1,177 @@
+"""Rows with images train as in TRL, whatever the layout; they are saved, resumed and refused as rows of text are."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset
+
+import trl_jax
+from compat_tests.trainer.vision_models import assistant, completions, messages, pairs, pictures, tiny_llava, user
+
+CASES = {
+    "messages": ("SFT", messages, {}, None),
+    "completions": ("SFT", completions, {}, None),
+    "whole": ("SFT", completions, {"completion_only_loss": False}, None),
+    "lora": ("SFT", completions, {}, {"r": 4, "target_modules": "all-linear"}),
+    "pairs": ("DPO", pairs, {}, None),
+    "pairs-lora": ("DPO", pairs, {}, {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
+}
+SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return str(tiny_llava(tmp_path_factory.mktemp("llava")))
+
+
+def trainer(package, kind, model, out, rows, adapter=None, **options):
+    config = {"max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", **SAME, **options}
+    if package is not trl_jax:
+        config["gradient_checkpointing"] = False
+    args = getattr(package, f"{kind}Config")(str(out), **config)
+    extra = {}
+    if adapter is not None:
+        peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
+        extra["peft_config"] = peft.LoraConfig(**adapter)
+    return getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=rows, **extra)
+
+
+def logged(made):
+    made.train()
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_metrics_are_trls(case, llava, tmp_path):
+    trl = pytest.importorskip("trl")
+    kind, rows, options, adapter = CASES[case]
+    theirs = logged(trainer(trl, kind, llava, tmp_path / "trl", rows(), adapter, **options))
+    made = trainer(trl_jax, kind, llava, tmp_path / "ours", rows(), adapter, **options)
+    ours = logged(made)
+    assert len(ours) == 3
+    for own, their in zip(ours, theirs, strict=True):
+        names = their.keys() & own.keys() - {"epoch"}
+        assert {"loss", "grad_norm", "entropy", "num_tokens", "mean_token_accuracy"} <= names
+        for name in names:
+            assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
+    if case != "messages":
+        return
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    made.save_model(tmp_path / "saved")
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert "processor_config.json" in files
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        moved = [
+            (name, float((before - after).abs().max()))
+            for (name, before), after in zip(
+                AutoModelForImageTextToText.from_pretrained(llava).named_parameters(), loaded.parameters(), strict=True
+            )
+        ]
+    still = {name for name, change in moved if change == 0}
+    unread = ("post_layernorm", "encoder.layers.2.")  # vision_feature_layer=-2 leaves the last layer out
+    assert still and all(any(part in name for part in unread) for name in still)
+
+
+def test_layouts_have_the_same_numbers(llava, tmp_path):
+    losses = {}
+    for layout in ("padded", "packed", "shared"):
+        made = trainer(trl_jax, "DPO", llava, tmp_path / layout, pairs(), batch_layout=layout)
+        losses[layout] = [entry["loss"] for entry in logged(made)]
+    for layout in ("packed", "shared"):
+        np.testing.assert_allclose(losses[layout], losses["padded"], atol=1e-5)
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_weights(llava, tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(trl_jax, "SFT", llava, tmp_path / "whole", messages(), **options)
+    whole.train()
+    half = trainer(trl_jax, "SFT", llava, tmp_path / "half", messages(), **options)
+    half.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for path, array in whole.model.params.items():
+        assert np.array_equal(array, half.model.params[path]), path
+
+
+def test_evaluation_and_streams(llava, tmp_path):
+    rows = messages()
+    made = trainer(trl_jax, "SFT", llava, tmp_path / "table", rows)
+    args = made.args
+    made = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows, eval_dataset=rows.select(range(3)))
+    value = made.evaluate()["eval_loss"]
+    stream = IterableDataset.from_generator(lambda: iter(list(rows)))
+    other = trl_jax.SFTTrainer(llava, args=args, train_dataset=stream, eval_dataset=rows.select(range(3)))
+    assert other.evaluate()["eval_loss"] == pytest.approx(value, abs=1e-6)
+    assert len(logged(other)) == 3
+
+
+def test_images_in_messages_and_encoded_ones(llava, tmp_path):
+    def encoded(picture):
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        return file.getvalue()
+
+    [picture] = pictures(1)
+    part = [{"type": "image", "image": encoded(picture)}, {"type": "text", "text": "bake?"}]
+    inside = [{"messages": [{"role": "user", "content": part}, *assistant("gladly")]}] * 2
+    column = [{"messages": user("bake?") + assistant("gladly"), "image": picture}] * 2
+    losses = [
+        logged(trainer(trl_jax, "SFT", llava, tmp_path / name, stream_of(rows), max_steps=1))[0]["loss"]
+        for name, rows in {"inside": inside, "column": column}.items()
+    ]
+    assert losses[0] == losses[1]
+
+
+def stream_of(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+REFUSED = {
+    "packing": ("SFT", messages, {"packing": True, "max_length": 64}, "Packing is not supported for vision datasets"),
+    "padding_free": ("SFT", messages, {"padding_free": True}, "Padding-free training is yet not supported"),
+    "keep_end": ("SFT", messages, {"truncation_mode": "keep_end", "max_length": 64}, "truncation_mode='keep_end' is"),
+    "assistants": ("SFT", messages, {"assistant_only_loss": True}, "assistant_only_loss=True is not supported for"),
+    "keep_end-dpo": ("DPO", pairs, {"truncation_mode": "keep_end", "max_length": 64}, "truncation_mode='keep_end' is"),
+    "precomputed": ("DPO", pairs, {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_images_do_not_go_with(case, llava, tmp_path):
+    kind, rows, options, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        trainer(trl_jax, kind, llava, tmp_path, rows(), **options)
+
+
+def test_a_text_model_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="does not seem to be a vision-language model"):
+        trainer(trl_jax, "SFT", str(checkpoint()), tmp_path, messages())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"images": [b"no picture"]}, r"Row \d of train_dataset: .*cannot be read as a picture"),
+        ({"images": []}, r"Row \d of train_dataset: .*\(0\) does not match number of image placeholders \(1\)"),
+    ],
+)
+def test_a_wrong_row_is_named(row, words, llava, tmp_path):
+    content = [{"type": "image"}, {"type": "text", "text": "bake?"}]
+    rows = [{"messages": [{"role": "user", "content": content}, *assistant("gladly")], **row}] * 2
+    with pytest.raises(ValueError, match=words):
+        trainer(trl_jax, "SFT", llava, tmp_path, stream_of(rows)).train()
+
+
+def test_a_cut_image_is_named(llava, tmp_path):
+    with pytest.raises(ValueError, match="Row . of train_dataset: max_length=10 cuts an image"):
+        trainer(trl_jax, "SFT", llava, tmp_path, completions(), max_length=10).train()
+
+
+def test_rows_without_images_leave_the_tower_on_disk(llava, tmp_path):
+    rows = Dataset.from_list([{"messages": user("bake?") + assistant("gladly")}] * 4)
+    made = trainer(trl_jax, "SFT", llava, tmp_path, rows)
+    assert not any(path.startswith("vision.") for path in made.model.params)

@@ -1,0 +1,92 @@
+"""A tiny LLaVA with its processor, and rows with pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from PIL import Image
+
+from compat_tests import tiny
+
+SIZE, PATCH = 28, 7
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tiny_llava(folder: Path) -> Path:
+    """Write a LLaVA of two layers, whose CLIP tower has three, with its processor."""
+    import torch
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = tiny.tiny_tokenizer(bos="<s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**shape, num_hidden_layers=3, image_size=SIZE, patch_size=PATCH)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    text = LlamaConfig(**shape, **ids, num_hidden_layers=2, vocab_size=len(tokenizer))
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=image, **ids)
+    )
+    model.save_pretrained(folder)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    LlavaProcessor(
+        processor, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default", image_token="<image>",
+        num_additional_image_tokens=1, chat_template=TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def pictures(count: int) -> list[Image.Image]:
+    """Pictures of random pixels and different sizes."""
+    generator = np.random.default_rng(0)
+    shapes = generator.integers(20, 60, (count, 2))
+    return [Image.fromarray(generator.integers(0, 255, (*shape, 3), dtype=np.uint8)) for shape in shapes]
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def messages(count: int = 8) -> Dataset:
+    """Conversations with one image, two or none."""
+    rows = [
+        {"messages": user(f"bake the {word}?") + assistant(f"gladly {word}"), "images": [picture] * (number % 3)}
+        for number, (word, picture) in enumerate(zip(tiny.THINGS, pictures(count), strict=False))
+    ]
+    return Dataset.from_list(rows)
+
+
+def completions(count: int = 8) -> Dataset:
+    rows = [
+        {"prompt": user(f"bake the {word}?"), "completion": assistant(f"gladly {word}"), "image": picture}
+        for word, picture in zip(tiny.THINGS, pictures(count), strict=False)
+    ]
+    return Dataset.from_list(rows)
+
+
+def pairs(count: int = 8) -> Dataset:
+    """Pairs with one image, and one pair without."""
+    rows = [
+        {
+            "prompt": user(f"bake the {word}?"), "chosen": assistant(f"gladly {word}"),
+            "rejected": assistant(f"nobody {word} cares quit"), "images": [] if number == 5 else [picture],
+        }
+        for number, (word, picture) in enumerate(zip(tiny.THINGS, pictures(count), strict=False))
+    ]  # fmt: skip
+    return Dataset.from_list(rows)
