@@ -145,8 +145,7 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
     arXiv:2409.12191, section 2.1).
 
     A text advances on all axes at once. The tokens of an image count its frames, rows and columns from where the text
-    before it ended, and the text after it continues after the last row or column, whichever is larger. Images without
-    a token between them follow one another in the same way.
+    before it ended, and the text after it continues after the last row or column, whichever is larger.
     """
     tokens = np.asarray(tokens)
     positions, place, next_position = np.zeros((len(tokens), 3), np.int32), 0, 0

@@ -68,9 +68,8 @@ def merger(config: ConfigReader, size: int, out_size: int, norm: str, *, norm_gr
 
 def _whole_image_arch(config: ConfigReader, whole: Any) -> VisionArch:
     size = config.size("embed_dim")
-    layers = blocks(
-        config, size, int(size * config.number("mlp_ratio")), "quick_gelu", norm="layer", gated=False
-    )  # fmt: skip
+    mlp_size = int(size * config.number("mlp_ratio"))
+    layers = blocks(config, size, mlp_size, "quick_gelu", norm="layer", gated=False)
     return VisionArch(layers, merger(config, size, config.size("hidden_size"), "layer"), kernel(config))
 
 

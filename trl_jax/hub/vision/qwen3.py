@@ -39,9 +39,8 @@ def _deepstack_arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 def _tower(config: ConfigReader) -> VisionArch:
     size = config.size("hidden_size")
-    layers = blocks(
-        config, size, config.size("intermediate_size"), "gelu_pytorch_tanh", norm="layer", gated=False
-    )  # fmt: skip
+    mlp_size = config.size("intermediate_size")
+    layers = blocks(config, size, mlp_size, "gelu_pytorch_tanh", norm="layer", gated=False)
     return VisionArch(
         layers, merger(config, size, config.size("out_hidden_size"), "layer"), kernel(config), patch_bias=True,
         position_rows=config.size("num_position_embeddings"),
@@ -88,8 +87,8 @@ def interpolated(places: np.ndarray, size: tuple[int, int], side: int) -> tuple[
 
 
 def _text(arch: Arch, whole: Any, *, default: list[int]) -> Arch:
-    """Pairs of channels turn with frame, row and column by turns. Row and column end after the pairs of their sections;
-    all further pairs turn with the frame."""
+    """The sections are interleaved: pairs of channels turn with frame, row, column, frame, ... until the sections of
+    row and column are used up. All other pairs turn with the frame."""
     axes = [0] * ((arch.rotary_dim + 1) // 2)
     for axis, count in enumerate(read_sections(whole, default)):
         for pair in range(axis, min(3 * count, len(axes)), 3):
