@@ -109,8 +109,8 @@ CASES = {
             "image_token_id": IMAGE,
             "vision_start_token_id": 6,
         },
-        [_grid(1, 6, 8, 96), _grid(1, 10, 4, 96), _grid(1, 2, 2, 96)],
-        [12, 10, 1],
+        [_grid(1, 6, 8, 96), _grid(1, 10, 4, 96), _grid(2, 2, 4, 96)],
+        [12, 10, 4],
         _types,
     ),
     "qwen3_5": Case(
