@@ -143,6 +143,7 @@ def test_what_is_not_computed_is_refused_by_name(name, section, values, message,
         read_native_config(tmp_path, "lm").with_images()
 
 
-def test_keys_of_published_configs_that_nothing_reads_are_passed_over(tmp_path):
+def test_keys_of_published_configs_that_nothing_reads_are_logged(tmp_path, caplog):
     write_config(tmp_path, "qwen2_vl", vision_config={"in_chans": 3, "spatial_patch_size": 14})
     assert read_native_config(tmp_path, "lm").with_images().arch.vision.kernel == (3, 2, 4, 4)
+    assert "ignoring in_chans, spatial_patch_size, which neither" in caplog.text
