@@ -154,7 +154,7 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
     arXiv:2409.12191, section 2.1).
 
     A text advances on all axes at once. The tokens of an image count its frames, rows and columns from where the text
-    before it ended, and the text after it continues after the largest of these.
+    before it ended, and the text after it continues after the last row or column, whichever is larger.
     """
     tokens = np.asarray(tokens)
     positions, place, next_position = np.zeros((len(tokens), 3), np.int32), 0, 0
@@ -166,7 +166,7 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
         next_position += length
         size, end = image.grid, begin + len(image.tokens)
         positions[begin:end] = np.stack(np.unravel_index(np.arange(len(image.tokens)), size), axis=1) + next_position
-        next_position, place = next_position + max(size), end
+        next_position, place = next_position + max(size[1:]), end
     positions[place:] = (next_position + np.arange(len(tokens) - place))[:, None]
     return positions
 

@@ -342,13 +342,20 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
 
 def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, files: Files) -> list[TensorEntry]:
     """Keep legacy tensor names of older checkpoints, which transformers accepts too."""
+
+    def occurring(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [(known, prefix) for known, prefix in pairs if any(name.startswith(prefix) for name in files.shapes)]
+
     base = config.family.base_prefix
-    for prefix in config.family.other_prefixes:
-        if any(name.startswith(prefix) for name in files.shapes):
-            tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, base, prefix)) for entry in tensor_map]
-    for known, prefix in () if config.arch.vision is None else config.vision.prefixes:
-        if any(name.startswith(prefix) for name in files.shapes):
-            tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, known, prefix)) for entry in tensor_map]
+    of_text = occurring((base, prefix) for prefix in config.family.other_prefixes)
+    of_vision = () if config.arch.vision is None else occurring(config.vision.prefixes)
+
+    def stored(entry: TensorEntry) -> TensorEntry:
+        for known, prefix in of_vision if entry.path.startswith("vision.") else of_text:
+            entry = replace(entry, tensor=_with_prefix(entry.tensor, known, prefix))
+        return entry
+
+    tensor_map = [stored(entry) for entry in tensor_map]
     first, *other = config.family.language_heads or ("",)
     if first not in files.shapes and set(other) & set(files.shapes):
         tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, first, *other)) for entry in tensor_map]

@@ -131,7 +131,9 @@ class Vision(nnx.Module):
             return Features(values, images.at)
         graph, state = nnx.split(self.deep_connectors)
 
-        def connect(state: nnx.State, h: jax.Array) -> jax.Array:
-            return nnx.merge(graph, state)(h, images.groups, dtype)
+        def connect(_: None, slices: tuple) -> tuple[None, jax.Array]:
+            state, h = slices
+            connector = nnx.merge(graph, whole_layer(state, "vision.deep_connectors"))
+            return None, connector(h, images.groups, dtype)
 
-        return Features(values, images.at, jax.vmap(connect)(state, jnp.stack(deep)))
+        return Features(values, images.at, jax.lax.scan(connect, None, (state, jnp.stack(deep)))[1])

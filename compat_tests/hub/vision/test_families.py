@@ -13,6 +13,7 @@ from trl_jax.core.outputs import Packed
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.native_backend import load_native
+from trl_jax.mesh.mesh import layers_gathered_by
 from trl_jax.models.model import merge
 
 torch = pytest.importorskip("torch")
@@ -21,10 +22,13 @@ ROWS = ((), (0,), (2, 0, 1))  # the images of each text
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
+    return built(CASES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def built(case, folder):
     """(case, transformers' model, its folder, trl_jax's config, parameters, backend)"""
     import transformers
 
-    case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
     torch.manual_seed(1)
     config = getattr(transformers, case.config_class)(**case.values)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
@@ -165,3 +169,33 @@ def test_without_images_the_tower_is_carried_along_unread(case, tmp_path):
     backend.save(tmp_path / "saved", params, model.config)
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "saved"))
     assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_images_of_two_shards_have_the_same_logits(case):
+    case, model, _, native, params, backend = case
+    rows = texts(case)[1:]
+    tokens, positions, reads, images = padded(native, case, model, rows)
+    parts = [images_of(native, case, numbers, model) for _, numbers in rows]
+    second = sum(len(image.groups) for image in parts[0])
+    at = np.stack([images.at[0], np.where(images.at[1] < 0, -1, images.at[1] - second)])
+    module = merge(backend.graph, params)
+    whole, divided = (
+        module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, each))
+        for each in (images, join_images(parts, at))
+    )
+    np.testing.assert_allclose(divided, whole, atol=1e-5)
+
+
+def test_a_mesh_gathers_all_stacked_parameters_layer_by_layer(case):
+    case, model, _, native, params, backend = case
+    tokens, positions, reads, images = padded(native, case, model, texts(case))
+    gathered = set()
+
+    def gather(path, array):
+        gathered.add(path)
+        return array
+
+    with layers_gathered_by(gather):
+        jax.eval_shape(lambda params: merge(backend.graph, params)(tokens, positions, reads, images=images), params)
+    assert {path for path in gathered if path.startswith("vision.")}
+    assert gathered == {path for path, axes in backend.axes.items() if "layers" in axes}

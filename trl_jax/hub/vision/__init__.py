@@ -69,7 +69,9 @@ class VisionFamily:
         reader = ConfigReader(section, f"{source}: vision_config")
         vision = self.arch(reader, whole)
         kind = type(whole.vision_config)
-        reader.finish(lambda key: key in _UNUSED or is_unread(kind, key))
+        for key in _UNUSED:
+            reader.value(key)
+        reader.finish(lambda key: is_unread(kind, key))
         return replace(arch if self.text is None else self.text(arch, whole), vision=vision)
 
 

@@ -1,8 +1,9 @@
-"""qwen2_5_vl: a tower with rotary positions in two dimensions, windows, and a merger of neighbouring patches."""
+"""qwen2_vl and qwen2_5_vl: towers with rotary positions in two dimensions and a merger of neighbouring patches. Most
+layers of the latter attend within windows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,49 +17,106 @@ from trl_jax.models.arch import Arch, Connector, VisionArch
 from trl_jax.nn.layers import ACTIVATIONS
 from trl_jax.nn.rope import Rope
 
-_EPS = 1e-6  # of all norms
+EPS = 1e-6  # of all norms
+PIXELS = ("pixel_values", "image_grid_thw")
+
+# Towers
 
 
-def _arch(config: ConfigReader, whole: Any) -> VisionArch:
-    size, heads, layers = config.size("hidden_size"), config.size("num_heads"), config.size("depth")
+def blocks(config: ConfigReader, size: int, mlp_size: int, activation: str, **facts: Any) -> Arch:
+    """The blocks of a tower of this width, whose queries and keys are rotated by row and column.
+
+    Args:
+        activation: the default of `hidden_act`.
+        facts: more fields of the Arch.
+    """
+    heads, layers = config.size("num_heads"), config.size("depth")
     if size % (4 * heads):
-        raise config.wrong("hidden_size", size, f"a multiple of 4 x num_heads {heads}")
-    patch, merge, frames = (config.size(f"{of}_size") for of in ("patch", "spatial_merge", "temporal_patch"))
-    config.size("window_size"), config.value("tokens_per_second")
-    theta, channels = config.section("rope_parameters")["rope_theta"], size // heads
-    axes = (0,) * (channels // 4) + (1,) * (channels // 4)
-    full = config.value("fullatt_block_indexes")
-    blocks = Arch(
-        vocab_size=1, hidden_size=size, mlp_size=config.size("intermediate_size"), num_layers=layers, num_heads=heads,
-        num_key_heads=heads, head_dim=channels, norm_eps=_EPS, ropes=(Rope(theta, "axial", axes=axes),) * layers,
-        windows=(None,) * layers, rotary_dim=channels, activation=config.one_of("hidden_act", ACTIVATIONS, "silu"),
-        qkv_bias=True, o_bias=True, mlp_bias=True,
+        raise ValueError(f"{config.source}: the tower's width {size} must be a multiple of 4 x num_heads {heads}.")
+    channels = size // heads
+    return Arch(
+        vocab_size=1, hidden_size=size, mlp_size=mlp_size, num_layers=layers, num_heads=heads, num_key_heads=heads,
+        head_dim=channels, norm_eps=EPS, ropes=(_rope(config, channels),) * layers, windows=(None,) * layers,
+        rotary_dim=channels, activation=config.one_of("hidden_act", ACTIVATIONS, activation), qkv_bias=True,
+        o_bias=True, mlp_bias=True, **facts,
     )  # fmt: skip
-    connector = Connector(
-        config.size("out_hidden_size"), group=merge**2, norm="rms", norm_eps=_EPS, hidden_size=size * merge**2
+
+
+def _rope(config: ConfigReader, channels: int) -> Rope:
+    """Half of the pairs of channels turn with the row, the other half with the column."""
+    source = f"{config.source}: rope_parameters"
+    section = ConfigReader(config.section("rope_parameters"), source)
+    section.refuse("rope_type", "axial")
+    theta = section.number("rope_theta", 10_000.0, minimum=1.001)
+    section.finish()
+    return Rope(theta, "axial", axes=(0,) * (channels // 4) + (1,) * (channels // 4))
+
+
+def kernel(config: ConfigReader) -> tuple[int, int, int, int]:
+    """Channels, frames, rows and columns of a patch."""
+    patch = config.size("patch_size")
+    return config.size("in_channels"), config.size("temporal_patch_size"), patch, patch
+
+
+def merger(config: ConfigReader, size: int, out_size: int, norm: str, *, norm_grouped: bool = False) -> Connector:
+    """Two linear maps of the concatenated patches of a square, for a tower of width `size`."""
+    group = config.size("spatial_merge_size") ** 2
+    return Connector(
+        out_size, group=group, norm=norm, norm_eps=EPS, norm_grouped=norm_grouped, hidden_size=size * group
     )
+
+
+def _whole_image_arch(config: ConfigReader, whole: Any) -> VisionArch:
+    size = config.size("embed_dim")
+    mlp_size = int(size * config.number("mlp_ratio"))
+    layers = blocks(config, size, mlp_size, "quick_gelu", norm="layer", gated=False)
+    return VisionArch(layers, merger(config, size, config.size("hidden_size"), "layer"), kernel(config))
+
+
+def _windowed_arch(config: ConfigReader, whole: Any) -> VisionArch:
+    size = config.size("hidden_size")
+    config.size("window_size"), config.value("tokens_per_second")  # of images; of videos
+    layers = blocks(config, size, config.size("intermediate_size"), "silu")
+    full = config.value("fullatt_block_indexes")
     return VisionArch(
-        blocks, connector, (config.size("in_channels"), frames, patch, patch),
-        full_layers=tuple(layer in full for layer in range(layers)),
+        layers, merger(config, size, config.size("out_hidden_size"), "rms"), kernel(config),
+        full_layers=tuple(layer in full for layer in range(layers.num_layers)),
     )  # fmt: skip
 
 
-def _names(arch: VisionArch) -> Names:
+def tower_names(arch: VisionArch, mlp: dict[str, str]) -> Names:
+    """The names of a tower on disk; `mlp` maps our linear maps of a block's MLP to theirs."""
     layer, size = "model.visual.blocks.{}.", arch.layers.hidden_size
     fused = concatenated(layer + "attn.qkv", dict.fromkeys("qkv", size))
     return {
         "vision.tower.patches.weight": ("model.visual.patch_embed.proj.weight", Kernel(arch.kernel)),
+        "vision.tower.patches.bias": "model.visual.patch_embed.proj.bias",
+        "vision.tower.position_embed": "model.visual.pos_embed",
         "vision.tower.layers.attention_norm": layer + "norm1",
         **{f"vision.tower.layers.attention.{ours}": name for ours, name in fused.items()},
         "vision.tower.layers.attention.o": layer + "attn.proj",
         "vision.tower.layers.mlp_norm": layer + "norm2",
-        "vision.tower.layers.mlp.gate": layer + "mlp.gate_proj",
-        "vision.tower.layers.mlp.up": layer + "mlp.up_proj",
-        "vision.tower.layers.mlp.down": layer + "mlp.down_proj",
+        **{f"vision.tower.layers.mlp.{ours}": f"{layer}mlp.{name}" for ours, name in mlp.items()},
+    }
+
+
+def _with_merger(names: Names) -> Names:
+    return names | {
         "vision.connector.norm": "model.visual.merger.ln_q",
         "vision.connector.up": "model.visual.merger.mlp.0",
         "vision.connector.down": "model.visual.merger.mlp.2",
     }
+
+
+def _whole_image_names(arch: VisionArch) -> Names:
+    return _with_merger(tower_names(arch, {"up": "fc1", "down": "fc2"}))
+
+
+def _windowed_names(arch: VisionArch) -> Names:
+    return _with_merger(tower_names(arch, {name: f"{name}_proj" for name in ("gate", "up", "down")}))
+
+
+# Patches
 
 
 def merged_order(grid: tuple[int, int, int], merge: int) -> np.ndarray:
@@ -66,8 +124,28 @@ def merged_order(grid: tuple[int, int, int], merge: int) -> np.ndarray:
     `merge` patches of a feature together: int32 `[P, 2]`."""
     frames, rows, columns = grid
     places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
-    blocks = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2)
-    return np.tile(blocks.reshape(-1, 2), (frames, 1)).astype(np.int32)
+    squares = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2)
+    return np.tile(squares.reshape(-1, 2), (frames, 1)).astype(np.int32)
+
+
+def merged_images(processed: Mapping[str, np.ndarray], merge: int) -> Iterator[tuple[ImagePatches, tuple]]:
+    """The images of Qwen's image processor, whose patches attend to all patches of their frame, and the frames, rows
+    and columns of their patches."""
+    start = 0
+    for frames, rows, columns in processed["image_grid_thw"].tolist():
+        count, grid = frames * rows * columns, (frames, rows, columns)
+        groups = np.arange(count, dtype=np.int32).reshape(-1, merge**2)
+        image = ImagePatches(
+            processed["pixel_values"][start : start + count], merged_order(grid, merge),
+            spans_of([rows * columns] * frames), groups, np.arange(len(groups), dtype=np.int32),
+            grid=(frames, rows // merge, columns // merge),
+        )  # fmt: skip
+        yield image, grid
+        start += count
+
+
+def _whole_image_patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
+    return [image for image, _ in merged_images(processed, whole.vision_config.spatial_merge_size)]
 
 
 def window_order(grid: tuple[int, int, int], merge: int, window: int) -> tuple[np.ndarray, list[int]]:
@@ -84,45 +162,50 @@ def window_order(grid: tuple[int, int, int], merge: int, window: int) -> tuple[n
     return np.concatenate(parts), [len(part) for part in parts]
 
 
-def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    vision, start, found = whole.vision_config, 0, []
+def _windowed_patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
+    vision, found = whole.vision_config, []
     merge = vision.spatial_merge_size
-    unit, window = merge**2, vision.window_size // merge // vision.patch_size
-    for grid in processed["image_grid_thw"].tolist():
-        frames, rows, columns = grid
-        count = frames * rows * columns
+    window = vision.window_size // merge // vision.patch_size
+    for image, grid in merged_images(processed, merge):
         order, lengths = window_order(grid, merge, window)
-        by_patch = (order[:, None] * unit + np.arange(unit)).reshape(-1)
-        found.append(
-            ImagePatches(
-                processed["pixel_values"][start : start + count][by_patch],
-                merged_order(grid, merge)[by_patch],
-                spans_of([rows * columns] * frames),
-                (np.argsort(order)[:, None] * unit + np.arange(unit)).astype(np.int32),
-                np.arange(count // unit, dtype=np.int32),
-                windows=spans_of([length * unit for length in lengths]),
-                grid=(frames, rows // merge, columns // merge),
-            )
-        )
-        start += count
+        by_patch = image.groups[order].reshape(-1)
+        moved = image._replace(
+            patches=image.patches[by_patch], places=image.places[by_patch], groups=image.groups[np.argsort(order)],
+            windows=spans_of([length * merge**2 for length in lengths]),
+        )  # fmt: skip
+        found.append(moved)
     return found
 
 
+# The text part
+
+
+def with_axes(arch: Arch, axes: tuple[int, ...]) -> Arch:
+    """The same decoder, whose pairs of rotated channels turn with these axes: 0 frame, 1 row, 2 column."""
+    return replace(arch, ropes=tuple(None if rope is None else replace(rope, axes=axes) for rope in arch.ropes))
+
+
+def read_sections(whole: Any, default: list[int]) -> list[int]:
+    """`mrope_section`: three numbers, of pairs of channels that turn with frame, row and column."""
+    sections = whole.text_config.rope_parameters.get("mrope_section", default)
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
+        raise ValueError(f"text_config.rope_parameters.mrope_section must be three whole numbers, got {sections}.")
+    return sections
+
+
 def _text(arch: Arch, whole: Any) -> Arch:
-    """The same decoder, whose pairs of channels turn with frame, row and column in the sections of the config."""
-    sections = whole.text_config.rope_parameters.get("mrope_section") or [16, 24, 24]
-    if sum(sections) != arch.head_dim // 2 or len(sections) != 3:
+    """The sections follow one another."""
+    sections = read_sections(whole, [16, 24, 24])
+    if sum(sections) != arch.head_dim // 2:
         raise ValueError(
             f"text_config.rope_parameters.mrope_section must be three numbers that sum to half of head_dim "
             f"({arch.head_dim // 2}), got {sections}."
         )
-    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return replace(arch, ropes=tuple(replace(rope, axes=axes) for rope in arch.ropes))
+    return with_axes(arch, tuple(axis for axis, count in enumerate(sections) for _ in range(count)))
 
 
+_COMMON = {"pixels": PIXELS, "text": _text, "positions": grid_positions, "prefixes": (("model.visual.", "visual."),)}
 FAMILIES = (
-    VisionFamily(
-        "qwen2_5_vl", _arch, _names, _patches, pixels=("pixel_values", "image_grid_thw"), text=_text,
-        positions=grid_positions, prefixes=(("model.visual.", "visual."),),
-    ),
-)  # fmt: skip
+    VisionFamily("qwen2_5_vl", _windowed_arch, _windowed_names, _windowed_patches, **_COMMON),
+    VisionFamily("qwen2_vl", _whole_image_arch, _whole_image_names, _whole_image_patches, **_COMMON),
+)
