@@ -28,7 +28,15 @@ def llava(tmp_path_factory):
 
 
 def trainer(package, kind, model, out, rows, adapter=None, **options):
-    config = {"max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", **SAME, **options}
+    config = {
+        "max_steps": 3,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        **SAME,
+        **options,
+    }
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
     args = getattr(package, f"{kind}Config")(str(out), **config)
@@ -175,3 +183,24 @@ def test_rows_without_images_leave_the_tower_on_disk(llava, tmp_path):
     rows = Dataset.from_list([{"messages": user("bake?") + assistant("gladly")}] * 4)
     made = trainer(trl_jax, "SFT", llava, tmp_path, rows)
     assert not any(path.startswith("vision.") for path in made.model.params)
+
+
+def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, monkeypatch):
+    from trl_jax.models.vision import VisionTower
+
+    calls, called = [], VisionTower.__call__
+
+    def counted(self, *given, **options):
+        calls.append(1)
+        return called(self, *given, **options)
+
+    monkeypatch.setattr(VisionTower, "__call__", counted)
+    adapters = {"text": {"target_modules": r".*language_model.*q_proj"}, "both": {"target_modules": ["q_proj"]}}
+    found = {}
+    for name, adapter in adapters.items():
+        calls.clear()
+        trainer(
+            trl_jax, "DPO", llava, tmp_path / name, pairs().select(range(2)), {"r": 2, **adapter}, max_steps=1
+        ).train()
+        found[name] = len(calls)
+    assert found["both"] == 2 * found["text"]

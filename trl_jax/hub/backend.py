@@ -123,6 +123,10 @@ class Backend(abc.ABC):
         """Number of model parameters in this array."""
         return array.size
 
+    def of_vision(self, params: Collection[str]) -> frozenset[str]:
+        """Those of these paths of trained arrays that only take part in steps with images."""
+        return frozenset(path for path in params if path.startswith("vision."))
+
     def floats(self, path: str, array: jax.Array) -> jax.Array:
         """The array as floats, converted if it stores their raw bits."""
         return array

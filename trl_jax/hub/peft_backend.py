@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from trl_jax.hub.checkpoint import Placement, shard_array
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import AdapterPlan, arrays_of, read_tables, read_tensors, tensors_of, wanted_shapes
 from trl_jax.hub.peft_config import WEIGHTS
+from trl_jax.hub.peft_targets import of_vision
 from trl_jax.models.adapters import AdaptedGraph, adapted_graph, leaf
 from trl_jax.nn.linear import HALVES
 
@@ -123,6 +124,11 @@ class LoraBackend(AdaptedBackend):
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
         return axes | {name: axes[path] for name, path in names.items() if path in axes}
+
+    def of_vision(self, params: Collection[str]) -> frozenset[str]:
+        modules = zip(self.plan.modules, self.plan.paths(), strict=True)
+        adapters = (paths.values() for one, paths in modules if of_vision(one.module.tensor_map[0]))
+        return super().of_vision(params) | {path for paths in adapters for path in paths if path in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self._sizes[path] if path in self._sizes else self.base.size_of(path, array)

@@ -51,6 +51,10 @@ class Forward:
         if run.router_aux_loss_coef:
             count, virtual = batch.router_token_count, run.virtual
             options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
+        if batch.images is not None:
+            options["images"] = model.features(**options)
+            if reference is not None and self._reference_sees_alike():
+                common["images"] = jax.lax.stop_gradient(options["images"])
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
             return outputs
@@ -69,6 +73,13 @@ class Forward:
             common["lengths"] = batch.lengths
         found = self._of_reference(compared, batch, max_tokens, common)
         return sums | {f"ref_{name}": found[name] for name in run.task.compared}
+
+    def _reference_sees_alike(self) -> bool:
+        """Whether the reference has the policy's vision tower, so that its features need not be computed again."""
+        run = self._run
+        base = run.model.backend.base if isinstance(run.model.backend, LoraBackend) else run.model.backend
+        tower = {path for path in base.tensors if path.startswith("vision.")}
+        return tower <= {*run.reference.shared} and not run.model.backend.of_vision(run.model.params)
 
     def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the model alone; arguments as of `outputs`."""

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from datasets import IterableDataset
 
@@ -269,7 +270,7 @@ def default_optimizer(run: RunState, choice: OptimizerChoice) -> Any:
 
 
 def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer:
-    """The step's optimizer, which does not update what a script has frozen.
+    """The step's optimizer, which updates neither what a script has frozen nor a vision tower in a step without images.
 
     Args:
         made: the result of the trainer's create_optimizer.
@@ -280,6 +281,8 @@ def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer
     if not isinstance(made, Optimizer):
         check_optax(made)
         made = from_optax(made, peak=choice.peak, max_grad_norm=run.args.max_grad_norm)
+    if vision := run.model.backend.of_vision(run.model.params):
+        made = _idle_without_images(made, vision)
     masks = run.model.trainable_masks
     if not masks:
         return made
@@ -289,3 +292,52 @@ def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer
         return zero_frozen_updates(updates, masks), state
 
     return made._replace(update=update)
+
+
+class TowerState(NamedTuple):
+    """The state of an optimizer of a model with a vision tower.
+
+    whole: the optimizer's own, with the moments of all parameters.
+    scalars: those of its leaves that belong to no parameter (counts of steps), as the tower's parameters have them.
+    """
+
+    whole: Any
+    scalars: list[jax.Array]
+
+
+def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
+    """The same optimizer, which leaves these parameters, their moments and their count of steps alone where all their
+    gradients are 0, as torch does with parameters that took no part in a step."""
+
+    def init(params: Any) -> TowerState:
+        whole = made.init(params)
+        return TowerState(whole, [jnp.copy(leaf) for leaf in _scalars(whole)])
+
+    def update(gradients: dict[str, jax.Array], state: TowerState, params: Any, **options: Any) -> tuple[Any, Any]:
+        updates, new = made.update(gradients, state.whole, params, **options)
+        of_tower, new_tower = made.update(gradients, _with_scalars(state.whole, state.scalars), params, **options)
+        idle = jnp.all(jnp.stack([jnp.all(gradients[path] == 0) for path in sorted(vision)]))
+        updates = {path: jnp.where(idle, 0, of_tower[path]) if path in vision else updates[path] for path in updates}
+
+        def kept(where: tuple, before: jax.Array, after: jax.Array, after_tower: jax.Array) -> jax.Array:
+            return after if _keys(where).isdisjoint(vision) else jnp.where(idle, before, after_tower)
+
+        whole = jax.tree_util.tree_map_with_path(kept, state.whole, new, new_tower)
+        scalars = [jnp.where(idle, *both) for both in zip(state.scalars, _scalars(new_tower), strict=True)]
+        return updates, TowerState(whole, scalars)
+
+    return made._replace(init=init, update=update, point=lambda params, state: made.point(params, state.whole))
+
+
+def _keys(where: tuple) -> set[str]:
+    return {key.key for key in where if isinstance(key, jax.tree_util.DictKey)}
+
+
+def _scalars(state: Any) -> list[jax.Array]:
+    """The leaves of an optimizer's state that are under no key of a dict, and so belong to no parameter."""
+    return [leaf for where, leaf in jax.tree_util.tree_leaves_with_path(state) if not _keys(where)]
+
+
+def _with_scalars(state: Any, scalars: list[jax.Array]) -> Any:
+    rest = iter(scalars)
+    return jax.tree_util.tree_map_with_path(lambda where, leaf: leaf if _keys(where) else next(rest), state)
