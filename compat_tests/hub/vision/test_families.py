@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from trl_jax.core.outputs import Packed
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.native_backend import load_native
+from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import layers_gathered_by
 from trl_jax.models.model import merge
 
@@ -199,3 +202,10 @@ def test_a_mesh_gathers_all_stacked_parameters_layer_by_layer(case):
         jax.eval_shape(lambda params: merge(backend.graph, params)(tokens, positions, reads, images=images), params)
     assert {path for path in gathered if path.startswith("vision.")}
     assert gathered == {path for path, axes in backend.axes.items() if "layers" in axes}
+
+
+def test_the_page_lists_all_model_types():
+    page = (Path(__file__).parents[3] / "docs" / "pages" / "vision.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.split("## Models")[1].split("## ")[0].splitlines() if "|" in line]
+    listed = {name.strip() for row in rows[2:] for name in row.split(",")}
+    assert listed == vision_families().keys() == CASES.keys()
