@@ -434,8 +434,9 @@ PIECE = 256 * 2**20
 
 
 @dataclass
-class Progress:
-    """The state of a run between two steps.
+class LoopProgress:
+    """How far the loop of one train() is, between two steps. A checkpoint contains it; each train() that does not
+    resume begins a new one. What outlives train() is a `state.Progress`.
 
     Attributes:
         epoch: counted from 0.
@@ -475,7 +476,7 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
 
 
-def progress_json(progress: Progress, facts: dict[str, Any]) -> str:
+def progress_json(progress: LoopProgress, facts: dict[str, Any]) -> str:
     """The progress but for its arrays, the state of the global random generators, and the caller's own facts."""
     kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
     return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
@@ -534,7 +535,7 @@ class SavedProgress:
             self.tensors = safe_open(folder / TENSORS, framework="numpy")
             self._names = list(self.tensors.keys())
             kept = {name: self.facts["progress"][name] for name in _FIELDS}
-            self.progress = Progress(**kept, unreported=self._unreported())
+            self.progress = LoopProgress(**kept, unreported=self._unreported())
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {brief(error, 300)}.") from error
         self._check_numbers()
@@ -617,7 +618,7 @@ class _Saved:
         return self._tensors.get_slice(self._name)[index] if index else self._tensors.get_tensor(self._name)
 
 
-_FIELDS = [f.name for f in fields(Progress) if f.name != "unreported"]
+_FIELDS = [f.name for f in fields(LoopProgress) if f.name != "unreported"]
 
 
 def _random_state() -> dict[str, Any]:
