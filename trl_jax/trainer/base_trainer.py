@@ -183,7 +183,7 @@ class BaseTrainer(abc.ABC):
             lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
         )  # fmt: skip
 
-    # ---- construction, step by step
+    # Construction, step by step.
 
     def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
         """The arguments that were passed; without any, those of a run that is named after its model."""
@@ -241,7 +241,7 @@ class BaseTrainer(abc.ABC):
             settle_task=lambda: self._settle_task(),
         )
 
-    # ---- training
+    # Training.
 
     def train(
         self,
@@ -368,7 +368,7 @@ class BaseTrainer(abc.ABC):
         max_steps = self._setup.length.max_steps
         return default_optimizer(self.parts.training.choice, self.model.backend, self.args, max_steps)
 
-    # ---- evaluation
+    # Evaluation.
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -445,7 +445,7 @@ class BaseTrainer(abc.ABC):
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return (loss, None, None) if prediction_loss_only else (loss, outputs["logits"], inputs.get("labels"))
 
-    # ---- what the run holds
+    # What the run holds.
 
     model = _editable("model", "The model that trains.")
     args = _editable("args", "The configuration.")
@@ -591,7 +591,7 @@ class BaseTrainer(abc.ABC):
             "configuration and call train()."
         )
 
-    # ---- data
+    # Data.
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         """Rows as the loader takes them; if `bounded`, without those longer than max_length. Prepared rows stay as they
@@ -632,7 +632,7 @@ class BaseTrainer(abc.ABC):
         """Batches of a prepared dataset, in its order."""
         return self.batches(test_dataset, training=False)
 
-    # ---- files and the Hub
+    # Files and the Hub.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""

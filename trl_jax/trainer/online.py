@@ -41,7 +41,7 @@ from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import RolloutParts, Sampling
 
-# ---- Tools and environments, and how the tokenizer tells tool calls from text
+# Tools and environments, and how the tokenizer tells tool calls from text.
 
 
 def tools_of(
@@ -110,7 +110,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
     return found
 
 
-# ---- Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there
+# Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
 
 
 _OWN_SAMPLING = "generation_config of {}: tokens are sampled by its arguments. Say generation_kwargs in its config."
@@ -290,7 +290,7 @@ def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel) -> dict
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
 
 
-# ---- GRPO and RLOO
+# GRPO and RLOO.
 
 
 class OnlineTrainer(RolloutTrainer):

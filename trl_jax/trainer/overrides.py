@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from trl_jax.tasks.task import Task
 
-# ----------------------------------------------------------------------------------------------------
 # Names of TRL's, of this release or an earlier one, that are not built: they import, and say so when they are used.
 
 
@@ -74,7 +73,6 @@ def placeholder(name: str) -> type:
     return dataclass(kind) if name.endswith("Config") else kind
 
 
-# ----------------------------------------------------------------------------------------------------
 # Attributes in which TRL's trainers keep arguments, and which their losses read step by step.
 
 
@@ -184,7 +182,6 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
         )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Methods that TRL's trainers, or transformers', call on themselves and nobody calls here, and what a script does
 # instead.
 

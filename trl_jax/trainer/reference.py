@@ -30,7 +30,7 @@ from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, 
 from trl_jax.training.reference_logps import precomputed
 from trl_jax.training.setup import Policy
 
-# ---- The base of trainers on preference pairs without a reference: ORPO and CPO
+# The base of trainers on preference pairs without a reference: ORPO and CPO.
 
 
 class ReferenceFreeTrainer(BaseTrainer):
@@ -98,7 +98,7 @@ class ReferenceFreeTrainer(BaseTrainer):
         return balance_experts(model, None if asked else 0.0)
 
 
-# ---- The reference model of a policy: a model that the script passes, or the policy as it is before training
+# The reference model of a policy: a model that the script passes, or the policy as it is before training.
 
 
 def loaded_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:

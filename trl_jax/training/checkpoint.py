@@ -41,7 +41,6 @@ from trl_jax.mesh.mesh import owned, pieces, placed
 from trl_jax.mesh.processes import from_first
 from trl_jax.training.events import Events
 
-# ----------------------------------------------------------------------------------------------------
 # Checkpoint folders: written under a temporary name, renamed when complete, gone only once a newer one is verified.
 
 
@@ -242,7 +241,6 @@ def _remember_callbacks(events: Events) -> None:
                 saved[name] = callback.state()
 
 
-# ----------------------------------------------------------------------------------------------------
 # Tells the checkpoints of one run from those of other runs in the same output_dir.
 
 
@@ -331,7 +329,6 @@ def checkpoint_of(run: str | None, run_dir: Path, name: str) -> Path | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------
 # Lets one run at a time write an output_dir.
 
 
@@ -424,7 +421,6 @@ def _is_at(path: Path, handle: int) -> bool:
         return False
 
 
-# ----------------------------------------------------------------------------------------------------
 # Saves and restores how far a run has come, so that the rest of a resumed run is the same.
 
 
@@ -626,7 +622,6 @@ def _random_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Writes while training goes on: copies of arrays on the host, and a thread with one job at a time.
 
 
@@ -686,7 +681,6 @@ def _copy(leaf: jax.Array) -> np.ndarray:
     return np.array(leaf)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Decides which checkpoint is the best so far.
 
 
@@ -716,7 +710,6 @@ def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bo
     return True
 
 
-# ----------------------------------------------------------------------------------------------------
 # Lists a checkpoint's files with a digest each; the list is written last and makes the checkpoint complete.
 
 
@@ -829,7 +822,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Says what of a run's folder is read, pushed and removed: plain files and folders, never what a link leads to.
 
 
@@ -887,7 +879,6 @@ def _tell(path: Path, kind: str) -> None:
     logger.warning("%s is %s: it is left alone, and neither read, pushed nor removed.", path, kind)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Takes callbacks, their state and the random generators back to an earlier moment.
 
 

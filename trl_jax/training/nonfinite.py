@@ -77,7 +77,6 @@ def _finite(values: Any) -> bool:
     return bool(np.isfinite(np.asarray(values)).all() if there else jnp.isfinite(values).all())
 
 
-# ----------------------------------------------------------------------------------------------------
 # Finds the operation of a computation that makes the first value that is not finite.
 
 

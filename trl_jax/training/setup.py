@@ -341,6 +341,8 @@ def build(
         rollout=None,
     )
     begin_state(events, setup.train_batch_size)
+
+    # The parts of a rollout read the setup, but never its `rollout`.
     rollout_parts = None if spec.rollout is None else spec.rollout(setup)
     check_own_loss(own_loss, task, policy)
     set_log_level(args.get_process_log_level(), asked=args.log_level != "passive")
@@ -383,7 +385,7 @@ def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: di
 
 
 def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
-    """Raise TypeError where a script overrides the loss and the model or the task cannot give it what it needs."""
+    """Raise TypeError if a script overrides the loss and the model or the task cannot give it what it needs."""
     names = " and ".join(sorted(own_loss))
     if own_loss and policy.backend.virtual.count:
         raise TypeError(

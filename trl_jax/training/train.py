@@ -93,18 +93,17 @@ class Training:
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with setup.on_device(), contextlib.ExitStack() as entered:
-            if is_first() and (
-                saves or os.access(args.output_dir, os.W_OK)
-            ):  # a run that saves nothing may be anywhere
+            # A run that saves nothing may have a read-only output_dir.
+            if is_first() and (saves or os.access(args.output_dir, os.W_OK)):
                 self._checkpointer.lock = entered.enter_context(only_run(args.output_dir))
                 entered.callback(setattr, self._checkpointer, "lock", None)
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
             barrier("train")  # until the first process has swept
             entered.enter_context(interrupts.handling_signals(promise))
-            once = partial(self._once, as_choice(resume_from), new_id())
+            run = partial(self._run, as_choice(resume_from), new_id())
             try:
-                return self._what_fits(once) if args.auto_find_batch_size else once()
+                return self._retried(run) if args.auto_find_batch_size else run()
             except SystemExit:
                 if interrupts.received is not None:
                     self._publisher.tell_unfinished(args.output_dir)
@@ -128,7 +127,7 @@ class Training:
         self.optimizer = ShownOptimizer.of(tx, self.choice, self._checkpointer.lr_scheduler)
         self._setup.events.handler.optimizer = self.optimizer
 
-    def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
+    def _retried(self, run: Callable[[], TrainOutput]) -> TrainOutput:
         """Repeat a run that does not fit with smaller batches. Each try begins from copies of the first one's arrays,
         because steps donate theirs."""
         setup = self._setup
@@ -145,9 +144,9 @@ class Training:
                     None if state is None else setup.sharding_plan.placed_state(state, params)
                 )
 
-        return retried(once, lambda: setup.train_batch_size, again)
+        return retried(run, lambda: setup.train_batch_size, again)
 
-    def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
+    def _run(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         setup, args, start = self._setup, self._setup.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
         tx = self.made_optimizer()
@@ -167,8 +166,8 @@ class Training:
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
         setup.state.compute_steps(args, length.max_steps)
-        loop, train_loss, unreported = self._looped(tx, length, progress)
-        with self._leaving_saved(loop):
+        loop, train_loss, unreported = self._run_loop(tx, length, progress)
+        with self._saved_on_signal(loop):
             with setup.progress.interrupts.waiting():
                 self._publisher.finish(args, setup.events)
                 if setup.rollout is not None:
@@ -184,7 +183,7 @@ class Training:
         return TrainOutput(setup.state.global_step, train_loss, metrics)
 
     @contextlib.contextmanager
-    def _leaving_saved(self, loop: Loop) -> Iterator[None]:
+    def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
         """On a signal after the last step, leave with a checkpoint of that step, without later changes of the block."""
         before = Snapshot(self._setup.events)
         try:
@@ -194,7 +193,7 @@ class Training:
             with self._checkpointer.saver.settled():
                 loop.leave_if_asked()
 
-    def _looped(self, tx: Any, length: Any, progress: LoopProgress) -> tuple[Loop, float, list]:
+    def _run_loop(self, tx: Any, length: Any, progress: LoopProgress) -> tuple[Loop, float, list]:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
         args, told = setup.args, setup.progress.told
         tell_model(told, args, setup.model, setup.sharding_plan)
@@ -288,7 +287,7 @@ class Training:
         return metrics
 
     def _best_params(self) -> dict[str, jax.Array] | None:
-        """The best checkpoint's weights where load_best_model_at_end asks for them."""
+        """The best checkpoint's weights with load_best_model_at_end, else None."""
         setup, best = self._setup, self._setup.state.best_model_checkpoint
         if best is None or not setup.args.load_best_model_at_end:
             return None
