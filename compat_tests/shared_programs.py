@@ -55,11 +55,10 @@ HOST_OF_TASK = frozenset(
     num_generations_eval reward_weights cycle scale_rewards multi_objective_aggregation
 """.split()
 )
-# Fields of a run that no step is traced from, and those that the key has in another form.
+# Fields of a setup that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset(
     """
-    args task batch_size model reference rollout sharding_plan processing_class train_dataset eval_dataset events
-    finish_rows progress vocab_size max_positions assembled
+    editable batch_size reference rollout sharding_plan events progress vocab_size
 """.split()
 )
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
@@ -89,9 +88,9 @@ def install() -> None:
 
     _after(pytest.MonkeyPatch, "__init__", lambda patch, _: _patches.add(patch))
     base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
-    _after(base_trainer.BaseTrainer, "_hooks", _name_trainer)
+    _after(base_trainer.BaseTrainer, "__init__", _name_trainer)
     _after(Evaluator, "__init__", _share_evaluation)
-    for name in ("_evaluate", "_evaluate_beside"):
+    for name in ("_evaluate", "_evaluate_both"):
         _after(LogitsEvaluation, "__init__", _share_attribute(name))
     _after(WholeBatchEvaluation, "__init__", _share_attribute("_sums"))
     _after(CompletionEvaluator, "__init__", _share_attribute("sums"))
@@ -124,13 +123,11 @@ def _after(kind: type, name: str, then: Callable) -> None:
 
 
 def _remembered(default_optimizer: Callable) -> Callable:
-    from trl_jax.training.data import length_of
-
     @functools.wraps(default_optimizer)
-    def made(run, choice):
-        optimizer = default_optimizer(run, choice)
+    def made(choice, backend, args, max_steps):
+        optimizer = default_optimizer(choice, backend, args, max_steps)
         if choice.tx is None:
-            warmup = run.args.get_warmup_steps(length_of(run).max_steps)
+            warmup = args.get_warmup_steps(max_steps)
             _default_optimizers[id(optimizer)] = (optimizer, repr(dataclasses.replace(choice, peak=0.0)), warmup)
             if len(_default_optimizers) > 1000:
                 _default_optimizers.popitem(last=False)
@@ -139,8 +136,8 @@ def _remembered(default_optimizer: Callable) -> Callable:
     return made
 
 
-def _name_trainer(trainer: Any, hooks: Any) -> None:
-    hooks.loss.trainer = weakref.ref(trainer)
+def _name_trainer(trainer: Any, _: None) -> None:
+    trainer.parts.train_step.trainer = weakref.ref(trainer)
 
 
 def _sharing(compiled: Callable) -> Callable:
@@ -149,29 +146,29 @@ def _sharing(compiled: Callable) -> Callable:
         def make():
             return compiled(self, tx, remat=remat)
 
-        trainer, optimizer = getattr(self._loss, "trainer", lambda: None)(), _default_optimizers.get(id(tx))
+        trainer, optimizer = getattr(self, "trainer", lambda: None)(), _default_optimizers.get(id(tx))
         if trainer is None or optimizer is None or "loss" in vars(trainer):
             return make()
         kind, args = type(trainer), None
         if _package(kind) != "trl_jax":
-            args = _said(self._run.args, HOST)
-        return _shared_or(make, self._run, "step", kind, args, optimizer[1:], remat)
+            args = _said(self._setup.args, HOST)
+        return _shared_or(make, self._setup, "step", kind, args, optimizer[1:], remat)
 
     return shared
 
 
 def _sharing_precomputation(compiled: Callable) -> Callable:
     @functools.wraps(compiled)
-    def shared(run):
-        made = _shared_or(lambda: compiled(run).func, run, "reference")
-        return functools.partial(made, run.arrays)
+    def shared(setup):
+        made = _shared_or(lambda: compiled(setup).func, setup, "reference")
+        return functools.partial(made, setup.arrays)
 
     return shared
 
 
 def _share_evaluation(evaluator: Any, _: None) -> None:
     own = evaluator._outputs, evaluator._measure
-    evaluator._outputs, evaluator._measure = _shared_or(lambda: own, evaluator._run, "evaluation")
+    evaluator._outputs, evaluator._measure = _shared_or(lambda: own, evaluator._setup, "evaluation")
 
 
 def _share_attribute(name: str) -> Callable:
@@ -179,14 +176,14 @@ def _share_attribute(name: str) -> Callable:
 
     def share(holder: Any, _: None) -> None:
         own = getattr(holder, name)
-        setattr(holder, name, _shared_or(lambda: own, holder._run, type(holder), name))
+        setattr(holder, name, _shared_or(lambda: own, holder._setup, type(holder), name))
 
     return share
 
 
-def _shared_or(make: Callable[[], Any], run: Any, *more: Any) -> Any:
+def _shared_or(make: Callable[[], Any], setup: Any, *more: Any) -> Any:
     """What was made for an equal key, or is made now."""
-    key = _key(run, *more)
+    key = _key(setup, *more)
     if key is None:
         return make()
     if key not in _shared:
@@ -197,21 +194,32 @@ def _shared_or(make: Callable[[], Any], run: Any, *more: Any) -> Any:
     return _shared[key]
 
 
-def _key(run: Any, *more: Any) -> Any:
+def _key(setup: Any, *more: Any) -> Any:
     """All that a program is traced from; None where that cannot be told, or is patched."""
-    if run.model.trainable_masks or run.own_loss or _is_patched() or _alone:
+    if setup.model.trainable_masks or setup.own_loss or _is_patched() or _alone:
         return None
-    reference, backends = None, [run.model.backend]
-    if run.reference is not None:
-        reference = _of_backend(run.reference.backend), _fields(run.reference, {"backend", "config", "arrays"})
-        backends.append(run.reference.backend)
+    reference, backends = None, [setup.model.backend]
+    if setup.reference is not None:
+        reference = _of_backend(setup.reference.backend), _fields(setup.reference, {"backend", "config", "arrays"})
+        backends.append(setup.reference.backend)
     windows = any(backend.window is not None for backend in backends)  # whose lengths are traced
-    said = _said(run.args, HOST_OF_OURS if windows else HOST_OF_OURS | {"max_length"}) + _said(run.task, HOST_OF_TASK)
+    said = _said(setup.args, HOST_OF_OURS if windows else HOST_OF_OURS | {"max_length"}) + _said(
+        setup.task, HOST_OF_TASK
+    )
     if " at 0x" in said:
         return None
-    kinds = type(run.args), type(run.task)
-    places = _places(run)
-    key = said, _of_backend(run.model.backend), reference, places, _fields(run, HOST_OF_RUN), kinds, more
+    kinds = type(setup.args), type(setup.task)
+    places = _places(setup)
+    key = (
+        said,
+        _of_backend(setup.model.backend),
+        reference,
+        places,
+        _fields(setup, HOST_OF_RUN),
+        setup.pad_to_multiple_of,
+        kinds,
+        more,
+    )
     hash(key)  # a field that cannot be hashed is named in `HOST_OF_RUN`, or made so
     return key
 
@@ -221,14 +229,14 @@ def _said(value: Any, without: frozenset[str]) -> str:
     return repr(_fields(value, without)) if dataclasses.is_dataclass(value) else repr(value)
 
 
-def _places(run: Any) -> Any:
+def _places(setup: Any) -> Any:
     """Where arrays lie on several devices, and the shapes that decide it; None on one."""
-    plan = run.sharding_plan
+    plan = setup.sharding_plan
     if plan is None:
         return None
     axes = tuple(sorted(plan.axes.items()))
     shapes = (tuple(sorted((path, leaf.shape) for path, leaf in arrays.items()))
-              for arrays in (run.model.params, run.frozen))  # fmt: skip
+              for arrays in (setup.model.params, setup.frozen))  # fmt: skip
     return _fields(plan, {"axes"}), axes, *shapes
 
 

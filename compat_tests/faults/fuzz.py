@@ -138,7 +138,7 @@ def build(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from compat_tests.faults.killed_saves import save
-    from trl_jax.training.checkpoint import Progress, progress_json, write_progress
+    from trl_jax.training.checkpoint import LoopProgress, progress_json, write_progress
 
     save(folder / "made", 4)
     for path in (folder / "made" / "checkpoint-4").iterdir():
@@ -147,7 +147,7 @@ def build(folder: Path) -> None:
     shutil.rmtree(folder / "training_state")
     steps = [{"loss": np.float32(1), "pairs": np.ones(2, np.float32)} for _ in range(3)]
     arrays = {"mu": np.ones((4, 4), np.float32), "count": np.int32(3)}
-    write_progress(folder, steps, {"optimizer": arrays}, progress_json(Progress(), {"tokens_seen": 5}))
+    write_progress(folder, steps, {"optimizer": arrays}, progress_json(LoopProgress(), {"tokens_seen": 5}))
     (folder / "index").mkdir()
     save_file({"a": np.ones(3, np.float32)}, folder / "index" / "one.safetensors")
     index = {"metadata": {"total_size": 12}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}

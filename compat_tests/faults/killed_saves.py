@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
-from trl_jax.training.checkpoint import Progress, progress_json, save_checkpoint, sweep, write_progress
+from trl_jax.training.checkpoint import LoopProgress, progress_json, save_checkpoint, sweep, write_progress
 from trl_jax.training.events import Events
 from trl_jax.training.resume import find
 
@@ -63,7 +63,7 @@ def save(run_dir: Path, step: int, point=lambda name: None) -> None:
                 file.write(part)
                 file.flush()
                 point("the middle of model.safetensors")
-        write_progress(folder, [], {"optimizer": arrays}, progress_json(Progress(epoch=step), {}))
+        write_progress(folder, [], {"optimizer": arrays}, progress_json(LoopProgress(epoch=step), {}))
         point("after the training state")
 
     save_checkpoint(str(run_dir), write, events_of(step), {"dataset": None})

@@ -88,7 +88,8 @@ def test_row12_without_checkpoints_it_says_that_none_is_saved(train, tmp_path, c
 
 def test_row12_a_second_signal_ends_the_process_at_once():
     code = (
-        "import os, signal\nfrom trl_jax.training.events import Interrupts\nwith Interrupts().heeded('saving'):\n"
+        "import os, signal\nfrom trl_jax.training.events import Interrupts\n"
+        "with Interrupts().handling_signals('saving'):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n    print('still here')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -100,7 +101,7 @@ def test_row12_outside_the_main_thread_signals_are_left_alone():
     seen = []
 
     def run():
-        with Interrupts().heeded("saving"):
+        with Interrupts().handling_signals("saving"):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
@@ -248,7 +249,7 @@ def test_row21_a_run_of_trls_goes_on_here(trls, train):
     assert counted[0] == counted[1]
     expected = {name: value.detach().numpy() for name, value in theirs.model.named_parameters()}
     np.testing.assert_allclose(ours.model.params["score.weight"], expected["score.weight"], rtol=0, atol=2e-4)
-    assert ours.parts.run.progress.optimizer_state[1].count == 8
+    assert ours.parts.setup.progress.optimizer_state[1].count == 8
 
 
 def test_row21_at_the_end_of_an_epoch(trls, train):
@@ -261,7 +262,7 @@ def test_row21_without_torch_it_says_what_restarts(trls, train, monkeypatch, cap
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         ours = train("ours", str(trls[0] / "checkpoint-6"), num_train_epochs=2)
     assert "optimizer.pt takes torch to read, which is not installed: AdamW's moments restart from zero." in caplog.text
-    assert ours.parts.run.progress.optimizer_state[1].count == 2
+    assert ours.parts.setup.progress.optimizer_state[1].count == 2
 
 
 class Malicious:

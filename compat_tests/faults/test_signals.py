@@ -149,7 +149,7 @@ def test_a_signal_with_the_closing_log_saves_the_last_step(trainer, tmp_path):
 def test_a_signal_while_the_best_checkpoint_is_read(trainer, tmp_path, monkeypatch):
     config = {"load_best_model_at_end": True, "eval_steps": 2}
     told, real = [], train.weights_of
-    monkeypatch.setattr(train, "weights_of", lambda run, folder: (term(), time.sleep(60)))
+    monkeypatch.setattr(train, "weights_of", lambda *given: (term(), time.sleep(60)))
     run, began = trainer("run", **config), time.monotonic()
     run.add_callback(SimpleCallback(told))
     left_by(run)
@@ -174,7 +174,7 @@ def test_a_signal_in_the_last_callback_ends_the_script(trainer):
 
 def test_uploads_under_way_are_named_and_left(trainer, tmp_path, monkeypatch, caplog):
     run = trainer("run", max_steps=1, eval_strategy="no")
-    monkeypatch.setattr(HubPublisher, "finish", lambda self: (term(), time.sleep(60)))
+    monkeypatch.setattr(HubPublisher, "finish", lambda *given: (term(), time.sleep(60)))
     run._publisher._publisher = SimpleNamespace(
         running=True, failures=["it said no"], repo_id="me/model", uploading="mine", cut_off=lambda: None
     )
@@ -189,7 +189,7 @@ def test_uploads_under_way_are_named_and_left(trainer, tmp_path, monkeypatch, ca
 def test_a_hangup_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupts().heeded("saving"):
+        with Interrupts().handling_signals("saving"):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -214,7 +214,7 @@ from trl_jax.training.events import Interrupts
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 interrupts = Interrupts()
-with interrupts.heeded("saving"):
+with interrupts.handling_signals("saving"):
     print("ready", flush=True)
     while interrupts.received is None:
         time.sleep(0.01)

@@ -121,7 +121,7 @@ def trainer(checkpoint, out, rows=ROWS, **config):
 
 def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path)
-    assert (built.args.world_size, built.parts.run.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
+    assert (built.args.world_size, built.parts.setup.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
     assert built.accelerator.num_processes == 8 and built.args.train_batch_size == 2
     [step, *_] = built.get_train_dataloader().steps
     assert step.arrays.tokens.shape[:3] == (1, 8, 1) and step.num_examples == 16

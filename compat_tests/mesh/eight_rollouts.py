@@ -151,7 +151,7 @@ def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
         trainer = DistillationTrainer(*folders, args, rows, rows.take(5))
         trainer.train()
         found.append(history(trainer))
-        divided = trainer.parts.run.reference.arrays["reference.decoder.embed.weight"]
+        divided = trainer.parts.setup.reference.arrays["reference.decoder.embed.weight"]
         assert divided.addressable_shards[0].data.nbytes == divided.nbytes // (2 * min(shards, 2))
     for name in ("loss", "grad_norm", "entropy", "completions/mean_length"):
         assert found[0][0][name] == pytest.approx(found[1][0][name], rel=1e-5), name

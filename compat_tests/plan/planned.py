@@ -55,9 +55,9 @@ def alike(
         real.parts.train_step.placed(next(iter(real.loader(real.train_dataset, training=True)))).arrays,
     )
     state, rate = real.parts.train_step.new_optimizer_state(tx), np.float32(1e-4)
-    with real.parts.run.on_device():
+    with real.parts.setup.on_device():
         step = real.parts.train_step.compiled(tx, remat=True).trace(
-            real.model.params, state, batch, rate, run_key(args, real.model.backend), real.parts.run.frozen
+            real.model.params, state, batch, rate, run_key(args, real.model.backend), real.parts.setup.frozen
         )
     shutil.copy(weights / "config.json", out)
     checkpoint = find_checkpoint(str(out), head=trace.task_of(kind, args).head, dtype="auto")
@@ -66,13 +66,13 @@ def alike(
     traced, found = _traced(run, trace.planned(args, place, str(out))), plan(run, args, place)
     assert _letters(traced) == _letters(step)
     assert found.compiled.arguments == _memory(step).argument_size_in_bytes
-    assert found.memory.parameters == _held((real.model.params, real.parts.run.frozen))
+    assert found.memory.parameters == _held((real.model.params, real.parts.setup.frozen))
     assert found.memory.moments == _held(state)
-    with real.parts.run.on_device():
+    with real.parts.setup.on_device():
         window = trace.largest_evaluated(real)
         place = None if real.sharding_plan is None else real.sharding_plan.rows
         scored = jax.jit(real.parts.evaluator.outputs, static_argnames="dtype").trace(
-            real.parts.run.arrays, jax.device_put(window, place), dtype=args.compute_dtype
+            real.parts.setup.arrays, jax.device_put(window, place), dtype=args.compute_dtype
         )
     told, memory = found.evaluation.compiled, _memory(scored)
     unread = told.arguments - _held(state) - memory.argument_size_in_bytes  # of the batch: weights, margins
@@ -108,7 +108,7 @@ def _traced(run: Run, args: trace.PlannedConfig) -> Any:
     trainer = trace.trainer_of(run.trainer, model, args, run.rows)
     tx, found = trainer.parts.training.made_optimizer(), trace.batches(trainer)
     texts = len(trainer.make_task().columns.texts)
-    assert found.tokens == texts * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.run.shards
+    assert found.tokens == texts * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.setup.shards
     return trace.traced(trainer, tx, trace.step_arguments(trainer, tx, found.largest), remat=True)
 
 

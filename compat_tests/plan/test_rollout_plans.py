@@ -72,14 +72,14 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     calls = {name: Calls(vars(generator)[name]) for name in ("prefill", "next_tokens")}
     for name, call in calls.items():
         monkeypatch.setattr(generator, name, call)
-    source, parts = begun(real.parts.run.rollout), real.parts
+    source, parts = begun(real.parts.setup.rollout), real.parts
     batch = parts.train_step.placed(next(iter(source))).arrays
     assert {len(row.completion) for row in source.buffer.rows} == {40}
     tx = parts.training.made_optimizer()
     state = parts.train_step.new_optimizer_state(tx)
-    with parts.run.on_device():
+    with parts.setup.on_device():
         step = parts.train_step.compiled(tx, remat=True).trace(
-            real.model.params, state, batch, np.float32(1e-4), run_key(args, real.model.backend), parts.run.frozen
+            real.model.params, state, batch, np.float32(1e-4), run_key(args, real.model.backend), parts.setup.frozen
         )
     whole = [compiled(call.traced, place) for call in calls.values()]
 

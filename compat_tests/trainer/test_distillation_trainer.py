@@ -125,7 +125,7 @@ def test_equal_models_have_nothing_to_learn(make, checkpoint):
 def test_a_teacher_is_held_in_few_bits(kwargs, make):
     whole = make(config={"max_steps": 1})
     few = make(config={"max_steps": 1, "teacher_model_init_kwargs": kwargs})
-    sizes = [sum(array.nbytes for array in one.parts.run.reference.arrays.values()) for one in (whole, few)]
+    sizes = [sum(array.nbytes for array in one.parts.setup.reference.arrays.values()) for one in (whole, few)]
     assert sizes[1] < 0.7 * sizes[0]  # tables stay as they are in eight bits
     for trainer in (whole, few):
         trainer.train()

@@ -101,7 +101,7 @@ def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, co
     doors = [str(other), AutoModelForCausalLM.from_pretrained(other)]
     for door in [*doors, trl_jax.AutoModelForCausalLM.from_pretrained(str(other))]:
         trainer = make(trl_jax, model, tmp_path / "a", config, ref_model=door)
-        reference, policy = trainer.parts.run.reference, trainer.model.arrays
+        reference, policy = trainer.parts.setup.reference, trainer.model.arrays
         assert reference.dtype == "bfloat16"
         assert 2 * sum(array.nbytes for array in reference.arrays.values()) == sum(a.nbytes for a in policy.values())
         assert {array.dtype.name for array in trainer.ref_model.params.values()} == {"bfloat16"}
@@ -121,7 +121,7 @@ def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_pa
     assert steps(theirs)[-1]["rewards/chosen"] != 0
     for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
         assert_same(mine, wanted)
-    assert not [path for path in ours.parts.run.frozen if path.startswith("reference.")]
+    assert not [path for path in ours.parts.setup.frozen if path.startswith("reference.")]
 
 
 def test_an_adapter_that_trains_further_is_compared_with_a_copy_of_it(model, tmp_path):
@@ -161,7 +161,7 @@ def test_a_precomputed_reference_is_the_live_one(model, tmp_path):
     )
     for one, other in zip(steps(live), steps(before), strict=True):
         assert_same(other, one)
-    assert before.parts.run.reference is None
+    assert before.parts.setup.reference is None
     with pytest.raises(ValueError, match="Cannot compute reference log-probs for a dataset passed"):
         before.evaluate(table(4, seed=3))
 

@@ -38,7 +38,7 @@ def make(checkpoint, tmp_path):
 
 def rows_of(trainer):
     """The completions of a run's last generation."""
-    return trainer.parts.run.rollout.buffer.rows
+    return trainer.parts.setup.rollout.buffer.rows
 
 
 @only_thorough

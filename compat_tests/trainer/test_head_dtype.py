@@ -52,7 +52,7 @@ def test_the_head_computes_in_float32_what_layers_in_bfloat16_give(make):
 def test_a_step_and_its_completions_have_that_head(make):
     exact, coarse = make(True), make(False)
     asked = ("policy", [PROMPT], [ANSWER], [np.ones(len(ANSWER), bool)])
-    [found], [other] = (one.parts.run.rollout.rollout.judge.logps(*asked) for one in (exact, coarse))
+    [found], [other] = (one.parts.setup.rollout.rollout.judge.logps(*asked) for one in (exact, coarse))
     assert 1e-4 < np.abs(found - other).max() < 0.1
     kinds, run = [], generate.run
 
@@ -63,7 +63,7 @@ def test_a_step_and_its_completions_have_that_head(make):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "run", spied)
         for one in (exact, coarse):
-            one.parts.run.rollout.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
+            one.parts.setup.rollout.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
     assert kinds == ["float32", None]
 
 

@@ -130,7 +130,7 @@ def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_pa
     assert steps(theirs)[-1]["kl"] > 0
     for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
         assert_same(mine, wanted)
-    assert not [path for path in ours.parts.run.frozen if path.startswith(PREFIX)]
+    assert not [path for path in ours.parts.setup.frozen if path.startswith(PREFIX)]
 
 
 def test_a_given_reference_is_trls(checkpoint, model, tmp_path):

@@ -86,9 +86,9 @@ def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
     make(kind, rewards=look, generation_kwargs={"eos_token_id": ends}, max_completion_length=20).train()
     assert any(own[-1] in ends for own in seen) and not any({0, *ends} & {*own[:-1]} for own in seen)
     trainer = make(kind, rewards=look, generation_kwargs={"eos_token_id": 300})
-    assert trainer.parts.run.rollout.rollout.ends == {300, trainer.processing_class.pad_token_id}
+    assert trainer.parts.setup.rollout.rollout.ends == {300, trainer.processing_class.pad_token_id}
     trainer = make(kind, generation_kwargs={"eos_token_id": None})
-    assert trainer.processing_class.eos_token_id in trainer.parts.run.rollout.rollout.ends
+    assert trainer.processing_class.eos_token_id in trainer.parts.setup.rollout.rollout.ends
 
 
 def test_top_k_of_a_script_for_vllm(make):

@@ -20,7 +20,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.trainer.overrides import Kept, Settled
+from trl_jax.trainer.overrides import InitOnlyArg, MirroredArg
 from trl_jax.training.optimizer_choice import LearningRate, OptimizerChoice, ShownOptimizer
 from trl_jax.training.optimizers import Hyperparameters, Optimizer
 
@@ -139,7 +139,7 @@ def test_every_attribute_that_trls_loss_reads_counts_or_is_refused(kind):
             node.attr for node in ast.walk(source)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
         }  # fmt: skip
-    known = {name for name in dir(ours) if isinstance(inspect.getattr_static(ours, name), Kept | Settled)}
+    known = {name for name in dir(ours) if isinstance(inspect.getattr_static(ours, name), MirroredArg | InitOnlyArg)}
     assert len(read) > 3
     assert read - OF_RUNS - READ_ONCE - {"_compute_loss"} <= known | ours._never_read.keys()
 
@@ -251,7 +251,7 @@ def test_a_collator_that_is_set_later_is_taken_or_refused(make):
     collator = trainer.data_collator
     collator.pad_to_multiple_of = 32
     trainer.data_collator = collator
-    assert trainer.data_collator is collator and trainer._run.pad_to_multiple_of == 32
+    assert trainer.data_collator is collator and trainer._setup.pad_to_multiple_of == 32
     with pytest.raises(ValueError, match=r"data_collator=.*\.dict\(\.\.\.\) is not in this release"):
         trainer.data_collator = {}
     collator.max_length = 7

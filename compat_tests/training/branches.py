@@ -96,16 +96,15 @@ class BranchesTrainer(BaseTrainer):
 def trainer(policy, reference, folder, train: list[dict], kind=BranchesTrainer, **config) -> BranchesTrainer:
     """Of two checkpoints; it evaluates on the rows that it trains on."""
 
-    def attach(run):
-        compared = given(AutoModelForCausalLM.from_pretrained(reference), run.vocab_size, as_bits=False)
-        setup.attach_reference(run, compared)
+    def compared(args, task, policy):
+        return given(AutoModelForCausalLM.from_pretrained(reference), policy.vocab_size, as_bits=False)
 
     args = BranchesConfig(
         str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
         logging_steps=1, optim="sgd", learning_rate=1e-3, max_steps=1, train_sampling_strategy="sequential", **config,
     )  # fmt: skip
     data = Dataset.from_list(train)
-    return kind(str(policy), args, train_dataset=data, eval_dataset=data, spec=setup.TrainerSpec(attach))
+    return kind(str(policy), args, train_dataset=data, eval_dataset=data, spec=setup.TrainerSpec(compared))
 
 
 def rows(prompts: tuple[int, ...] = (9, 1, 14, 30)) -> list[dict]:

@@ -43,7 +43,7 @@ def wanted(models):
 
 def of_step(trainer):
     """Loss and gradients of the first step, in all of its passes."""
-    run, batch = trainer.parts.run, next(iter(trainer.loader(trainer.train_dataset, training=True)))
+    run, batch = trainer.parts.setup, next(iter(trainer.loader(trainer.train_dataset, training=True)))
 
     def loss(params, arrays):
         return trainer.parts.forward.loss(run.frozen | params, arrays, None)[0]
@@ -80,7 +80,7 @@ def test_a_run_lays_out_examples_that_come_from_no_dataset(models, wanted, tmp_p
     """As those of a rollout do; log-probabilities of a pass go back to them."""
     config = {"batch_layout": "shared", "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
     trainer = branches.trainer(*models, tmp_path, branches.rows(), **config)
-    run, forward = trainer.parts.run, trainer.parts.forward
+    run, forward = trainer.parts.setup, trainer.parts.forward
     examples = [IndexedExample(run.task.example(row), number) for number, row in enumerate(branches.rows())]
     step = data.step_layout(run, training=True).step([examples[:6], examples[6:]], 0)
     run_pass = jax.jit(partial(forward.outputs, dtype="float32"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
@@ -80,9 +79,9 @@ def test_a_loss_of_ones_own_has_its_layout_told(folder, tmp_path, told):
 
 def test_rows_that_a_run_writes_have_their_layout_told_with_its_reason(monkeypatch):
     said = []
-    monkeypatch.setattr(first_lines, "tell", lambda run, kind, text: said.append(text))
+    monkeypatch.setattr(first_lines, "tell", lambda told, kind, text: said.append(text))
     for layout, reason in (("padded", "attention along packed rows knows no dropout"), ("shared", "")):
-        first_lines.tell_layout(SimpleNamespace(own_loss=None), layout, reason)
+        first_lines.tell_layout(set(), layout, reason, own_loss=False)
     assert said == [
         "Layout padded: attention along packed rows knows no dropout.",
         "Layout shared: what it saves is known once there are rows.",
@@ -112,7 +111,7 @@ def test_the_bar_expects_no_compilation_of_the_steps_to_come(folder, tmp_path):
     bar.on_train_begin(trainer.args, trainer.state, trainer.control)
     bar.training_bar._time = lambda: bar.training_bar.last_print_t + 100.0  # the compiler's
     began = bar.training_bar.start_t
-    compilation = CompilationUntimed(trainer._run.events)
+    compilation = CompilationUntimed(trainer._setup.events)
     compilation.done((1, 8))
     assert bar.training_bar.start_t == began + 100.0
     compilation.done((1, 8))

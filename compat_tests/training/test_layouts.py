@@ -221,7 +221,7 @@ def gradients(trainer, batch):
     import jax
 
     def loss(params):
-        return trainer.loss(trainer.parts.run.frozen | params, batch, None)[0]
+        return trainer.loss(trainer.parts.setup.frozen | params, batch, None)[0]
 
     return jax.jit(jax.grad(loss))(trainer.model.params)
 

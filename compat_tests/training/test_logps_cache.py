@@ -58,7 +58,7 @@ def make(model, out, rows=None, trainer="DPO", config=None, **arguments):
 
 
 def numbers(trainer):
-    return np.asarray([trainer.train_dataset[name] for name in trainer._run.task.columns.optional], np.float32)
+    return np.asarray([trainer.train_dataset[name] for name in trainer._setup.task.columns.optional], np.float32)
 
 
 def parts(cache):

@@ -11,7 +11,7 @@ import pytest
 
 from trl_jax.mesh.mesh import pieces
 from trl_jax.training import checkpoint
-from trl_jax.training.checkpoint import BrokenCheckpoint, Progress, SavedProgress, progress_json, write_progress
+from trl_jax.training.checkpoint import BrokenCheckpoint, LoopProgress, SavedProgress, progress_json, write_progress
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(9999, [800]), (79, [80] * 10), (400, [400] * 2), (240, [240] * 3 + [80])])
@@ -26,7 +26,7 @@ def test_pieces_are_no_larger_than_asked_for(most, sizes):
 def test_a_saved_tree_is_the_same_however_small_its_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PIECE", 64)
     tree = {"mu": {"a.b": jnp.arange(60.0).reshape(5, 12)}, "count": jnp.asarray(7, jnp.int32)}
-    text = progress_json(Progress(epoch=2), {"own": 1})
+    text = progress_json(LoopProgress(epoch=2), {"own": 1})
     write_progress(tmp_path, [{"loss": np.float32(0.5)}], {"optimizer": tree}, text)
     saved = SavedProgress(tmp_path)
     assert saved.progress.epoch == 2 and saved.progress.unreported == [{"loss": np.float32(0.5)}]
@@ -45,7 +45,7 @@ def test_who_does_not_write_reads_all_the_same(tmp_path, monkeypatch):
 
 
 def test_a_random_state_that_lacks_a_word_is_named(tmp_path):
-    facts = json.loads(progress_json(Progress(), {}))
+    facts = json.loads(progress_json(LoopProgress(), {}))
     facts["random"]["numpy"][1].pop()
     write_progress(tmp_path, [{"loss": np.float32(0.5)}], {"optimizer": {"count": jnp.asarray(7)}}, json.dumps(facts))
     with pytest.raises(BrokenCheckpoint, match="random is no state of the generators"):

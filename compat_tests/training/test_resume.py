@@ -43,7 +43,7 @@ def logs(trainer):
 
 
 def same(one, other):
-    states = [run.parts.run.progress.optimizer_state for run in (one, other)]
+    states = [run.parts.setup.progress.optimizer_state for run in (one, other)]
     for ours, theirs in ((one.model.params, other.model.params), states):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert logs(one) == logs(other)
@@ -178,7 +178,7 @@ def test_another_optimizer_is_refused(train, tmp_path, folder):
 
 def test_a_second_train_goes_on_with_weights_and_moments(train):
     trainer = train("whole", max_steps=2, save_strategy="no")
-    before = jax.device_get(trainer.parts.run.progress.optimizer_state)
+    before = jax.device_get(trainer.parts.setup.progress.optimizer_state)
     trainer.train()
     assert trainer.state.global_step == 2 and before is not None
 

@@ -31,7 +31,7 @@ def history(trainer):
 
 def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one.model.params, other.model.params)
-    states = [run.parts.run.progress.optimizer_state for run in (one, other)]
+    states = [run.parts.setup.progress.optimizer_state for run in (one, other)]
     jax.tree.map(np.testing.assert_array_equal, *states)
     for mine, theirs in zip(history(one), history(other), strict=True):
         assert list(mine) == list(theirs)

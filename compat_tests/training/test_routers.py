@@ -18,30 +18,29 @@ from trl_jax.training.forward import balance_experts
 CONFIG = {"max_length": 64, "gradient_accumulation_steps": 2, "router_aux_loss_coef": 0.5}
 
 
-def state(config, *, has_routers):
+def model_of(config, *, has_routers):
     config.architectures = ["SomeForCausalLM"]
     backend = SimpleNamespace(has_routers=has_routers, name="exported")
-    return SimpleNamespace(model=SimpleNamespace(config=config, backend=backend), router_aux_loss_coef=0.0)
+    return SimpleNamespace(config=config, backend=backend)
 
 
 @pytest.mark.parametrize(("coefficient", "counts"), [(None, 0.001), (0.3, 0.3), (0.0, 0.0)])
 def test_the_coefficient_is_the_arguments_or_the_models(coefficient, counts):
-    run = state(PhimoeConfig(router_aux_loss_coef=0.001, output_router_logits=True), has_routers=True)
-    config = run.model.config
-    assert balance_experts(run, coefficient) == bool(counts)
-    assert run.router_aux_loss_coef == counts
+    model = model_of(PhimoeConfig(router_aux_loss_coef=0.001, output_router_logits=True), has_routers=True)
+    config = model.config
+    assert balance_experts(model, coefficient) == counts
     assert (config.router_aux_loss_coef, config.output_router_logits) == (0.001, True)
-    assert balance_experts(run, coefficient, in_config=True) == bool(counts)  # SFT alone, as in TRL
-    assert run.router_aux_loss_coef == config.router_aux_loss_coef == counts
+    assert balance_experts(model, coefficient, in_config=True) == counts  # SFT alone, as in TRL
+    assert counts == config.router_aux_loss_coef == counts
     assert config.output_router_logits == bool(counts)
 
 
 def test_models_without_routers():
-    dense = state(LlamaConfig(), has_routers=False)
+    dense = model_of(LlamaConfig(), has_routers=False)
     assert not balance_experts(dense, None) and not balance_experts(dense, 0.0)
     with pytest.raises(ValueError, match="`router_aux_loss_coef` is set to 0.1 but SomeForCausalLM is not a Mixture"):
         balance_experts(dense, 0.1)
-    foreign = state(JambaConfig(router_aux_loss_coef=0.001), has_routers=False)
+    foreign = model_of(JambaConfig(router_aux_loss_coef=0.001), has_routers=False)
     with pytest.raises(ValueError, match="router_aux_loss_coef=0.001 of SomeForCausalLM: .* exported backend"):
         balance_experts(foreign, None)
     assert not balance_experts(foreign, 0.0)

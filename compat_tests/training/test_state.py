@@ -1,4 +1,4 @@
-"""What a run is made of stays as it is once the trainer is there, but for what a script may set."""
+"""What a run is made of is complete and stays as it is once the trainer is there, except what a script may set."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ import dataclasses
 
 import pytest
 
+import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.training.state import SETTABLE, RunState
+from trl_jax.training.state import Editable, Setup
 
 
 @pytest.fixture(scope="module")
-def run(checkpoint, tmp_path_factory):
-    import trl_jax
-
-    return make(trl_jax, checkpoint(**FACTS), tmp_path_factory.mktemp("out")).parts.run
+def trainer(checkpoint, tmp_path_factory):
+    return make(trl_jax, checkpoint(**FACTS), tmp_path_factory.mktemp("out"))
 
 
-@pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(RunState)} - SETTABLE))
-def test_a_run_that_is_assembled_is_not_set_up_again(run, name):
-    with pytest.raises(AttributeError, match=f"^The run is assembled, and {name} of it is set no more"):
-        setattr(run, name, None)
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Setup)])
+def test_no_field_of_a_setup_is_set_again(trainer, name):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(trainer.parts.setup, name, None)
 
 
-def test_what_a_script_may_set_is_what_the_trainer_shows(run):
-    assert {field.name for field in dataclasses.fields(RunState)} >= SETTABLE
-    rows = table(3)
-    kept, run.train_dataset = run.train_dataset, rows
-    assert run.train_dataset is rows
-    run.train_dataset = kept
+def test_what_a_script_may_set_is_not_missing(trainer):
+    editable = trainer.parts.setup.editable
+    missing = {name for name, value in vars(editable).items() if value is None}
+    assert missing <= {"eval_dataset", "pad_to_multiple_of"}
+
+
+@pytest.mark.parametrize("name", ["args", "model", "processing_class", "train_dataset", "eval_dataset"])
+def test_the_parts_see_what_a_script_sets(trainer, name):
+    """Each part reads it from the setup, and `Editable` has nothing else that a trainer does not show."""
+    assert name in {field.name for field in dataclasses.fields(Editable)}
+    before, other = getattr(trainer, name), table(3) if name.endswith("dataset") else object()
+    try:
+        setattr(trainer, name, other)
+        assert getattr(trainer.parts.setup, name) is other is getattr(trainer, name)
+    finally:
+        setattr(trainer, name, before)

@@ -268,12 +268,12 @@ def resize(model: Any, rows: int) -> None:
                 table.weight[before:] = table.weight[:before].mean(0)
 
 
-def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
+def copy_back_to_torch(backend: Backend, params: dict, config: Any, model: Any) -> None:
     """Copy the parameters back to the torch model they came from, in its dtypes and on its devices."""
     import torch
 
     if isinstance(backend, AdaptedBackend):
-        _give_back_adapter(backend, params, model)
+        _copy_back_adapter(backend, params, model)
         return
     state = model.state_dict()
     values = dict(backend.on_disk(params))
@@ -284,7 +284,7 @@ def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
             state[name].copy_(value if isinstance(value, torch.Tensor) else torch.tensor(value))
 
 
-def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
+def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
     """Copy an adapter to a PeftModel, or inject it into the layers of a base model, as PEFT does."""
     import torch
 

@@ -49,7 +49,7 @@ from trl_jax.plan.estimate import (
 )
 from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_written
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.training.state import RunState
+from trl_jax.training.state import Setup
 
 TOKEN = 0  # the token id of made-up completions
 _SCORES = 4  # arrays of logits' size that sampling holds at once: logits, weights, exponentials and random bits
@@ -115,28 +115,28 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
     Returns:
         The rollout's new writer.
     """
-    run = trainer.parts.run
+    run = trainer.parts.setup
     source, args = run.rollout, run.args
     ids_of = partial(_longest_ids, args.max_prompt_length) if made_up else source.rollout.writer.prompt_ids
-    writer = LongestWriter(ids_of, most_new_tokens(run))
+    writer = LongestWriter(ids_of, most_new_tokens(args))
     judge = None if source.rollout.judge is None else replace(source.rollout.judge, logps=_no_logps)
     source.rollout = replace(source.rollout, writer=writer, judge=judge, table=None)
     return writer
 
 
-def most_new_tokens(run: RunState) -> int:
+def most_new_tokens(args: BaseConfig) -> int:
     """Maximum length of a completion, in tokens."""
-    return (run.args.generation_kwargs or {}).get("max_new_tokens") or run.args.max_completion_length
+    return (args.generation_kwargs or {}).get("max_new_tokens") or args.max_completion_length
 
 
-def sizes(run: RunState, *, evaluates: bool) -> list[Size]:
+def sizes(run: Setup, *, evaluates: bool) -> list[Size]:
     """The sizes of a training generation and, if the run evaluates, of an evaluation batch's generation."""
     task, prompt_length = run.task, run.virtual.count + run.rollout.rollout.writer.longest
     groups = [(task.cycle.prompts, task.num_generations)]
     if evaluates:
         group = task.num_generations_eval
         groups.append((run.args.per_device_eval_batch_size * run.shards // group, group))
-    return [Size.of(prompts, group, prompt_length, most_new_tokens(run)) for prompts, group in groups]
+    return [Size.of(prompts, group, prompt_length, most_new_tokens(run.args)) for prompts, group in groups]
 
 
 def begun(source: RolloutSteps) -> RolloutSteps:

@@ -196,13 +196,13 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         if planned_run.phases[0].fits is not False:
             break
     further = {"evaluation": evaluation, "scorer": _held(run.scorer)}
-    reference = trainer.parts.run.reference
-    task = trainer.parts.run.task
+    reference = trainer.parts.setup.reference
+    task = trainer.parts.setup.task
     if reference is not None and not (task.compared or task.compares_distributions):
         further["unread"] = estimate.on_device({path: arguments.frozen[path] for path in reference.arrays})
     sizes = [] if run.generation is None else [run.generation]
-    if trainer.parts.run.rollout is not None:
-        sizes = generation.sizes(trainer.parts.run, evaluates=trace.evaluates(args))
+    if trainer.parts.setup.rollout is not None:
+        sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
     if sizes:
         further["generation"] = _generation(trainer, arguments, sizes, topology, compiles)
     return replace(planned_run, why=why, **further)
@@ -273,7 +273,7 @@ def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> s
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    by_text = trainer.parts.run.rollout is not None  # completions of a prompt, also in windowed layers
+    by_text = trainer.parts.setup.rollout is not None  # completions of a prompt, also in windowed layers
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -291,7 +291,7 @@ def _generation(
 ) -> Generation:
     """Plan the largest of these generations; the second, if any, is that of an evaluation."""
     check_generates(trainer.model)
-    run, arch, dtype = trainer.parts.run, trace.arch_of(trainer), trainer.args.compute_dtype
+    run, arch, dtype = trainer.parts.setup, trace.arch_of(trainer), trainer.args.compute_dtype
     placed = step.frozen | step.params
     arrays = {path: placed[path] for path in run.model.arrays}
     with trace.on_device(trainer):

@@ -37,7 +37,7 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import data
 from trl_jax.training.evaluate import CompletionEvaluator
 from trl_jax.training.forward import run_key
-from trl_jax.training.state import RunState
+from trl_jax.training.state import Editable
 
 MAX_SURVEYED = 2_048  # steps of a dataset whose lengths are surveyed
 MAX_OF_PROMPTS = 64  # the same in online training, where every completion is assumed to have the maximum length
@@ -90,7 +90,7 @@ class PlaceholderTokenizer:
 def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
     """The task of a trainer class with these arguments."""
     trainer = kind.__new__(kind)  # skip __init__: make_task needs the arguments alone
-    trainer._run = RunState(args, None)
+    trainer._editable = Editable(args, None)
     return trainer.make_task()
 
 
@@ -161,7 +161,7 @@ def trainer_of(
     )
     if writes:
         generation.with_longest_completions(trainer, made_up=made_up)
-    if own := sorted(trainer.parts.run.own_loss):
+    if own := sorted(trainer.parts.setup.own_loss):
         raise ValueError(
             f"{kind.__name__} overrides {', '.join(own)}, which a plan cannot include. Plan the trainer without it."
         )
@@ -232,7 +232,7 @@ def batches(trainer: BaseTrainer) -> Survey:
 
 def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
     """The first steps of the first epoch, and their layout."""
-    run = trainer.parts.run
+    run = trainer.parts.setup
     if run.rollout is not None:
         steps = itertools.islice(begun(run.rollout), MAX_OF_PROMPTS)
         return steps, data.step_layout(run, training=True).layout
@@ -245,7 +245,7 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
     evaluator = trainer.parts.evaluator
     if isinstance(evaluator, CompletionEvaluator):
         rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
-        return data.only_pass(trainer.parts.run, max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size))
+        return data.only_pass(max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size), trainer.sharding_plan)
     chunks = trainer.parts.evaluator.chunks(trainer.loader(trainer.eval_dataset, training=False))
     surveyed = itertools.islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
     return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda one: one.tokens.size)
@@ -256,7 +256,7 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
 
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
     """The arguments of the compiled step, for a batch of the trainer's loader."""
-    params, frozen, sharding_plan = trainer.model.params, trainer.parts.run.frozen, trainer.sharding_plan
+    params, frozen, sharding_plan = trainer.model.params, trainer.parts.setup.frozen, trainer.sharding_plan
     state = jax.eval_shape(tx.init, params)
     if sharding_plan is None:
         return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
@@ -285,7 +285,7 @@ def _at(sharding: Any, leaves: Any) -> Any:
 
 def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
     """Trace the training step; it is lowered for the planned platform later."""
-    key = jax.eval_shape(partial(run_key, trainer.args, trainer.parts.run.model.backend))
+    key = jax.eval_shape(partial(run_key, trainer.args, trainer.parts.setup.model.backend))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with on_device(trainer):
         step = trainer.parts.train_step.compiled(tx, remat=remat)
@@ -332,18 +332,18 @@ def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
 
 def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
     """FLOPs of the reference model in a step; 0 without one."""
-    if trainer.parts.run.reference is None:
+    if trainer.parts.setup.reference is None:
         return 0
-    backend = trainer.parts.run.reference.backend
+    backend = trainer.parts.setup.reference.backend
     arch = _source(backend).config.arch
-    heads = 2 if trainer.parts.run.task.compares_distributions else 1  # its head is recomputed in the backward pass
+    heads = 2 if trainer.parts.setup.task.compares_distributions else 1  # its head is recomputed in the backward pass
     return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal, heads=heads)
 
 
 @contextmanager
 def on_device(trainer: BaseTrainer) -> Iterator[None]:
     """A context in which tracing and compiling target the run's device."""
-    with trainer.parts.run.on_device(), _platform(trainer):
+    with trainer.parts.setup.on_device(), _platform(trainer):
         yield
 
 

@@ -18,14 +18,9 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.data.checks import check_type
-from trl_jax.data.image_rows import first_row, has_images
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.hub.auto import Checkpoint
-from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, as_adapter_config, positions_beside
-from trl_jax.hub.peft_targets import with_new_tokens
+from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.quantization import BitsAndBytesConfig
-from trl_jax.hub.torch_objects import resize
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
@@ -34,14 +29,14 @@ from trl_jax.trainer.overrides import (
     NEVER_CALLED,
     NEVER_READ,
     ONCE_CALLED,
-    Settled,
+    InitOnlyArg,
     check_collator,
-    check_kept,
     check_lengths,
+    check_mirrored,
     check_overridden,
     check_same_rows,
     check_set,
-    kept_of,
+    mirrored_args,
     names_of_script,
     read_once,
     refuse,
@@ -50,37 +45,38 @@ from trl_jax.trainer.overrides import (
 from trl_jax.training import data, setup
 from trl_jax.training import metrics as callbacks
 from trl_jax.training import model as model_loading
-from trl_jax.training.checkpoint import STATE_FILE, Progress, state_text
+from trl_jax.training.checkpoint import STATE_FILE, LoopProgress, state_text
 from trl_jax.training.data import Batches
 from trl_jax.training.devices import keep_compilations
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.logging import tell_saved
 from trl_jax.training.optimizer_choice import choose
-from trl_jax.training.push import HubPublisher
+from trl_jax.training.push import HubPublisher, pushes_checkpoints
 from trl_jax.training.script_loss import BoundModel, script_values
-from trl_jax.training.state import RunState, TrainerHooks
+from trl_jax.training.state import Editable, Progress, Setup
 from trl_jax.training.step import default_optimizer
 
 
-def _of_run(name: str, doc: str) -> property:
-    """An attribute of the trainer that the run's state holds, so that all of its parts see what a script sets."""
+def _editable(name: str, doc: str) -> property:
+    """An attribute of the trainer that all parts of the run read from `Editable`, so that they see what a script
+    sets."""
 
     def read(self: BaseTrainer) -> Any:
-        return vars(self._run)[name]
+        return vars(self._editable)[name]
 
     def write(self: BaseTrainer, value: Any) -> None:
-        setattr(self._run, name, value)
+        setattr(self._editable, name, value)
 
     return property(read, write, doc=doc)
 
 
 class BaseTrainer(abc.ABC):
-    """Trains a model as a task explains it; a subclass says which task (`make_task`) and which arguments
-    (`config_class`).
+    """Trains a model on a task. A subclass sets the task (`make_task`) and the class of the arguments (`config_class`).
 
     A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
     `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer` and the
-    dataloaders. Other methods that TRL's trainers call on themselves are refused: nobody would call them here.
+    dataloaders. Other methods that TRL's trainers call on themselves are refused, because trl_jax never calls them.
 
     Attributes:
         aux_loss_enabled, router_aux_loss_coef: whether a loss that balances experts is added, and its weight.
@@ -93,28 +89,29 @@ class BaseTrainer(abc.ABC):
     _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
+    _check_images: Callable[[], None] | None = None  # checks the arguments for rows with images; None: takes none
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
-    _takes_images: ClassVar[bool] = False  # whether rows may have images
     _data_collator: Any = None
     _compute_loss_func: Callable | None = None
-    compute_loss_func = Settled(
+    compute_loss_func = InitOnlyArg(
         lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
     )
-    aux_loss_enabled = Settled(
-        lambda trainer: trainer._run.router_aux_loss_coef != 0, "Say router_aux_loss_coef in the arguments."
+    aux_loss_enabled = InitOnlyArg(
+        lambda trainer: trainer._setup.router_aux_loss_coef != 0, "Say router_aux_loss_coef in the arguments."
     )
-    router_aux_loss_coef = Settled(
-        lambda trainer: trainer._run.router_aux_loss_coef, "Say router_aux_loss_coef in the arguments."
+    router_aux_loss_coef = InitOnlyArg(
+        lambda trainer: trainer._setup.router_aux_loss_coef, "Say router_aux_loss_coef in the arguments."
     )
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
-    _progress: Progress | None = None  # what the checkpoint that is being saved has
+    _saving: LoopProgress | None = None  # of the checkpoint that is being saved
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
     _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
-    _run: RunState
+    _editable: Editable
+    _setup: Setup
     _publisher: HubPublisher
     parts: setup.Parts
 
@@ -162,35 +159,35 @@ class BaseTrainer(abc.ABC):
         model, torch_model = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
-        check_type(train_dataset, "train", transforms=self._takes_transforms, images=self._takes_images)
+        check_type(train_dataset, "train", transforms=self._takes_transforms, images=self._check_images is not None)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
-        self._begin(args, own_loss=compute_loss_func is not None)
-        quantization = model_loading.quantization_of(quantization_config, args)
-        if torch_model is None:
-            checkpoint = model_loading.find(model, args, self._run.task.head)
-        else:
-            checkpoint = model_loading.from_torch(torch_model, args, self._run.task.head)
-        if self._takes_images and has_images(first_row(train_dataset)):
-            self._check_images()
-            if isinstance(adapter, PromptLearningConfig):
-                raise ValueError(
-                    "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
-                )
-            checkpoint = model_loading.with_images(checkpoint)
-        new_tokens = self._settle_data(checkpoint, torch_model, adapter, processing_class, train_dataset, eval_dataset)
-        self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
+        spec = (spec or setup.TrainerSpec())._replace(
+            make_task=self.make_task, hooks=self._hooks(), tags=self._tag_names, paper=self._paper,
+            tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
+        )  # fmt: skip
+        progress = self._begin(args, spec)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.accelerator = Accelerator(args, self.end)
+        given = setup.Given(
+            model, torch_model, processing_class, train_dataset, eval_dataset, adapter, quantization_config, callbacks
+        )
+        multiple = self._editable.pad_to_multiple_of
+        self._setup = setup.build(
+            spec, args, self._editable.task, given, pad_to_multiple_of=multiple, progress=progress
+        )
+        self._editable = self._setup.editable
+        if self.data_collator is None:
+            self._data_collator = self._collator()
         self.parts = setup.assemble(
-            self._run, spec or setup.TrainerSpec(), self._hooks(), self._publisher, callbacks,
+            self._setup, spec.hooks, self._publisher,
             lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
         )  # fmt: skip
 
-    # ---- construction, step by step
+    # Construction, step by step.
 
     def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
-        """The arguments that were passed, or those of a run that is called after its model."""
+        """The arguments that were passed; without any, those of a run that is named after its model."""
         if args is None:
             return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
         if not isinstance(args, self.config_class):
@@ -198,83 +195,22 @@ class BaseTrainer(abc.ABC):
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
         return args
 
-    def _begin(self, args: BaseConfig, *, own_loss: bool) -> None:
-        """Begin the run: its task is made, processes find each other, the Hub answers.
+    def _begin(self, args: BaseConfig, spec: setup.TrainerSpec) -> Progress:
+        """Begin a run: make its task, open its repository on the Hub, join the processes.
 
-        Args:
-            own_loss: the constructor was given a loss.
-        """
-        overridden = names_of_script(type(self)) | ({"compute_loss"} if own_loss else set())
-        self._run = run = RunState(args, None, overridden=overridden)
-        run.batch_size = args.per_device_train_batch_size
-        self._kept = {name: kept.of(args) for name, kept in kept_of(type(self)).items()}
+        Until the setup is complete, `self._editable` has what is settled so far: methods that a script overrides may
+        read it."""
+        collator, progress = self.data_collator, Progress()
+        self._told = progress.told
+        self._editable = Editable(args, None, (args if collator is None else collator).pad_to_multiple_of)
+        self._mirrored = {name: arg.of(args) for name, arg in mirrored_args(type(self)).items()}
         self._read_once = read_once(self)
-        run.task = self.make_task()
-        run.pad_to_multiple_of = (args if self.data_collator is None else self.data_collator).pad_to_multiple_of
-        self._publisher = HubPublisher(run, self._tag_names, self._paper)
+        self._editable.task = spec.make_task()
+        self._publisher = HubPublisher(spec.tags, spec.paper)
         args.join_processes()  # before anything else
-        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
+        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds instead of the loading of a model
             self.init_hf_repo()
-
-    def _settle_data(
-        self,
-        checkpoint: Any,
-        torch_model: Any,
-        adapter: AdapterConfig | None,
-        tokenizer: Any,
-        train: Any,
-        evaluation: Any,
-    ) -> list[int]:
-        """Settle the tokenizer and prepare rows, before weights are read: a bad row is named first, and num_proc forks
-        before JAX has threads.
-
-        Returns:
-            The ids of tokens that the chat template brought.
-        """
-        run, args = self._run, self.args
-        run.processing_class = setup.tokenizer_of(tokenizer, checkpoint, torch_model, args, self._tokenizer_sides)
-        run.vocab_size, new_tokens = setup.settle_tokens(
-            args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
-        )
-        if isinstance(checkpoint, Checkpoint) and checkpoint.native is not None and checkpoint.native.arch.vision:
-            run.encoder = setup.image_encoder(checkpoint, run.processing_class, tokenizer)
-        run.max_positions = positions_beside(checkpoint.max_positions, adapter)
-        run.train_dataset = self.prepare_dataset(train, "train")
-        run.eval_dataset = self._prepared_for_evaluation(evaluation)
-        return new_tokens
-
-    def _load_policy(
-        self,
-        checkpoint: Checkpoint | PreTrainedModel,
-        torch_model: Any,
-        adapter: AdapterConfig | None,
-        quantization: BitsAndBytesConfig | None,
-        new_tokens: list[int],
-    ) -> None:
-        """Read the weights of the model that trains, and settle what the tokenizer and the arguments say of it.
-
-        Args:
-            new_tokens: those that the chat template brought, which an adapter trains, too.
-        """
-        run, args = self._run, self.args
-        args.check()  # again: setters and plain assignment get past the check at construction
-        setup.check_strategies(args, run.eval_dataset)
-        if torch_model is not None and checkpoint.can_resize:
-            resize(torch_model, run.vocab_size)
-        if adapter is not None and new_tokens:
-            adapter = with_new_tokens(adapter, new_tokens, run.task.head)
-        run.model = model_loading.load_policy(checkpoint, args, adapter, quantization, run.vocab_size)
-        if self.data_collator is None:
-            self._data_collator = self._collator()
-        setup.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
-
-    def _check_images(self) -> None:
-        """Raise ValueError or TypeError for arguments that rows with images do not go with."""
-        if self._run.own_loss:
-            raise TypeError(
-                f"The trainer's own {' and '.join(sorted(self._run.own_loss))} is not supported for rows with images "
-                "yet. Leave it out."
-            )
+        return progress
 
     def _collator(self) -> Any:
         """TRL's collator of these arguments, for scripts that call it; None where the task has none."""
@@ -286,24 +222,27 @@ class BaseTrainer(abc.ABC):
             known["pad_to_multiple_of"] = None
         return self._collator_class(pad_token_id=self.processing_class.pad_token_id, **known)
 
-    def _hooks(self) -> TrainerHooks:
-        """Methods as they are when they are called: a script may set others on the trainer at any time."""
-        return TrainerHooks(
+    def _hooks(self) -> Hooks:
+        """The methods that a script may override, looked up when they are called."""
+        own = names_of_script(type(self))
+        return Hooks(
             compute_loss=lambda *given, **options: self.compute_loss(*given, **options),
             create_optimizer=lambda: self.create_optimizer(),
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=lambda: self.get_train_dataloader(),
             log=lambda *given: self.log(*given),
-            loss=lambda *given, **options: self.loss(*given, **options),
-            settle_task=lambda: self._settle_task(),
+            loss=lambda: self.loss if "loss" in own or "loss" in vars(self) else None,
+            overridden=own if self._compute_loss_func is None else own | {"compute_loss"},
             prediction_step=lambda *given: self.prediction_step(*given),
+            prepare_dataset=self._prepare_given,
             save_checkpoint=self._save_progress,
             save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
             set_by_script=lambda: vars(self).keys(),
+            settle_task=lambda: self._settle_task(),
         )
 
-    # ---- training
+    # Training.
 
     def train(
         self,
@@ -325,18 +264,19 @@ class BaseTrainer(abc.ABC):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._settle_task()
-        if self._run.rollout is None:
+        if self._setup.rollout is None:
             warn_of_changes(self, self._read_once)
         else:
-            check_changes(self._run.task, self.make_task())
-        if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
+            check_changes(self._setup.task, self.make_task())
+        if self._setup.rollout is None and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics
         return self.parts.training.train(resume_from_checkpoint)
 
     @property
     def data_collator(self) -> Any:
-        """The collator as it was passed, or TRL's. Steps are laid out without it, and go by its pad_to_multiple_of."""
+        """The collator as it was passed, or TRL's. Only its `pad_to_multiple_of` has an effect on the layout of
+        steps."""
         return self._data_collator
 
     @data_collator.setter
@@ -345,31 +285,31 @@ class BaseTrainer(abc.ABC):
             return  # before the constructor, as in TRL, which then overwrites it
         check_collator(collator, () if self._collator_class is None else (self._collator_class,))
         check_lengths(collator, self.args)
-        self._data_collator, self._run.pad_to_multiple_of = collator, collator.pad_to_multiple_of
+        self._data_collator, self._editable.pad_to_multiple_of = collator, collator.pad_to_multiple_of
 
     def _settle_task(self) -> None:
-        """Let the run's task be that of the arguments and attributes as they are now: they may have been changed since.
+        """Update the run's task from the current arguments and attributes.
 
         Raises:
-            TypeError: something was set on the trainer that nobody would call or read.
-            ValueError: a value that the arguments do not take; or rows would have to be prepared or laid out anew.
+            TypeError: something was set on the trainer that is never called or read.
+            ValueError: the arguments do not take a value; or rows would have to be prepared or laid out again.
         """
         check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
-        run = self._run
-        if run.rollout is not None:
-            return  # as in TRL, what decides it was read once
-        task = self.make_task()
-        if task == run.task:
+        if self._setup.rollout is not None:
+            return  # as in TRL, which reads these arguments once
+        then, task = self._editable.task, self.make_task()
+        if task == then:
             return
-        check_kept(self)
-        check_same_rows(run.task, task, in_train=run.progress.in_train, config=self.config_class.__name__)
-        run.task = task
+        check_mirrored(self)
+        in_train = self._setup.progress.in_train
+        check_same_rows(then, task, in_train=in_train, config=self.config_class.__name__)
+        self._editable.task = task
         self.parts.evaluator.compile_anew()
 
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's loss and sums of one pass through a batch; arguments as of `run.forward.Forward.loss`."""
+        """The task's loss and sums of one pass through a batch; arguments as for `training.forward.Forward.loss`."""
         return self.parts.forward.loss(params, batch, key, remat=remat)
 
     def compute_loss(
@@ -392,33 +332,33 @@ class BaseTrainer(abc.ABC):
                 evaluation and under a score head.
         """
         if self.compute_loss_func is None:
-            loss, outputs = model.default_loss(self._run.task, inputs, num_items_in_batch)
+            loss, outputs = model.default_loss(self._setup.task, inputs, num_items_in_batch)
         else:
             outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
             loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _save_progress(self, progress: Progress) -> None:
-        self._progress = progress
+    def _save_progress(self, progress: LoopProgress) -> None:
+        self._saving = progress
         try:
             self._save_checkpoint(self.model, None)
         finally:
-            self._progress = None
+            self._saving = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint of a step and, as TRL does, the model's card into `args.output_dir`, and push it.
-        Scripts override it, with transformers' arguments, of which neither says more than the run has.
+        Scripts override it; the arguments are those of transformers, and have no effect here.
 
         Raises:
             RuntimeError: no step has asked for it.
         """
         del model, trial
-        if self._progress is None:
+        if self._saving is None:
             raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
-        folder = self.parts.checkpointer.save(self._progress, background=not self._publisher.pushes_checkpoints)
+        folder = self.parts.checkpointer.save(self._saving, background=not pushes_checkpoints(self.args))
         if is_first():
             self.create_model_card()
-        self._publisher.push_saved(folder)
+        self._publisher.push_saved(self.args, self._setup.events, folder)
 
     def create_optimizer(self) -> Any:
         """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
@@ -426,9 +366,10 @@ class BaseTrainer(abc.ABC):
         Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
         schedule of the arguments as a share of its peak.
         """
-        return default_optimizer(self._run, self.parts.training.choice)
+        max_steps = self._setup.length.max_steps
+        return default_optimizer(self.parts.training.choice, self.model.backend, self.args, max_steps)
 
-    # ---- evaluation
+    # Evaluation.
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -459,17 +400,17 @@ class BaseTrainer(abc.ABC):
             self.log(metrics)
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
-            self._run.events.fire("on_evaluate", metrics)
+            self._setup.events.fire("on_evaluate", metrics)
         return metrics
 
     @contextlib.contextmanager
     def _model_at_rest(self) -> Iterator[None]:
-        """`model.training` is False meanwhile, as scripts' methods that are called on the way may ask."""
-        self._run.model.eval()
+        """A context in which `model.training` is False: a script's methods may ask for it."""
+        self.model.eval()
         try:
             yield
         finally:
-            self._run.model.train(self._run.progress.in_train)
+            self.model.train(self._setup.progress.in_train)
 
     def _metric_hooks(self) -> MetricHooks:
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
@@ -505,25 +446,25 @@ class BaseTrainer(abc.ABC):
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return (loss, None, None) if prediction_loss_only else (loss, outputs["logits"], inputs.get("labels"))
 
-    # ---- what the run holds
+    # What the run holds.
 
-    model = _of_run("model", "The model that trains.")
-    args = _of_run("args", "The configuration.")
-    processing_class = _of_run("processing_class", "The tokenizer.")
-    tokenizer = _of_run("processing_class", "The processing class, as it was called before.")
-    train_dataset = _of_run("train_dataset", "The prepared training set.")
-    eval_dataset = _of_run("eval_dataset", "The prepared evaluation set, or a dict of them.")
+    model = _editable("model", "The model that trains.")
+    args = _editable("args", "The configuration.")
+    processing_class = _editable("processing_class", "The tokenizer.")
+    tokenizer = _editable("processing_class", "The processing class, as it was called before.")
+    train_dataset = _editable("train_dataset", "The prepared training set.")
+    eval_dataset = _editable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 
     is_fsdp_enabled = is_deepspeed_enabled = False  # recipes ask before they save; here saving is the same
 
     @property
     def is_in_train(self) -> bool:
         """Whether train() is under way."""
-        return self._run.progress.in_train
+        return self._setup.progress.in_train
 
     @is_in_train.setter
     def is_in_train(self, value: bool) -> None:
-        self._run.progress.in_train = value
+        self._setup.progress.in_train = value
 
     @property
     def _memory_tracker(self) -> NoReturn:
@@ -540,25 +481,25 @@ class BaseTrainer(abc.ABC):
 
     @property
     def state(self) -> TrainerState:
-        return self._run.events.state
+        return self._setup.events.state
 
     @property
     def control(self) -> TrainerControl:
-        return self._run.events.control
+        return self._setup.events.control
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        return self._run.events.handler
+        return self._setup.events.handler
 
     @property
     def sharding_plan(self) -> ShardingPlan | None:
         """How arrays are divided over several devices; None on one."""
-        return self._run.sharding_plan
+        return self._setup.sharding_plan
 
     @property
     def train_batch_size(self) -> int:
         """Examples in a micro-batch, on each device: those of the arguments, or what auto_find_batch_size found."""
-        return self._run.train_batch_size
+        return self._setup.train_batch_size
 
     @property
     def optimizer(self) -> Any:
@@ -582,7 +523,7 @@ class BaseTrainer(abc.ABC):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Examples of an optimizer step, on all devices together; `args` are the trainer's own."""
-        return self._run.step_examples
+        return self._setup.step_examples
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows of a dataloader's dataset; of what has none, as many as its batches have at most.
@@ -598,7 +539,9 @@ class BaseTrainer(abc.ABC):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks; with the speed
         since `start_time`, of time.time(), where `include_num_input_tokens_seen` counts tokens."""
-        callbacks.log(self._run, logs, start_time)
+        tokens_before, online = self._setup.progress.input_tokens_before, self._setup.rollout is not None
+        events = self._setup.events
+        callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, as a class or an instance."""
@@ -649,27 +592,26 @@ class BaseTrainer(abc.ABC):
             "configuration and call train()."
         )
 
-    # ---- data
+    # Data.
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
-        """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
-        twice is preparing once."""
-        return data.prepare(self._run, dataset, name, bounded=bounded)
+        """Rows as the loader takes them; if `bounded`, without those longer than max_length. Prepared rows stay as they
+        are."""
+        tokens = self._tokens._replace(tokenizer=self.processing_class)
+        return data.prepare(self._editable.task, self.args, tokens, dataset, name, told=self._told, bounded=bounded)
 
-    def _prepared_for_evaluation(self, dataset: Any) -> Any:
-        if dataset is None:
-            return None
-        if not isinstance(dataset, dict):
-            return self.prepare_dataset(dataset, "eval")
-        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+    def _prepare_given(self, dataset: Any, name: str, tokens: data.Tokens) -> Any:
+        """Prepare a dataset of the constructor; `prepare_dataset` may be a script's own, which sees the tokenizer."""
+        self._tokens, self._editable.processing_class = tokens, tokens.tokenizer
+        return self.prepare_dataset(dataset, name)
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
         """Step batches over a prepared dataset."""
-        return data.loader(self._run, dataset, training=training)
+        return data.loader(self._setup, dataset, training=training)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
         """A dataloader over a prepared dataset, as a script's own get_train_dataloader may return it."""
-        return Batches(self.loader(dataset, training=training), self._run.task)
+        return Batches(self.loader(dataset, training=training), self._setup.task)
 
     def get_train_dataloader(self) -> Any:
         """Batches of the training set as dicts; `set_epoch` chooses the order."""
@@ -691,7 +633,7 @@ class BaseTrainer(abc.ABC):
         """Batches of a prepared dataset, in its order."""
         return self.batches(test_dataset, training=False)
 
-    # ---- files and the Hub
+    # Files and the Hub.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
@@ -699,7 +641,7 @@ class BaseTrainer(abc.ABC):
         with together():
             self.parts.checkpointer.write_model(folder, self.model)
         if not _internal_call:
-            tell_saved(self._run, folder)
+            tell_saved(folder, self._setup.task.head, causal=self.model.backend.causal)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -716,7 +658,7 @@ class BaseTrainer(abc.ABC):
             PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
                 warned of only: it is not needed yet.
         """
-        self._publisher.open(token, private)
+        self._publisher.open(self.args, token, private)
 
     def push_to_hub(
         self,
@@ -739,15 +681,16 @@ class BaseTrainer(abc.ABC):
         Raises:
             PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
         """
-        self._run.events.fire("on_push_begin")
-        if not is_first():  # which alone talks to the Hub
+        self._setup.events.fire("on_push_begin")
+        if not is_first():  # only the first process talks to the Hub
             self.save_model(_internal_call=True)
             return None
         if not self._publisher.opened or token is not None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
         self.create_model_card(**kwargs)
-        return self._publisher.push(commit_message or "End of training", blocking=blocking, revision=revision)
+        folder, message = Path(self.args.output_dir), commit_message or "End of training"
+        return self._publisher.push(folder, message, blocking=blocking, revision=revision)
 
     def create_model_card(
         self,
@@ -756,5 +699,6 @@ class BaseTrainer(abc.ABC):
         tags: str | list[str] | None = None,
         **facts: Any,
     ) -> None:
-        """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
-        self._publisher.write_card(model_name, dataset_name, tags, facts)
+        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
+        named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "facts": facts}
+        self._publisher.write_card(self.args, self.model, self._setup.task.head, self.state.log_history, **named)

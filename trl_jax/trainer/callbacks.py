@@ -20,7 +20,6 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.rollout.completions_log import trackers
 
-# ----------------------------------------------------------------------------------------------------
 # Completions of the evaluation set's prompts, shown to trackers while a model trains.
 
 
@@ -91,7 +90,6 @@ def _text(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
     return rendered(tokenizer, prompt, f"The prompt {brief(prompt, 300)}", tokenize=False, **options)
 
 
-# ----------------------------------------------------------------------------------------------------
 # A moving average of the weights beside the run.
 
 
@@ -177,7 +175,6 @@ def _weights(model: PreTrainedModel) -> Weights:
     return {path: np.array(fetched(array)) for path, array in model.params.items()}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Progress of a run drawn by rich.
 
 

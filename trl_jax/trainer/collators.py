@@ -11,7 +11,6 @@ import numpy as np
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub import torch_bridge
 
-# ----------------------------------------------------------------------------------------------------
 # TRL's collators of prompts with their completions, for scripts that make batches of their own.
 
 
@@ -114,7 +113,6 @@ def _numbers(examples: list[dict[str, Any]], columns: tuple[str, ...]) -> dict[s
     return {name: np.asarray([row[name] for row in examples], np.float32) for name in columns if name in examples[0]}
 
 
-# ----------------------------------------------------------------------------------------------------
 # TRL's collators, for scripts that make batches of their own.
 
 

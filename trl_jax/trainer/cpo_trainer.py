@@ -5,7 +5,7 @@ from __future__ import annotations
 from trl_jax.losses.reference_free import ContrastiveLoss
 from trl_jax.tasks.reference_free import CpoTask
 from trl_jax.trainer.cpo_config import CPOConfig
-from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.overrides import MirroredArg
 from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
@@ -24,9 +24,9 @@ class CPOTrainer(ReferenceFreeTrainer):
     )
     config_class = CPOConfig
     beta, label_smoothing, loss_type, cpo_alpha, alpha = map(
-        Kept, ("beta", "label_smoothing", "loss_type", "cpo_alpha", "alpha")
+        MirroredArg, ("beta", "label_smoothing", "loss_type", "cpo_alpha", "alpha")
     )
-    simpo_gamma = Kept("simpo_gamma")
+    simpo_gamma = MirroredArg("simpo_gamma")
 
     def make_task(self) -> CpoTask:
         objective = ContrastiveLoss(self.loss_type, self.beta, self.label_smoothing, self.simpo_gamma, self.alpha)

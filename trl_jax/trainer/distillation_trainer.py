@@ -10,17 +10,19 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.distillation import DistillationTask
+from trl_jax.tasks.task import Task
 from trl_jax.trainer.distillation_config import DistillationConfig
 from trl_jax.trainer.online import RolloutTrainer, argument
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER
-from trl_jax.training import model, setup
-from trl_jax.training.reference import given
-from trl_jax.training.state import RunState
+from trl_jax.training import model
+from trl_jax.training.reference import ReferenceModel, given
+from trl_jax.training.setup import Policy
 
 
 class DistillationTrainer(RolloutTrainer):
@@ -85,20 +87,20 @@ class DistillationTrainer(RolloutTrainer):
     @property
     def teacher_model(self) -> PreTrainedModel:
         """The teacher, with the student's tokenizer."""
-        return self._run.reference.as_model(self._run.model)
+        return self._setup.reference.as_model(self.model)
 
     def make_task(self) -> DistillationTask:
         return DistillationTask(**self._of_any_rollout(), beta=self.args.beta)
 
-    def _attach_reference(self, run: RunState) -> None:
-        args = run.args
-        if not isinstance(run.model.backend, NativeBackend | LoraBackend):
+    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
+        del task
+        if not isinstance(policy.model.backend, NativeBackend | LoraBackend):
             raise ValueError(
                 "Prompt-learning PEFT methods (PromptTuning, PrefixTuning, P-Tuning) are not supported. Use a "
                 "weight-based adapter such as LoRA instead."
             )
         loaded = model.load_teacher(self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision)
-        own, found = (model.config.get_text_config().vocab_size for model in (run.model, loaded))
+        own, found = (model.config.get_text_config().vocab_size for model in (policy.model, loaded))
         if own != found:
             raise ValueError(
                 f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. Distillation "
@@ -110,4 +112,4 @@ class DistillationTrainer(RolloutTrainer):
                 f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
                 "tokens at a time: wanted a family that trl_jax computes itself (docs/models lists them)."
             )
-        setup.attach_reference(run, given(loaded, run.vocab_size, as_bits=run.sharding_plan is None))
+        return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None)

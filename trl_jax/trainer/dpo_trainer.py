@@ -17,7 +17,7 @@ from trl_jax.losses.names import losses_of
 from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
-from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.overrides import MirroredArg
 from trl_jax.trainer.reference import ReferenceTrainer
 
 _MOVED = (
@@ -61,11 +61,12 @@ class DPOTrainer(ReferenceTrainer):
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
-    _takes_images = True
-    beta, ld_alpha, label_smoothing, use_weighting = map(Kept, ("beta", "ld_alpha", "label_smoothing", "use_weighting"))
-    f_divergence_type, f_alpha_divergence_coef = map(Kept, ("f_divergence_type", "f_alpha_divergence_coef"))
-    loss_types = Kept("loss_type", lambda args: losses_of(args.loss_type))
-    loss_weights = Kept("loss_weights", lambda args: args.loss_weights or [1.0] * len(losses_of(args.loss_type)))
+    beta, ld_alpha, label_smoothing, use_weighting = map(
+        MirroredArg, ("beta", "ld_alpha", "label_smoothing", "use_weighting")
+    )
+    f_divergence_type, f_alpha_divergence_coef = map(MirroredArg, ("f_divergence_type", "f_alpha_divergence_coef"))
+    loss_types = MirroredArg("loss_type", lambda args: losses_of(args.loss_type))
+    loss_weights = MirroredArg("loss_weights", lambda args: args.loss_weights or [1.0] * len(losses_of(args.loss_type)))
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -92,7 +93,6 @@ class DPOTrainer(ReferenceTrainer):
         )  # fmt: skip
 
     def _check_images(self) -> None:
-        super()._check_images()
         if self.args.max_length is not None and self.args.truncation_mode == "keep_end":
             raise ValueError(
                 "truncation_mode='keep_end' is not supported for vision-language models. Image tokens reside inside "

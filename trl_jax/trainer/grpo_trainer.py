@@ -104,7 +104,7 @@ class GRPOTrainer(OnlineTrainer):
             quantization_config=quantization_config, peft_config=peft_config, environments=environments,
         )  # fmt: skip
         if self.args.cast_lm_head_to_fp32 and any(
-            path.startswith("lm_head.") and ".lora_" in path for path in self._run.model.arrays
+            path.startswith("lm_head.") and ".lora_" in path for path in self.model.arrays
         ):
             raise ValueError(
                 "`cast_lm_head_to_fp32=True` is not supported when the lm_head carries a PEFT adapter (e.g. "
@@ -132,7 +132,7 @@ class GRPOTrainer(OnlineTrainer):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus now: `args.entropy_coef`, or what the adaptive one has become."""
-        bonus = self._run.rollout.bonus
+        bonus = self._setup.rollout.bonus
         return self.args.entropy_coef if bonus is None else bonus.now
 
     def _completions_repo(self) -> CompletionsRepo | None:

@@ -16,7 +16,7 @@ from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.overrides import MirroredArg
 from trl_jax.trainer.reference import ReferenceTrainer
 
 _MOVED = (
@@ -60,8 +60,8 @@ class KTOTrainer(ReferenceTrainer):
     _name, _tag_names = "KTO", ["trl", "kto"]
     _paper = "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"
     config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
-    beta, loss_type = map(Kept, ("beta", "loss_type"))
-    desirable_weight, undesirable_weight = map(Kept, ("desirable_weight", "undesirable_weight"))
+    beta, loss_type = map(MirroredArg, ("beta", "loss_type"))
+    desirable_weight, undesirable_weight = map(MirroredArg, ("desirable_weight", "undesirable_weight"))
 
     @accepting_old_keywords(*_MOVED)
     def __init__(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.data.chat_templates import (
     is_chat_template_prefix_preserving,
     response_template,
@@ -29,16 +30,18 @@ from trl_jax.rollout.rewards import RewardFunctions, check_columns, reward_colum
 from trl_jax.rollout.rollout import EntropyBonus, Rewards
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
+from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online_config import OnlineConfig
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS, check_config
-from trl_jax.trainer.reference import attach_policy_reference, reference_as_model
+from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
+from trl_jax.training.events import Events
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import RolloutParts, Sampling
-from trl_jax.training.state import RunState
 
-# ---- Tools and environments, and how the tokenizer tells tool calls from text
+# Tools and environments, and how the tokenizer tells tool calls from text.
 
 
 def tools_of(
@@ -107,21 +110,21 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
     return found
 
 
-# ---- Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there
+# Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
 
 
 _OWN_SAMPLING = "generation_config of {}: tokens are sampled by its arguments. Say generation_kwargs in its config."
 
 
 def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """An attribute that has the value of an argument, `read` from the arguments or that of this name. Setting another
-    one raises AttributeError: nobody would look at it."""
+    """An attribute with the value of an argument, or with what `read` makes of the arguments. Setting another value
+    raises AttributeError, because it would have no effect."""
 
     def get(self: BaseTrainer) -> Any:
         return vars(self.args)[name] if read is None else read(self.args)
 
     def put(self: BaseTrainer, value: Any) -> None:
-        if "_run" not in vars(self) or value is get(self) or value == get(self):
+        if "_editable" not in vars(self) or value is get(self) or value == get(self):
             return  # before the constructor, as in TRL, which then overwrites it; or nothing new
         raise AttributeError(
             f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Say "
@@ -163,12 +166,12 @@ class RolloutTrainer(BaseTrainer):
 
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are those of `BaseTrainer`."""
-        spec = setup.TrainerSpec(self._attach_reference, self._rollout, self._balance_experts)
+        spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
         super().__init__(model, spec=spec, **arguments)
 
     @staticmethod
-    def _balance_experts(run: RunState) -> None:
-        balance_experts(run, run.args.router_aux_loss_coef)
+    def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
+        return balance_experts(model, args.router_aux_loss_coef)
 
     def get_train_dataloader(self) -> Any:
         """Raises TypeError: there is none."""
@@ -179,22 +182,24 @@ class RolloutTrainer(BaseTrainer):
         )
 
     @abc.abstractmethod
-    def _attach_reference(self, run: RunState) -> None:
-        """Give the run the model that its own is compared with, if there is one."""
+    def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
+        """The model that the policy is compared with; None without one."""
 
-    def _rewards(self, run: RunState) -> Rewards | None:
-        """The reward functions; None where completions are learned from alike."""
+    def _rewards(self, events: Events) -> Rewards | None:
+        """The reward functions; None if all completions are learned from equally."""
+        del events
         return None
 
-    def _rollout(self, run: RunState) -> RolloutParts:
-        args = run.args
+    def _rollout(self, run: setup.Setup) -> RolloutParts:
+        args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
         rollout_func = self._rollout_func()
         if rollout_func is None:
-            check_generates(run.model)
-        rewards, (tools, template_options) = self._rewards(run), self._tools(run)
-        parses = self._parses_messages
-        sampling = Sampling(template_options, args.max_prompt_length, _options(run), parses, tools)
+            check_generates(model)
+        rewards = self._rewards(run.events)
+        tools, template_options = self._tools(run.train_dataset, tokenizer, model, run.vocab_size)
+        options = _options(args, tokenizer, model)
+        sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None
         return RolloutParts(
@@ -218,18 +223,20 @@ class RolloutTrainer(BaseTrainer):
         """The coefficient of the entropy bonus, where the loss has one."""
         return None
 
-    def _tools(self, run: RunState) -> tuple[Tools | None, dict[str, Any]]:
+    def _tools(
+        self, rows: Dataset | IterableDataset, tokenizer: Any, model: PreTrainedModel, vocab_size: int
+    ) -> tuple[Tools | None, dict[str, Any]]:
         """The tools that the model may call, and the further arguments of the chat template of prompts."""
-        args = run.args
+        args = self.args
         if not self.tools and self._environments is None:
             return None, args.chat_template_kwargs or {}
         if self._environments is not None:
-            self._environments.check(run.train_dataset, "train_dataset")
+            self._environments.check(rows, "train_dataset")
         return tools_of(
-            self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
+            self.tools, self._environments, tokenizer, args.chat_template_kwargs or {},
             most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
-            positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
-            vocab_size=run.vocab_size,
+            positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+            vocab_size=vocab_size,
         )  # fmt: skip
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
@@ -265,25 +272,25 @@ def _check_processes(trainer: str, shards: int) -> None:
         )
 
 
-def _eos_token_ids(run: RunState) -> list[int]:
-    """The model's ids that end a text, the tokenizer's before them if it is none of these."""
-    own, found = run.processing_class.eos_token_id, run.model.generation_config.eos_token_id
+def _eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
+    """The model's ids that end a text; the tokenizer's comes first if it is not among them."""
+    own, found = tokenizer.eos_token_id, model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or ())
     return ids if own in ids or own is None else [own, *ids]
 
 
-def _options(run: RunState) -> dict[str, Any]:
+def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel) -> dict[str, Any]:
     """The fields of the GenerationConfig that completions are sampled with."""
-    args, words = run.args, run.processing_class
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options["top_k"] = 0 if args.top_k == -1 else args.top_k
-    ids = {"eos_token_id": _eos_token_ids(run), "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
+    ids = {"eos_token_id": _eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
+    ids["bos_token_id"] = tokenizer.bos_token_id
     options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
     options |= args.generation_kwargs or {}
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
 
 
-# ---- GRPO and RLOO
+# GRPO and RLOO.
 
 
 class OnlineTrainer(RolloutTrainer):
@@ -326,15 +333,15 @@ class OnlineTrainer(RolloutTrainer):
     def reward_weights(self) -> np.ndarray:
         """The weight of each reward function, float32. Others may be set at any time, and count from the next
         generation on."""
-        judge = self._run.rollout.rollout.judge
+        judge = self._setup.rollout.rollout.judge
         weights = judge.task.reward_weights
         return np.ones(len(judge.rewards.names), np.float32) if weights is None else np.asarray(weights, np.float32)
 
     @reward_weights.setter
     def reward_weights(self, weights: Sequence[float]) -> None:
-        if "_run" not in vars(self):
+        if "_editable" not in vars(self):
             return  # before the constructor, as in TRL, which then overwrites it
-        judge = self._run.rollout.rollout.judge
+        judge = self._setup.rollout.rollout.judge
         found = tuple(map(float, weights))
         if len(found) != len(judge.rewards.names):
             raise ValueError(
@@ -345,8 +352,8 @@ class OnlineTrainer(RolloutTrainer):
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The reference model as it is now; None without `beta`, and with an adapter."""
-        return reference_as_model(self._run, self._ref_model)
+        """The current reference model; None without `beta`, and with an adapter."""
+        return reference_as_model(self._setup.reference, self.model, self._ref_model)
 
     def __init__(
         self,
@@ -382,8 +389,8 @@ class OnlineTrainer(RolloutTrainer):
             check_columns(columns, f"{argument_checks(name)} has the column", *more)
         return prepared
 
-    def _attach_reference(self, run: RunState) -> None:
-        args = run.args
+    def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
+        del task
         if not args.beta:
             if args.sync_ref_model:
                 raise ValueError(
@@ -391,14 +398,14 @@ class OnlineTrainer(RolloutTrainer):
                     "during training: there is nothing to synchronize. Please set `sync_ref_model=False`, or set "
                     "`beta` to a non-zero value."
                 )
-            return
-        attach_policy_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
+            return None
+        return policy_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
 
-    def _rewards(self, run: RunState) -> RewardFunctions:
-        args = run.args
+    def _rewards(self, events: Events) -> RewardFunctions:
+        args = self.args
         rewards = reward_functions(
             self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
-            trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
+            trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
         )  # fmt: skip

@@ -7,7 +7,6 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.shared import shared, warn_of_prompt_length
 
-# ----------------------------------------------------------------------------------------------------
 # The base of the configs of trainers on preference pairs without a reference.
 
 
@@ -37,7 +36,6 @@ class ReferenceFreeConfig(BaseConfig):
         super().__post_init__()
 
 
-# ----------------------------------------------------------------------------------------------------
 # ORPOConfig: the arguments of odds ratio preference optimisation.
 
 

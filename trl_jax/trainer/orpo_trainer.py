@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_jax.tasks.reference_free import OrpoTask
 from trl_jax.trainer.orpo_config import ORPOConfig
-from trl_jax.trainer.overrides import Kept
+from trl_jax.trainer.overrides import MirroredArg
 from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
@@ -19,7 +19,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     _name, _tag_names = "ORPO", ["trl", "orpo"]
     _paper = "ORPO: Monolithic Preference Optimization without Reference Model", "2403.07691"
     config_class = ORPOConfig
-    beta = Kept("beta")
+    beta = MirroredArg("beta")
 
     def make_task(self) -> OrpoTask:
         return OrpoTask(self.args.max_length, self.args.max_prompt_length, self.beta)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from trl_jax.tasks.task import Task
 
-# ----------------------------------------------------------------------------------------------------
 # Names of TRL's, of this release or an earlier one, that are not built: they import, and say so when they are used.
 
 
@@ -74,11 +73,10 @@ def placeholder(name: str) -> type:
     return dataclass(kind) if name.endswith("Config") else kind
 
 
-# ----------------------------------------------------------------------------------------------------
 # Attributes in which TRL's trainers keep arguments, and which their losses read step by step.
 
 
-class Kept:
+class MirroredArg:
     """An attribute that has an argument's value from the constructor on, and counts instead of it from there.
 
     A script may set another value at any time: `make_task` reads the attribute, and the step follows the task. What is
@@ -99,21 +97,21 @@ class Kept:
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        kept = vars(trainer).get("_kept", {})
+        kept = vars(trainer).get("_mirrored", {})
         return kept[self._name] if self._name in kept else self.of(trainer.args)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if "_kept" in vars(trainer):
-            trainer._kept[self._name] = value
+        if "_mirrored" in vars(trainer):
+            trainer._mirrored[self._name] = value
 
     def of(self, args: Any) -> Any:
         """The attribute's value by these arguments."""
         return vars(args)[self.argument] if self._read is None else self._read(args)
 
 
-class Settled:
-    """An attribute that is settled when a trainer is made, and that nobody looks at later. Setting another value raises
-    AttributeError, and says what to do instead."""
+class InitOnlyArg:
+    """An attribute that is read only when a trainer is made. Setting another value later raises AttributeError, which
+    says what to do instead."""
 
     def __init__(self, read: Callable[[Any], Any], instead: str):
         self._read, self._instead = read, instead
@@ -129,21 +127,24 @@ class Settled:
             raise AttributeError(f"{self._name} was set on the trainer, which does not read it again. {self._instead}")
 
 
-def kept_of(kind: type) -> dict[str, Kept]:
-    """The kept attributes of a class of trainers, by name."""
+def mirrored_args(kind: type) -> dict[str, MirroredArg]:
+    """The mirrored arguments of a class of trainers, by the name of the attribute."""
     return {
-        name: value for base in reversed(kind.__mro__) for name, value in vars(base).items() if isinstance(value, Kept)
+        name: value
+        for base in reversed(kind.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, MirroredArg)
     }
 
 
 def read_once(trainer: Any) -> dict[str, Any]:
-    """The arguments that a trainer reads when it is made and not again, with their values as they are now."""
-    names = [kept.argument for kept in kept_of(type(trainer)).values()] + ["per_device_train_batch_size"]
+    """The arguments that a trainer reads only when it is made, with their current values."""
+    names = [kept.argument for kept in mirrored_args(type(trainer)).values()] + ["per_device_train_batch_size"]
     return {name: vars(trainer.args)[name] for name in names}
 
 
 def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
-    """Warn of arguments that have been changed since a trainer has read them."""
+    """Warn about arguments that were changed after a trainer has read them."""
     if names := [name for name, value in read_once(trainer).items() if value != then[name]]:
         warnings.warn(
             f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, it goes by those "
@@ -153,21 +154,21 @@ def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
 
 
 def _instead(trainer: Any, names: list[str]) -> str:
-    kept = [name for name, kept in kept_of(type(trainer)).items() if kept.argument in names and name[0] != "_"]
+    kept = [name for name, kept in mirrored_args(type(trainer)).items() if kept.argument in names and name[0] != "_"]
     return f"; what counts is trainer.{kept[0]}" if kept else ": make another one"
 
 
-def check_kept(trainer: Any) -> None:
+def check_mirrored(trainer: Any) -> None:
     """Raise ValueError for a value set on a trainer that the arguments refuse, in their words."""
-    found = {kept.argument: getattr(trainer, name) for name, kept in kept_of(type(trainer)).items()}
+    found = {kept.argument: getattr(trainer, name) for name, kept in mirrored_args(type(trainer)).items()}
     args = copy.copy(trainer.args)
     vars(args).update(found)
     args.check()
 
 
 def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> None:
-    """Raise ValueError where another task asks for other rows than those that a run has, or for another layout of the
-    step that is under way."""
+    """Raise ValueError if another task needs other rows than those that a run has, or another layout of the step that
+    is running."""
     if then.columns != now.columns:
         raise ValueError(
             "What was set on the trainer since it was made asks for rows of the columns "
@@ -181,7 +182,6 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
         )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Methods that TRL's trainers, or transformers', call on themselves and nobody calls here, and what a script does
 # instead.
 

@@ -14,6 +14,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
+from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.overrides import (
     NEVER_CALLED_WITH_REFERENCE,
@@ -27,9 +28,9 @@ from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.training.reference_logps import precomputed
-from trl_jax.training.state import RunState
+from trl_jax.training.setup import Policy
 
-# ---- The base of trainers on preference pairs without a reference: ORPO and CPO
+# The base of trainers on preference pairs without a reference: ORPO and CPO.
 
 
 class ReferenceFreeTrainer(BaseTrainer):
@@ -90,40 +91,44 @@ class ReferenceFreeTrainer(BaseTrainer):
         )  # fmt: skip
 
     @staticmethod
-    def _balance_experts(run: RunState) -> None:
-        """As in TRL, by the model's config alone: with `output_router_logits`, by its coefficient."""
-        asked = run.model.config.get_text_config().to_dict().get("output_router_logits", False)
-        balance_experts(run, None if asked else 0.0)
+    def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
+        """As in TRL, by the model's config alone: with `output_router_logits`, its coefficient."""
+        del args
+        asked = model.config.get_text_config().to_dict().get("output_router_logits", False)
+        return balance_experts(model, None if asked else 0.0)
 
 
-# ---- The reference model of a policy: a model that the script passes, or the policy as it is before training
+# The reference model of a policy: a model that the script passes, or the policy as it is before training.
 
 
-def loaded_reference(run: RunState, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
-    """`ref_model` as the run's step computes it; None: the policy as it is now, or the base of a fresh adapter."""
+def loaded_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
+    """`ref_model` in the form that a step computes; None takes the policy as it is now, or the base model under a fresh
+    adapter."""
     if ref_model is None:
-        return initial_policy(run.model, fresh_adapter=fresh_adapter)
-    as_bits = run.sharding_plan is None and not run.args.sync_ref_model
-    reference = model.load_reference(ref_model, run.args, images=run.encoder is not None)
-    return given(reference, run.vocab_size, as_bits=as_bits)
+        return initial_policy(policy.model, fresh_adapter=fresh_adapter)
+    as_bits = policy.sharding_plan is None and not args.sync_ref_model
+    sees = any(path.startswith("vision.") for path in policy.model.backend.tensors)
+    return given(model.load_reference(ref_model, args, images=sees), policy.vocab_size, as_bits=as_bits)
 
 
-def attach_policy_reference(run: RunState, ref_model: Any, *, fresh_adapter: bool) -> None:
-    """Let the run's step compute the reference, which follows the policy with `sync_ref_model`."""
-    args, reference = run.args, loaded_reference(run, ref_model, fresh_adapter=fresh_adapter)
-    if args.sync_ref_model:
-        check_sync(run.model)
-        sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
-        reference = reference.following(sync, run.model.arrays)
-    setup.attach_reference(run, reference)
+def policy_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
+    """The same; with `sync_ref_model` it follows the policy."""
+    reference = loaded_reference(args, policy, ref_model, fresh_adapter=fresh_adapter)
+    if not args.sync_ref_model:
+        return reference
+    check_sync(policy.model)
+    sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+    return reference.following(sync, policy.model.arrays)
 
 
-def reference_as_model(run: RunState, ref_model: Any) -> PreTrainedModel | None:
-    """The reference as it is now, for `trainer.ref_model`. None where it is not a model of its own in memory: without a
+def reference_as_model(
+    reference: ReferenceModel | None, policy: PreTrainedModel, ref_model: Any
+) -> PreTrainedModel | None:
+    """The current reference, for `trainer.ref_model`. None if it is not a model of its own in memory: without a
     comparison, with `precompute_ref_log_probs`, and with an adapter, whose reference is the model below it."""
-    if run.reference is None or (ref_model is None and isinstance(run.model.backend, AdaptedBackend)):
+    if reference is None or (ref_model is None and isinstance(policy.backend, AdaptedBackend)):
         return None
-    return run.reference.as_model(run.model)
+    return reference.as_model(policy)
 
 
 class ReferenceTrainer(BaseTrainer):
@@ -136,7 +141,8 @@ class ReferenceTrainer(BaseTrainer):
 
     config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
-    _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes by which a text's log-probability is another
+    _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes that change the log-probability of a text
+    _adds_logps = False  # whether `prepare_dataset` adds the reference's log-probabilities
 
     def __init__(self, model: Any, ref_model: Any = None, *, peft_config: Any = None, **arguments: Any):
         """
@@ -154,7 +160,7 @@ class ReferenceTrainer(BaseTrainer):
                 "model as it is before training is then the reference."
             )
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
-        spec = setup.TrainerSpec(self._attach_reference, balance_experts=self._balance_experts)
+        spec = setup.TrainerSpec(self._reference, balance_experts=self._balance_experts)
         super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
         if self.data_collator is not None:
             check_lengths(self.data_collator, self.args)
@@ -163,44 +169,49 @@ class ReferenceTrainer(BaseTrainer):
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The reference model as it is now; None where it is not a model of its own in memory."""
-        return reference_as_model(self._run, self._ref_model)
+        """The current reference model; None if it is not a model of its own in memory."""
+        return reference_as_model(self._setup.reference, self.model, self._ref_model)
 
     @staticmethod
-    def _balance_experts(run: RunState) -> None:
-        balance_experts(run, run.args.router_aux_loss_coef)
+    def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
+        return balance_experts(model, args.router_aux_loss_coef)
 
-    def _attach_reference(self, run: RunState) -> None:
-        if not run.task.compared:
-            self._refuse_reference(run)
-        elif run.args.precompute_ref_log_probs:
-            run.finish_rows = self._with_reference
-        else:
-            attach_policy_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
+    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel | None:
+        """The reference that the step computes; None if its log-probabilities are computed before training."""
+        if not task.compared:
+            self._refuse_reference(args, task)
+        if not task.compared or args.precompute_ref_log_probs:
+            return None
+        return policy_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
 
-    def _refuse_reference(self, run: RunState) -> None:
-        """Raise ValueError where a reference was asked for and the task compares nothing with one."""
-        asked = [name for name in ("precompute_ref_log_probs", "sync_ref_model") if vars(run.args)[name]]
+    def _refuse_reference(self, args: BaseConfig, task: Task) -> None:
+        """Raise ValueError if a reference was asked for and the task compares nothing with one."""
+        asked = [name for name in ("precompute_ref_log_probs", "sync_ref_model") if vars(args)[name]]
         if self._ref_model is not None:
             asked.append("ref_model")
         if asked:
             raise ValueError(
-                f"{' and '.join(asked)} was set, but {type(run.task).__name__} has compared = (), so it trains without "
+                f"{' and '.join(asked)} was set, but {type(task).__name__} has compared = (), so it trains without "
                 f"a reference. Leave {' and '.join(asked)} out."
             )
 
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+        prepared = super().prepare_dataset(dataset, name, bounded=bounded)
+        return self._with_reference(prepared, name) if self._adds_logps else prepared
+
     def _precompute(self) -> None:
-        """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""
-        run = self._run
-        run.train_dataset = self._with_reference(run.train_dataset, "train")
-        if isinstance(run.eval_dataset, dict):
-            run.eval_dataset = {name: self._with_reference(part, name) for name, part in run.eval_dataset.items()}
-        elif run.eval_dataset is not None:
-            run.eval_dataset = self._with_reference(run.eval_dataset, "eval")
+        """Add the reference's log-probabilities to all datasets, and from now on to those that are prepared later."""
+        self._adds_logps = True
+        self.train_dataset = self._with_reference(self.train_dataset, "train")
+        if isinstance(self.eval_dataset, dict):
+            self.eval_dataset = {name: self._with_reference(part, name) for name, part in self.eval_dataset.items()}
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._with_reference(self.eval_dataset, "eval")
 
     def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
-        run, args = self._run, self.args
-        reference = loaded_reference(run, self._ref_model, fresh_adapter=self._fresh_adapter)
+        run, args = self._setup, self.args
+        policy = Policy(run.model, run.vocab_size, run.sharding_plan)
+        reference = loaded_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
         if run.state.global_step and self._ref_model is None and reference.arrays:
             raise ValueError(
                 "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
@@ -210,8 +221,8 @@ class ReferenceTrainer(BaseTrainer):
             )
         own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
-        comparing = dataclasses.replace(run, assembled=False)  # a set-up of its own, whose passes have the reference
-        setup.attach_reference(comparing, reference)
+        reference, plan = setup.divide_reference(reference, run.sharding_plan)
+        comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)  # its passes have the reference
         facts = {name: getattr(self, name) for name in self._changes_logps}
         options = {"batch_size": batch_size, "name": name, "facts": facts}
         return precomputed(comparing, dataset, columns, **options)

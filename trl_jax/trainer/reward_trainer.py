@@ -90,7 +90,7 @@ class RewardTrainer(BaseTrainer):
 
     def _report(self, evaluated: Evaluated, dataset: Any, prefix: str) -> dict[str, float]:
         """The metrics of `eval_report` beyond TRL's metrics."""
-        args, task = self.args, self._run.task
+        args, task = self.args, self._setup.task
         batches = zip(evaluated.outputs, evaluated.num_examples, strict=True)
         scores = [task.predictions(*batch)[:, 0] for batch in batches]
         margins = np.concatenate([np.subtract(*np.split(batch, 2)) for batch in scores])

@@ -20,11 +20,10 @@ from trl_jax.legacy.collators import DataCollatorForCompletionOnlyLM
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling
-from trl_jax.trainer.overrides import NEVER_READ, Kept
+from trl_jax.trainer.overrides import NEVER_READ, MirroredArg
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.setup import TrainerSpec
-from trl_jax.training.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +74,7 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _older_collators = (DataCollatorForCompletionOnlyLM,)
-    _takes_images = True
-    _label_smoothing = Kept("label_smoothing_factor")
+    _label_smoothing = MirroredArg("label_smoothing_factor")
     _never_read = NEVER_READ | {
         "label_smoother": "Say label_smoothing_factor in SFTConfig.",
         "model_accepts_loss_kwargs": "A loss is divided by the targets of the whole step: override compute_loss.",
@@ -122,7 +120,6 @@ class SFTTrainer(BaseTrainer):
             )
 
     def _check_images(self) -> None:
-        super()._check_images()
         args = self.args
         if args.packing:
             raise ValueError(
@@ -147,8 +144,8 @@ class SFTTrainer(BaseTrainer):
             raise ValueError("formatting_func is not supported for rows with images. Apply it to the dataset instead.")
 
     @staticmethod
-    def _balance_experts(run: RunState) -> None:
-        balance_experts(run, run.args.router_aux_loss_coef, in_config=True)
+    def _balance_experts(model: PreTrainedModel, args: SFTConfig) -> float:
+        return balance_experts(model, args.router_aux_loss_coef, in_config=True)
 
     def make_task(self) -> SftTask:
         args = self.args

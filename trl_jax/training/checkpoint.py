@@ -41,7 +41,6 @@ from trl_jax.mesh.mesh import owned, pieces, placed
 from trl_jax.mesh.processes import from_first
 from trl_jax.training.events import Events
 
-# ----------------------------------------------------------------------------------------------------
 # Checkpoint folders: written under a temporary name, renamed when complete, gone only once a newer one is verified.
 
 
@@ -242,7 +241,6 @@ def _remember_callbacks(events: Events) -> None:
                 saved[name] = callback.state()
 
 
-# ----------------------------------------------------------------------------------------------------
 # Tells the checkpoints of one run from those of other runs in the same output_dir.
 
 
@@ -331,7 +329,6 @@ def checkpoint_of(run: str | None, run_dir: Path, name: str) -> Path | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------
 # Lets one run at a time write an output_dir.
 
 
@@ -424,7 +421,6 @@ def _is_at(path: Path, handle: int) -> bool:
         return False
 
 
-# ----------------------------------------------------------------------------------------------------
 # Saves and restores how far a run has come, so that the rest of a resumed run is the same.
 
 
@@ -434,8 +430,9 @@ PIECE = 256 * 2**20
 
 
 @dataclass
-class Progress:
-    """The state of a run between two steps.
+class LoopProgress:
+    """How far the loop of one train() is, between two steps. A checkpoint contains it; each train() that does not
+    resume begins a new one. What outlives train() is a `state.Progress`.
 
     Attributes:
         epoch: counted from 0.
@@ -475,7 +472,7 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
 
 
-def progress_json(progress: Progress, facts: dict[str, Any]) -> str:
+def progress_json(progress: LoopProgress, facts: dict[str, Any]) -> str:
     """The progress but for its arrays, the state of the global random generators, and the caller's own facts."""
     kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
     return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
@@ -534,7 +531,7 @@ class SavedProgress:
             self.tensors = safe_open(folder / TENSORS, framework="numpy")
             self._names = list(self.tensors.keys())
             kept = {name: self.facts["progress"][name] for name in _FIELDS}
-            self.progress = Progress(**kept, unreported=self._unreported())
+            self.progress = LoopProgress(**kept, unreported=self._unreported())
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {brief(error, 300)}.") from error
         self._check_numbers()
@@ -617,7 +614,7 @@ class _Saved:
         return self._tensors.get_slice(self._name)[index] if index else self._tensors.get_tensor(self._name)
 
 
-_FIELDS = [f.name for f in fields(Progress) if f.name != "unreported"]
+_FIELDS = [f.name for f in fields(LoopProgress) if f.name != "unreported"]
 
 
 def _random_state() -> dict[str, Any]:
@@ -625,7 +622,6 @@ def _random_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Writes while training goes on: copies of arrays on the host, and a thread with one job at a time.
 
 
@@ -685,7 +681,6 @@ def _copy(leaf: jax.Array) -> np.ndarray:
     return np.array(leaf)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Decides which checkpoint is the best so far.
 
 
@@ -715,7 +710,6 @@ def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bo
     return True
 
 
-# ----------------------------------------------------------------------------------------------------
 # Lists a checkpoint's files with a digest each; the list is written last and makes the checkpoint complete.
 
 
@@ -828,7 +822,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Says what of a run's folder is read, pushed and removed: plain files and folders, never what a link leads to.
 
 
@@ -886,7 +879,6 @@ def _tell(path: Path, kind: str) -> None:
     logger.warning("%s is %s: it is left alone, and neither read, pushed nor removed.", path, kind)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Takes callbacks, their state and the random generators back to an earlier moment.
 
 

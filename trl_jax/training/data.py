@@ -5,58 +5,80 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
-from trl_jax.data.batch import Batch, Columns, Example
+from trl_jax.data.batch import IGNORED, Batch, Columns, Example, of_examples
 from trl_jax.data.checks import argument, check_labels, check_token_ids
+from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
-from trl_jax.data.loader import ExampleLoader, RunLength, StepLayout, Weighting, run_length
-from trl_jax.mesh.mesh import SEQUENCE, distributed
+from trl_jax.data.loader import ExampleLoader, StepLayout, Weighting
+from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout
 from trl_jax.training.logging import tell
-from trl_jax.training.script_loss import inputs_of
-from trl_jax.training.state import RunState
-
-# ----------------------------------------------------------------------------------------------------
-# The datasets of a run: preparing them, and loading them in batches.
-
+from trl_jax.training.state import Setup
 
 logger = logging.getLogger(__name__)
 _FEW_ROWS = 1_000  # are tokenised before processes have started
 
 
-def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
-    """Prepare rows for the loader; `bounded` leaves out those longer than max_length."""
-    if run.encoder is not None:
+class Tokens(NamedTuple):
+    """The tokenizer of a run, and the limits of its token ids and texts.
+
+    vocab_size: the model embeds ids below it.
+    max_positions: the most tokens of a text; None for no limit.
+    encoder: makes examples of rows with images; None for rows of text.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    max_positions: int | None
+    encoder: Encoder | None = None
+
+
+def prepare(
+    task: Task,
+    args: BaseConfig,
+    tokens: Tokens,
+    dataset: Any,
+    name: str,
+    *,
+    told: set[str],
+    bounded: bool = True,
+) -> Dataset | IterableDataset:
+    """Prepare rows for the loader; `bounded` leaves out those longer than max_length.
+
+    Args:
+        told: what the run has printed already.
+    """
+    if tokens.encoder is not None:
         return dataset  # rows with images become examples in the loader
-    prepared = run.task.prepare(
+    prepared = task.prepare(
         dataset,
-        run.processing_class,
-        max_length=run.args.max_length if bounded else None,
-        num_proc=_forked_processes(run, dataset, name),
+        tokens.tokenizer,
+        max_length=args.max_length if bounded else None,
+        num_proc=_forked_processes(args.dataset_num_proc, dataset, name, told),
         name=name,
     )
-    columns = run.task.columns
-    prepared = check_token_ids(prepared, columns.texts, run.vocab_size, name, run.max_positions)
-    prepared = check_labels(prepared, columns, run.vocab_size, name) if columns.labels else prepared
-    return prepared if run.finish_rows is None else run.finish_rows(prepared, name)
+    columns = task.columns
+    prepared = check_token_ids(prepared, columns.texts, tokens.vocab_size, name, tokens.max_positions)
+    return check_labels(prepared, columns, tokens.vocab_size, name) if columns.labels else prepared
 
 
-def _forked_processes(run: RunState, dataset: Any, name: str) -> int | None:
-    """`dataset_num_proc` while JAX has not started; beside its threads a fork can deadlock, so rows are then tokenised
-    in this process, to the same."""
-    asked = run.args.dataset_num_proc
+def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]) -> int | None:
+    """`dataset_num_proc` while JAX has not started. A fork can deadlock once JAX has threads, so rows are then
+    tokenised in this process, with the same result."""
     if not asked or not xla_bridge.backends_are_initialized():
         return asked
-    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in run.progress.told:
-        run.progress.told.add("num_proc")
+    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
+        told.add("num_proc")
         logger.warning(
             "dataset_num_proc=%d: %s is tokenised in this process alone: JAX runs in it already, and processes that "
             "fork beside its threads can deadlock. A trainer that is given its model's name, and is the first of its "
@@ -67,181 +89,167 @@ def _forked_processes(run: RunState, dataset: Any, name: str) -> int | None:
     return None
 
 
-def length_of(run: RunState) -> RunLength:
-    """The length of the run, by its arguments and its training set."""
-    args = run.args
-    if run.task.online:
-        rows = run.train_dataset
-        micro_batches = run.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
-        lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
-        return run_length(micro_batches, batch_size=1, accumulation=args.gradient_accumulation_steps, **lengths)
-    return run_length(
-        len(run.train_dataset) if isinstance(run.train_dataset, Dataset) else None,
-        batch_size=run.micro_batch_examples,
-        accumulation=args.gradient_accumulation_steps,
-        drop_last=args.dataloader_drop_last,
-        epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-    )
+def order_of(args: BaseConfig, rows: Dataset | IterableDataset, step_examples: int) -> dict[str, Any]:
+    """The arguments that the order of a table's rows within an epoch follows; none of them for a stream.
 
-
-def order_of(run: RunState) -> dict[str, Any]:
-    """The arguments that the order of a table's rows within an epoch follows; none of them for a stream."""
-    args, rows = run.args, run.train_dataset
+    Args:
+        step_examples: examples of an optimizer step.
+    """
     if not isinstance(rows, Dataset):
         return {}
     order = {"train_sampling_strategy": args.train_sampling_strategy}
     if args.train_sampling_strategy != "sequential":
-        order["data_seed"] = _order_seed(run)
+        order["data_seed"] = _order_seed(args)
     if args.train_sampling_strategy == "group_by_length":
-        order["examples a step"] = run.step_examples
+        order["examples a step"] = step_examples
         order["length_column_name"] = args.length_column_name if args.length_column_name in rows.column_names else None
     return order
 
 
-def _order_seed(run: RunState) -> int:
-    return run.args.seed if run.args.data_seed is None else run.args.data_seed
+def _order_seed(args: BaseConfig) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def loader(
-    run: RunState, dataset: Dataset | IterableDataset, *, training: bool, virtual: VirtualTokens | None = None
+    setup: Setup, dataset: Dataset | IterableDataset, *, training: bool, virtual: VirtualTokens | None = None
 ) -> ExampleLoader:
-    """Step batches over a prepared dataset; None: `virtual` are those of the run's model."""
-    args, raw = run.args, run.encoder is not None
-    lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
-    plan = _planned(run, dataset, lengths) if training and not run.own_loss and not raw else None
+    """Step batches over a prepared dataset.
+
+    Args:
+        virtual: the virtual tokens before each text; None for those of the run's model.
+    """
+    args, columns, encoder = setup.args, setup.task.columns, setup.encoder
+    texts = columns.texts
+    if encoder is not None:
+        columns = image_columns(dataset)
+    lengths = _lengths(args, texts, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
+    plan = None
+    if training and not setup.own_loss and encoder is None:
+        plan = layout.plan(  # by the lengths of the texts
+            args,
+            setup.model.backend,
+            dataset,
+            texts,
+            parameters=setup.model.num_parameters(exclude_embeddings=True),
+            batch_size=setup.train_batch_size,
+            steps=setup.length.max_steps,
+            shards=setup.shards,
+            striped=_striped(setup.sharding_plan),
+            by_micro_batch=_by_micro_batch(setup.task, setup.router_aux_loss_coef),
+            documents=setup.task.columns.documents,
+            compares=setup.compares,
+            lengths=lengths,
+            tell=partial(tell, setup.progress.told, "layout"),
+        )
     return ExampleLoader(
         dataset,
-        columns_of(run, dataset),
-        example_maker(run, run.virtual if virtual is None else virtual),
-        step_layout(run, plan, training=training),
-        fill_last=run.progress.fill_last if training else False,
+        columns,
+        example_maker(setup.task, setup.virtual if virtual is None else virtual)
+        if encoder is None
+        else lambda row: setup.task.image_example(row, encoder, args.max_length),
+        step_layout(setup, plan, training=training),
+        fill_last=setup.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
-        seed=_order_seed(run),
+        seed=_order_seed(args),
         lengths=lengths,
-        # No row of an evaluation is dropped and, as in TRL, none of a stream.
+        # As in TRL, no row of an evaluation or of a stream is dropped.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
-        where=argument("train" if training else "eval") if raw else "",
+        where="" if encoder is None else argument("train" if training else "eval"),
     )
 
 
-def columns_of(run: RunState, dataset: Dataset | IterableDataset) -> Columns:
-    """The columns that a step uses: the task's, or those of rows with images."""
-    return run.task.columns if run.encoder is None else Columns((), raw=tuple(dataset.column_names or ()))
+def image_columns(dataset: Dataset | IterableDataset) -> Columns:
+    """The columns of rows with images: all of them."""
+    return Columns((), raw=tuple(dataset.column_names or ()))
 
 
-def example_maker(run: RunState, virtual: VirtualTokens) -> Callable[[dict[str, Any]], Example]:
-    """The function that makes an example of a row, as a model with these virtual tokens reads it."""
-    task, encoder, max_length = run.task, run.encoder, run.args.max_length
-    if encoder is not None:
-        return lambda row: task.image_example(row, encoder, max_length)
+def example_maker(task: Task, virtual: VirtualTokens) -> Callable[[dict[str, Any]], Example]:
+    """Row -> example, for a model with these virtual tokens before each text."""
     if not virtual.count:
         return task.example
     return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
 
 
-def placed_pass(run: RunState, arrays: Batch) -> Batch:
-    """A step's only pass where `ShardedStep.scores` takes it: arrays `[shards, ...]`."""
-    arrays = only_pass(run, arrays)
-    return arrays if run.sharding_plan is None else distributed(arrays, run.sharding_plan.rows)
+def placed_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
+    """A step's only pass, placed for `ShardedStep.scores`: arrays `[shards, ...]`."""
+    arrays = only_pass(arrays, plan)
+    return arrays if plan is None else distributed(arrays, plan.rows)
 
 
-def only_pass(run: RunState, arrays: Batch) -> Batch:
-    """The same on the host."""
-    return jax.tree.map(lambda leaf: leaf[0], arrays) if run.shards > 1 else arrays
+def only_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
+    """A step's only pass, on the host."""
+    return arrays if plan is None or plan.shards == 1 else jax.tree.map(lambda leaf: leaf[0], arrays)
 
 
-def reason_of_layout(run: RunState) -> str:
-    """Why the run's layout, without a survey of lengths, is another than asked for; "" where it is not."""
-    options = {"striped": _striped(run), "branches": run.task.online}
-    return layout.exact_layout(run.args, run.model.backend, **options)[1]
+def reason_of_layout(setup: Setup) -> str:
+    """Why the run's layout, without a survey of lengths, is not the one that was asked for; "" if it is."""
+    options = {"striped": _striped(setup.sharding_plan), "branches": setup.task.online}
+    return layout.exact_layout(setup.args, setup.model.backend, **options)[1]
 
 
-def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:
-    """How the run lays out its steps, whoever makes the examples.
+def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:
+    """The layout of the run's steps, for examples from any source.
 
     Args:
-        plan: the layout, where lengths were surveyed; None takes the run's layout with buckets for any lengths.
-        training: micro-batches of training and as many as a step has; otherwise those of an evaluation, one at a time.
+        plan: the layout, if lengths were surveyed; None takes the run's layout with buckets for any lengths.
+        training: as many micro-batches of training as a step has; otherwise one micro-batch of an evaluation.
     """
-    args, user_loss = run.args, bool(run.own_loss)
+    args, user_loss = setup.args, bool(setup.own_loss)
     if user_loss:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
-        branches = run.task.online
-        options = {"striped": _striped(run), "branches": branches, "compares": run.compares}
-        plan = layout.unplanned(args, run.model.backend, **options)
+        branches = setup.task.online
+        options = {"striped": _striped(setup.sharding_plan), "branches": branches, "compares": setup.compares}
+        plan = layout.unplanned(args, setup.model.backend, **options)
     return StepLayout(
-        batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
-        pad_token_id=run.processing_class.pad_token_id,
-        pad_to_multiple_of=run.pad_to_multiple_of,
+        batch_size=setup.micro_batch_examples if training else args.per_device_eval_batch_size * setup.shards,
+        pad_token_id=setup.processing_class.pad_token_id,
+        pad_to_multiple_of=setup.pad_to_multiple_of,
         layout=plan.layout,
         buckets=plan.buckets,
-        weighting=_weighting(run),
+        weighting=_weighting(setup.task, args),
         views=plan.views,
         accumulation=args.gradient_accumulation_steps if training else 1,
-        by_micro_batch=_by_micro_batch(run),
-        shards=run.shards,
+        by_micro_batch=_by_micro_batch(setup.task, setup.router_aux_loss_coef),
+        shards=setup.shards,
         divided=not user_loss,
         trains=training,
-        padding_free=run.task.padding_free,
+        padding_free=setup.task.padding_free,
     )
 
 
-def _weighting(run: RunState) -> Weighting:
-    """How the loss of a step weighs its examples."""
-    if run.task.head == "score" or not run.task.per_token:
+def _weighting(task: Task, args: BaseConfig) -> Weighting:
+    """How the loss of a step weights its examples."""
+    if task.head == "score" or not task.per_token:
         return "examples"
-    return "tokens" if run.args.average_tokens_across_devices else "shards"
+    return "tokens" if args.average_tokens_across_devices else "shards"
 
 
-def _by_micro_batch(run: RunState) -> bool:
+def _by_micro_batch(task: Task, router_aux_loss_coef: float) -> bool:
     """Whether the loss needs the examples of a micro-batch together."""
-    return run.task.head == "lm" and (run.task.by_micro_batch or run.router_aux_loss_coef != 0)
+    return task.head == "lm" and (task.by_micro_batch or router_aux_loss_coef != 0)
 
 
-def _striped(run: RunState) -> bool:
+def _striped(plan: ShardingPlan | None) -> bool:
     """Whether a mesh divides texts over devices."""
-    return run.sharding_plan is not None and run.sharding_plan.size(SEQUENCE) > 1
+    return plan is not None and plan.size(SEQUENCE) > 1
 
 
-def _planned(run: RunState, dataset: Any, lengths: np.ndarray | None) -> LayoutPlan:
-    """The layout of the training set, by how long its texts are."""
-    return layout.plan(
-        run.args,
-        run.model.backend,
-        dataset,
-        run.task.columns.texts,
-        parameters=run.model.num_parameters(exclude_embeddings=True),
-        batch_size=run.train_batch_size,
-        steps=length_of(run).max_steps,
-        shards=run.shards,
-        striped=_striped(run),
-        by_micro_batch=_by_micro_batch(run),
-        documents=run.task.columns.documents,
-        compares=run.compares,
-        lengths=lengths,
-        tell=partial(tell, run, "layout"),
-    )
-
-
-def _lengths(run: RunState, dataset: Dataset | IterableDataset) -> np.ndarray | None:
-    """The length of each row `[rows]`: of its longest text, or by `length_column_name`; None for a stream."""
+def _lengths(args: BaseConfig, texts: tuple[str, ...], dataset: Dataset | IterableDataset) -> np.ndarray | None:
+    """The length of each row, `[rows]`: of its longest text, or from `length_column_name`; None for a stream."""
     if not isinstance(dataset, Dataset):
         logger.warning("group_by_length has no effect on a stream: its rows come as they do.")
         return None
-    if run.args.length_column_name in dataset.column_names:
-        return np.asarray(dataset[run.args.length_column_name])
-    if run.encoder is not None:
+    if args.length_column_name in dataset.column_names:
+        return np.asarray(dataset[args.length_column_name])
+    if not set(texts) <= set(dataset.column_names):
         raise ValueError(
             "train_sampling_strategy='group_by_length' needs the length of each row, which is not known of rows with "
-            f"images. Add a column {run.args.length_column_name!r} with the lengths, or use 'random'."
+            f"images. Add a column {args.length_column_name!r} with the lengths, or use 'random'."
         )
-    texts = [np.fromiter(map(len, dataset[name]), np.int64) for name in run.task.columns.texts]
-    return np.maximum.reduce(texts)
+    return np.maximum.reduce([np.fromiter(map(len, dataset[name]), np.int64) for name in texts])
 
 
-# ----------------------------------------------------------------------------------------------------
 # Dataloaders in the form that scripts expect.
 
 
@@ -281,3 +289,41 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
             "own gives. For other rows or another order, return self.batches(dataset, training=True)."
         )
     return batches.steps
+
+
+def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, np.ndarray]]:
+    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
+    `virtual` tokens that each row begins with."""
+    return [
+        task.inputs(batch)
+        for m in range(len(arrays.weight))
+        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts), virtual))
+    ]
+
+
+def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
+    """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples and
+    of their texts."""
+    examples = int(np.count_nonzero(batch.weight))
+    if not examples:
+        return {}
+    labels = {}
+    if batch.targets is None:
+        tokens, lengths = (of_examples(array, texts, examples) for array in (batch.tokens, batch.lengths))
+    else:
+        real = batch.lengths > 0
+        tokens, lengths, labels = batch.tokens[real], batch.lengths[real], {"labels": _labels(batch)[real]}
+    rows = {"input_ids": tokens, "attention_mask": (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)}
+    rows = {name: values[:, virtual:] for name, values in (rows | labels).items()}
+    numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
+    numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
+    return rows | numbers
+
+
+def _labels(batch: Batch) -> np.ndarray:
+    """Transformers' labels `[R, T]` of padded rows: each target and each first label at its place, -100 elsewhere."""
+    labels, read = np.full(batch.tokens.size, IGNORED, np.int32), batch.targets >= 0
+    labels[batch.reads[read] + 1] = batch.targets[read]
+    labels = labels.reshape(batch.tokens.shape)
+    labels[:, 0] = batch.first_labels
+    return labels

@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec
 from trl_jax.mesh.mesh import BATCH, SEQUENCE, Parts, ShardingPlan, each_part, only
 from trl_jax.mesh.processes import several
 
-# ----------------------------------------------------------------------------------------------------
 # Compiled programs: cached on disk for the next run, and one for each shape of a batch.
 
 
@@ -178,7 +177,6 @@ def compile_ahead(compile: Callable[[Any], Any], batches: Iterable[Any], threads
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Chooses how much the backward pass keeps of the forward pass: as much as fits, for the rest is computed twice.
 
 
@@ -251,7 +249,6 @@ def room_of(device: jax.Device) -> int:
     return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
 
 
-# ----------------------------------------------------------------------------------------------------
 # Reads how much memory the host has and how much is available; a container's limit counts as its host's.
 
 
@@ -284,7 +281,6 @@ def _limit() -> int | None:
     return None if text == "max" else int(text)
 
 
-# ----------------------------------------------------------------------------------------------------
 # A folder into which nobody else can put files: for what this process would run.
 
 
@@ -337,7 +333,6 @@ def _is_own_group(group: int) -> bool:
     return entry.gr_name == user and set(entry.gr_mem) <= {user}
 
 
-# ----------------------------------------------------------------------------------------------------
 # A loss on several devices: each has its own examples, and only parameters, gradients and sums go between them.
 
 

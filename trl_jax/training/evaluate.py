@@ -20,6 +20,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
 from trl_jax.data.loader import EvalChunks, IndexedExample, StepBatch
@@ -30,22 +31,21 @@ from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training import data
 from trl_jax.training.data import Batches, steps_of
 from trl_jax.training.devices import ShardedStep
-from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
+from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.prefetch import Prefetched
 from trl_jax.training.rollout import CommonNumbers, row_of
 from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
-from trl_jax.training.state import RunState
-
-# ----------------------------------------------------------------------------------------------------
-# Evaluation of a policy by completions that it writes for the prompts of a dataset.
+from trl_jax.training.state import Setup
 
 
 class CompletionEvaluator:
-    """Completes every prompt of a set as often as the task says, and measures loss, rewards and lengths."""
+    """Evaluates a policy online: completes every prompt of a set as often as the task says, and measures the loss,
+    rewards and lengths."""
 
-    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
-        self._run, self._source, self._numbers = run, source, CommonNumbers(run)
+    def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
+        self._setup, self._source = setup, source
+        self._numbers = CommonNumbers(setup.task, PolicyEqualsReference(setup))
 
         def first(params: dict, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
@@ -56,61 +56,62 @@ class CompletionEvaluator:
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Loss, speed and metrics over the prompts of a dataset, by name with `prefix`."""
         del hooks
-        start, run, dataset = time.monotonic(), self._run, batches.dataset
+        start, setup, dataset = time.monotonic(), self._setup, batches.dataset
         losses, sums, counts = [], [], []
-        with run.on_device():
+        with setup.on_device():
             for rows in self.batches(dataset):
-                run.progress.interrupts.check()
+                setup.progress.interrupts.check()
                 found = self._batch(rows)
                 losses.append(float(np.sum(found.pop("loss"))))
                 sums.append(found)
                 counts.append(len(rows))
-                run.events.fire("on_prediction_step")
+                setup.events.fire("on_prediction_step")
         if not counts:
             raise ValueError("The evaluation set has no rows.")
         total = sum(counts)
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
-        measured = self._source.rollout.logged("eval", run.state.global_step) | run.task.metrics(sums, "eval")
+        measured = self._source.rollout.logged("eval", setup.state.global_step) | setup.task.metrics(sums, "eval")
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
-        """The same; there are no predictions but for the table of completions."""
+        """The same as `evaluate`. Completions are only in their table, not in the result."""
         metrics = self.evaluate(batches, prefix, hooks)
-        self._run.events.fire("on_predict", metrics)
+        self._setup.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
     def batches(self, dataset: Dataset | IterableDataset) -> list[list[dict[str, Any]]]:
-        """The rows of each batch, every prompt as often as it is completed; in TRL's order, the same each time."""
-        run, group = self._run, self._run.task.num_generations_eval
+        """The rows of each batch, with every prompt as often as it is completed; in TRL's order, the same each time."""
+        setup, group = self._setup, self._setup.task.num_generations_eval
         if isinstance(dataset, IterableDataset):
-            order = list(dataset.shuffle(seed=run.args.seed))
+            order = list(dataset.shuffle(seed=setup.args.seed))
         else:
-            order = TorchGenerator(run.args.seed).permutation(len(dataset))
+            order = TorchGenerator(setup.args.seed).permutation(len(dataset))
         for stream in self._source.streams:
             stream.skip(BASE_SEED_WORDS)
-        size = run.args.per_device_eval_batch_size * run.shards
+        size = setup.args.per_device_eval_batch_size * setup.shards
         repeated = [index for index in order for _ in range(group)]
-        return [
-            [row_of(run, dataset, i, "eval") for i in repeated[at : at + size]] for at in range(0, len(repeated), size)
-        ]
+
+        def row(index: Any) -> dict[str, Any]:
+            return row_of(dataset, index, "eval", setup.processing_class, setup.args.remove_unused_columns)
+
+        return [list(map(row, repeated[at : at + size])) for at in range(0, len(repeated), size)]
 
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:
         """A batch's completions, laid out as one pass."""
-        run, task = self._run, self._run.task
+        setup, task = self._setup, self._setup.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
-        layout = replace(data.step_layout(run, training=False), accumulation=1)
+        layout = replace(data.step_layout(setup, training=False), accumulation=1)
         bonus = None if self._source.bonus is None else self._source.bonus.next()
         numbers = self._numbers(bonus)
-        groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, run.virtual)
+        groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, setup.virtual)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-        run = self._run
-        return jax.tree.map(fetched, self.sums(run.arrays, data.placed_pass(run, self.arrays(rows))))
+        setup = self._setup
+        return jax.tree.map(fetched, self.sums(setup.arrays, data.placed_pass(self.arrays(rows), setup.sharding_plan)))
 
 
-# ----------------------------------------------------------------------------------------------------
 # Evaluation and prediction over prepared datasets.
 
 
@@ -131,38 +132,45 @@ class Evaluator:
 
     def __init__(
         self,
-        run: RunState,
+        setup: Setup,
         forward: Forward,
         sharded_step: ShardedStep | None,
         user_loss: UserLoss | None,
         prediction_step: Callable,
     ):
-        self._run, self._forward, self._sharded_step = run, forward, sharded_step
+        self._setup, self._forward, self._sharded_step = setup, forward, sharded_step
         self._user_loss, self._prediction_step = user_loss, prediction_step
         self.compile_anew()
 
     def compile_anew(self) -> None:
-        """Forget what was compiled: the task is another."""
-        run, forward = self._run, self._forward
-        # New functions, as JAX knows by the function what it has traced.
+        """Forget the compiled programs, because the task has changed."""
+        setup, forward = self._setup, self._forward
+        # New function objects, because JAX caches programs by function.
         self._outputs = jax.jit(partial(self.outputs), static_argnames=("dtype", "bounded"))
         self._measure = jax.jit(partial(forward.measure))
         self._by_logits: LogitsEvaluation | None = None
-        self._whole = WholeBatchEvaluation(run, forward, self._sharded_step)
+        self._whole = WholeBatchEvaluation(setup, forward, self._sharded_step)
         self._by_script: Any = None  # evaluates batch by batch with a script's own methods
-        if "prediction_step" in run.overridden:
-            self._by_script = UserPrediction(run, self._user_loss, self._prediction_step)
-        elif "compute_loss" in run.overridden:
-            self._by_script = UserLossEvaluation(run, self._user_loss)
+        if "prediction_step" in setup.overridden:
+            self._by_script = UserPrediction(self._user_loss, self._prediction_step)
+        elif "compute_loss" in setup.overridden:
+            self._by_script = UserLossEvaluation(self._user_loss)
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""
-        start, run = time.monotonic(), self._run
+        start, setup = time.monotonic(), self._setup
         evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
-        script_metrics = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
+        script_metrics = {} if setup.args.prediction_loss_only else self._script_metrics(predicted, hooks)
         metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
-        measured = task_metrics(run, evaluated.sums, "eval")
-        if hooks.report is not None and "prediction_step" not in run.overridden:
+        measured = task_metrics(
+            setup.task,
+            evaluated.sums,
+            "eval",
+            tokens_seen=setup.progress.tokens_seen,
+            rollout=setup.rollout,
+            step=setup.state.global_step,
+        )
+        if hooks.report is not None and "prediction_step" not in setup.overridden:
             measured |= hooks.report(evaluated, predicted.dataset, prefix)
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
@@ -172,30 +180,49 @@ class Evaluator:
         evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
         metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
         metrics |= self._speed(prefix, start, evaluated)
-        self._run.events.fire("on_predict", metrics)
+        self._setup.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
 
     def try_metrics(self, hooks: MetricHooks) -> None:
-        """Try compute_metrics before training, as `metrics_trial.try_metrics` does: where there are a function and an
-        evaluation set, and the script has no part in what the function sees."""
-        run = self._run
-        if hooks.compute_metrics is None or run.eval_dataset is None or run.args.prediction_loss_only or run.own_loss:
+        """Try compute_metrics before training, as the function `try_metrics` does, if there are such a function and an
+        evaluation set and the script does not override what the function gets."""
+        setup = self._setup
+        if (
+            hooks.compute_metrics is None
+            or setup.eval_dataset is None
+            or setup.args.prediction_loss_only
+            or setup.own_loss
+        ):
             return
-        with run.on_device():
-            try_metrics(run, hooks.compute_metrics, partial(self._drawn, hooks.preprocess_logits_for_metrics))
+        with setup.on_device():
+            drawn = partial(self._drawn_rows, partial(self._drawn, hooks.preprocess_logits_for_metrics))
+            try_metrics(setup.eval_dataset, setup.args, hooks.compute_metrics, drawn)
 
     def _drawn(self, preprocess: Callable | None, arrays: Any, examples: int, generator: np.random.Generator) -> tuple:
-        task = self._run.task
+        task = self._setup.task
         if task.head == "lm":
             return self._logits(preprocess).drawn(arrays, generator)
         outputs = generator.standard_normal(len(task.columns.texts) * examples, np.float32)
         predictions = task.predictions(outputs, examples)
         return (predictions if preprocess is None else preprocess(predictions, ())), ()
 
+    def _drawn_rows(self, outputs_of: Callable, rows: Dataset) -> Predicted:
+        """Predictions for these rows in the form of an evaluation's, drawn."""
+        setup, generator, columns = self._setup, np.random.default_rng(0), self._setup.task.columns.texts
+        as_one = lays_end_to_end(setup.task)
+        predictions, labels, losses, inputs = [], [], [], []
+        for step in data.loader(setup, rows, training=False).laid_out(layout="padded", divided=False):
+            found, known = outputs_of(step.arrays, step.num_examples, generator)
+            predictions.append(jax.tree.map(np.asarray, found))
+            labels.append(known)
+            losses.append(np.zeros(len(columns) * step.num_examples, np.float32))
+            inputs.append(token_ids_of(rows, step.rows, columns, as_one=as_one))
+        return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, rows)
+
     def chunks(self, batches: Any) -> EvalChunks:
         """The chunks of an evaluation of this loader's batches."""
-        run = self._run
-        return EvalChunks(batches, sort=run.model.backend.batch_invariant, whole=run.router_aux_loss_coef != 0)
+        setup = self._setup
+        return EvalChunks(batches, sort=setup.model.backend.batch_invariant, whole=setup.router_aux_loss_coef != 0)
 
     def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
         """The model's outputs `[X]` of one pass; where the run is sharded, `[shards, X]`."""
@@ -209,80 +236,80 @@ class Evaluator:
         self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False
     ) -> tuple[Evaluated, Predicted]:
         """The results of a loader's batches; to `predict`, texts may be longer than max_length."""
-        run = self._run
-        dtype = (None if run.progress.in_train else run.args.eval_dtype) or run.args.compute_dtype
-        run.events.handler.eval_dataloader = batches
-        steps, after_each = steps_of(batches, method), partial(run.events.fire, "on_prediction_step")
-        with run.on_device():
+        setup = self._setup
+        dtype = (None if setup.progress.in_train else setup.args.eval_dtype) or setup.args.compute_dtype
+        setup.events.handler.eval_dataloader = batches
+        steps, after_each = steps_of(batches, method), partial(setup.events.fire, "on_prediction_step")
+        with setup.on_device():
             if self._by_script is not None:
-                evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
+                evaluate = partial(self._by_script, setup.model.arrays, dtype=dtype)
                 evaluated = run_batches(self._checked(evaluate), steps, after_each)
-            elif run.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
+            elif setup.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)
-                evaluate = self._checked(partial(by_logits, run.arrays, dtype=dtype))
+                evaluate = self._checked(partial(by_logits, setup.arrays, dtype=dtype))
                 rows = steps.laid_out(layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
-            elif run.task.head == "lm" and run.task.axis == "read":
-                evaluate = self._checked(partial(self._whole, run.arrays, dtype=dtype))
+            elif setup.task.head == "lm" and setup.task.axis == "read":
+                evaluate = self._checked(partial(self._whole, setup.arrays, dtype=dtype))
                 evaluated = run_batches(evaluate, steps, after_each, self._whole.divisor)
             else:
-                outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)
-                place = None if run.sharding_plan is None else self._placed
-                chunks = Prefetched(self.chunks(steps), place, run.progress.interrupts.check)
+                outputs_of = partial(self._outputs, setup.arrays, dtype=dtype, bounded=not predicts)
+                place = None if setup.sharding_plan is None else self._placed
+                chunks = Prefetched(self.chunks(steps), place, setup.progress.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
 
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
         """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
         if self._by_logits is None or self._by_logits.preprocess is not preprocess:
-            self._by_logits = LogitsEvaluation(self._run, self._forward, preprocess)
+            self._by_logits = LogitsEvaluation(self._setup, self._forward, preprocess)
         return self._by_logits
 
     def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The same for each pass, unless a signal has come that breaks an evaluation on the way off."""
+        """The same, but a signal ends an evaluation during training before the next pass."""
 
         def checked(arrays: Any) -> Any:
-            self._run.progress.interrupts.check()
+            self._setup.progress.interrupts.check()
             return evaluate(arrays)
 
         return checked
 
     def _placed(self, chunk: Any) -> Any:
-        place = self._run.sharding_plan.rows
+        place = self._setup.sharding_plan.rows
         return replace(chunk, passes=[(distributed(arrays, place), slots) for arrays, slots in chunk.passes])
 
     def _predicted(self, evaluated: Evaluated, dataset: Any, hooks: MetricHooks) -> Predicted:
-        run, counts = self._run, evaluated.num_examples
+        setup, counts = self._setup, evaluated.num_examples
         if isinstance(evaluated.outputs[0], tuple):
             predictions, labels = (list(part) for part in zip(*evaluated.outputs, strict=True))
-        elif run.task.head == "lm":  # sums of texts, which nobody asked for
+        elif setup.task.head == "lm":  # no logits were computed
             predictions, labels = [()] * len(counts), [()] * len(counts)
         else:
             outputs = zip(evaluated.outputs, counts, strict=True)
-            predictions, labels = [run.task.predictions(*batch) for batch in outputs], [()] * len(counts)
-        if (preprocess := hooks.preprocess_logits_for_metrics) is not None and run.task.head == "score":
+            predictions, labels = [setup.task.predictions(*batch) for batch in outputs], [()] * len(counts)
+        if (preprocess := hooks.preprocess_logits_for_metrics) is not None and setup.task.head == "score":
             shown = zip(predictions, labels, strict=True)
             predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
-        texts, as_one = len(run.task.columns.texts), lays_end_to_end(run.task)
+        texts, as_one = len(setup.task.columns.texts), lays_end_to_end(setup.task)
         losses = [
             np.repeat(np.asarray(sums["loss"], np.float32), texts * count)
             for sums, count in zip(evaluated.sums, counts, strict=True)
         ]
-        wants_ids = hooks.compute_metrics is not None and "inputs" in run.args.include_for_metrics
-        columns = run.task.columns.texts
+        wants_ids = hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics
+        columns = setup.task.columns.texts
         inputs = None
         if wants_ids:
             inputs = [token_ids_of(dataset, places, columns, as_one=as_one) for places in evaluated.rows]
-        return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, dataset)
+        return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, dataset)
 
     def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
-        args = self._run.args
+        args = self._setup.args
         if hooks.compute_metrics is None:
             return {}
         return predicted.metrics(hooks.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
-        steps = math.ceil(evaluated.total / (self._run.args.per_device_eval_batch_size * self._run.shards))
+        steps = math.ceil(evaluated.total / (self._setup.args.per_device_eval_batch_size * self._setup.shards))
         return speed_metrics(prefix, start, num_samples=evaluated.total, num_steps=steps)
 
 
@@ -293,9 +320,7 @@ def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, 
     return ready | {f"{prefix}_loss": loss} | others
 
 
-# ----------------------------------------------------------------------------------------------------
 # Evaluation with whole logits, batch by batch: for predict() and compute_metrics of a language model.
-
 
 logger = logging.getLogger(__name__)
 
@@ -311,19 +336,19 @@ class LogitsEvaluation:
     The loss is a mean over targets or examples.
     """
 
-    def __init__(self, run: RunState, forward: Forward, preprocess: Callable | None):
+    def __init__(self, setup: Setup, forward: Forward, preprocess: Callable | None):
         """
         Args:
             preprocess: a script's `preprocess_logits_for_metrics`, called with logits and labels as JAX arrays.
         """
-        self._run, self._forward, self.preprocess, self._warned = run, forward, preprocess, False
-        columns, count = run.task.columns, len(run.task.columns.texts)
-        alone = count == 1 and not columns.optional and run.task.axis == "text"
+        self._setup, self._forward, self.preprocess, self._warned = setup, forward, preprocess, False
+        columns, count = setup.task.columns, len(setup.task.columns.texts)
+        alone = count == 1 and not columns.optional and setup.task.axis == "text"
         self._texts = None if alone else columns.num_primary_texts or count
-        self._virtual = run.virtual.count
-        self._end_to_end = lays_end_to_end(run.task)
+        self._virtual = setup.virtual.count
+        self._end_to_end = lays_end_to_end(setup.task)
         self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
-        self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
+        self._evaluate_both = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         sums, logits, labels = (self._of_labels if self._texts is None else self._of_texts)(params, arrays, dtype)
@@ -343,7 +368,7 @@ class LogitsEvaluation:
     def drawn(self, arrays: Batch, generator: np.random.Generator) -> tuple[Any, np.ndarray]:
         """`(predictions, labels)` of a batch whose logits are drawn: in the shapes of the computed ones."""
         labels = self._labels(arrays)
-        vocab = self._run.vocab_size  # each token's logits are those of the one before, moved on: cheap to draw
+        vocab = self._setup.vocab_size  # each token's logits are those of the one before, moved on: cheap to draw
         drawn = generator.standard_normal(labels.size + vocab - 1, np.float32)
         logits = np.lib.stride_tricks.sliding_window_view(drawn, vocab).reshape(*labels.shape, vocab)
         if self.preprocess is None:
@@ -352,12 +377,12 @@ class LogitsEvaluation:
 
     def divisor(self, batch: Any) -> float:
         """The number of targets, or of examples, that the loss of a batch is a mean over."""
-        return divisor_of(self._run.task, batch)
+        return divisor_of(self._setup.task, batch)
 
     def _labels(self, arrays: Batch) -> np.ndarray:
         """The labels of a batch, in the form that scripts see."""
         if self._texts is None:
-            [inputs] = inputs_of(arrays, self._run.task, self._virtual)
+            [inputs] = inputs_of(arrays, self._setup.task, self._virtual)
             if not self._end_to_end:
                 return inputs["labels"][:, : self._length(inputs["attention_mask"].sum(axis=1).max())]
             inputs["labels"][:, 0] = IGNORED
@@ -369,7 +394,7 @@ class LogitsEvaluation:
 
     def _length(self, longest: int) -> int:
         """The length of TRL's rows; without `pad_to_multiple_of` the longest row's."""
-        multiple = self._run.pad_to_multiple_of
+        multiple = self._setup.pad_to_multiple_of
         return int(longest) if multiple == "auto" else padded_length(int(longest), multiple)
 
     def _as_one_row(self, values: Any, mask: np.ndarray, filler: Any) -> Any:
@@ -383,20 +408,20 @@ class LogitsEvaluation:
         labels = self._labels(arrays)
         if self._virtual:  # which predict first tokens, of which these logits know nothing
             batch = jax.tree.map(lambda leaf: leaf[0], arrays)
-            sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
+            sums, logits = self._evaluate_both(params, batch, dtype=dtype)
             logits = logits[batch.lengths > 0]
         else:
-            [inputs] = inputs_of(arrays, self._run.task)
+            [inputs] = inputs_of(arrays, self._setup.task)
             sums, logits = self._evaluate(params, inputs, dtype=dtype)
         if self._end_to_end:
-            [inputs] = inputs_of(arrays, self._run.task, self._virtual)
+            [inputs] = inputs_of(arrays, self._setup.task, self._virtual)
             return sums, self._as_one_row(logits, inputs["attention_mask"], 0), labels
         return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_of_logits(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
-        task, labels = self._run.task, inputs["labels"]
-        weight = aux_loss_weight(self._run, 1.0)
-        bound = BoundModel(self._run.model, params, dtype=dtype, head="lm", aux_loss_weight=weight)
+        task, labels = self._setup.task, inputs["labels"]
+        weight = aux_loss_weight(self._setup.router_aux_loss_coef, 1.0)
+        bound = BoundModel(self._setup.model, params, dtype=dtype, head="lm", aux_loss_weight=weight)
         outputs = bound(inputs["input_ids"], inputs["attention_mask"])
         loss, sums = task_loss(task, outputs.logits, labels)
         sums |= aux_loss_sums(bound.aux_losses)
@@ -404,50 +429,48 @@ class LogitsEvaluation:
 
     def _of_texts(self, params: dict, arrays: Batch, dtype: str) -> tuple:
         batch, labels = jax.tree.map(lambda leaf: leaf[0], arrays), self._labels(arrays)
-        sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
+        sums, logits = self._evaluate_both(params, batch, dtype=dtype)
         logits = of_examples(logits, self._texts, int(np.count_nonzero(batch.weight)))
         return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
         """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
-        run, rows = self._run, len(batch.tokens) if self._texts is None else len(batch.weight) * self._texts
+        setup, rows = self._setup, len(batch.tokens) if self._texts is None else len(batch.weight) * self._texts
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
         sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
-        policy = params if run.reference is None else run.reference.split(params)[0]
-        bound = BoundModel(run.model, policy, dtype=dtype, head="lm")
+        policy = params if setup.reference is None else setup.reference.split(params)[0]
+        bound = BoundModel(setup.model, policy, dtype=dtype, head="lm")
         mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
         return sums, bound(batch.tokens[:rows, self._virtual :], mask).logits
 
 
-# ----------------------------------------------------------------------------------------------------
-# A trial of a script's compute_metrics before training: one for predictions of another shape fails in the first
-# minute, and not in the first evaluation.
-
+# A script's compute_metrics is tried before training: one that expects another shape of predictions fails in the first
+# minute instead of the first evaluation.
 
 _ROWS = 2
 
 
 def try_metrics(
-    run: RunState, compute_metrics: Callable, outputs_of: Callable[[Any, int, np.random.Generator], tuple[Any, Any]]
+    eval_dataset: Any, args: BaseConfig, compute_metrics: Callable, drawn: Callable[[Dataset], Predicted]
 ) -> None:
-    """Call compute_metrics with drawn outputs of the first rows of the evaluation set. The model is not asked, and what
-    the function prints or draws is forgotten.
+    """Call compute_metrics with random predictions for the first rows of the evaluation set. The model is not run, and
+    what the function prints or draws is discarded.
 
     Args:
-        outputs_of: `(arrays of a batch, its examples, generator) -> (predictions, labels)`, `()` for no labels.
+        drawn: rows -> predictions.
 
     Raises:
         TypeError, AttributeError, LookupError, ValueError: those of compute_metrics, with a note. Other errors are
             warned of: two rows may be too few for it.
     """
-    dataset = next(iter(run.eval_dataset.values())) if isinstance(run.eval_dataset, dict) else run.eval_dataset
+    dataset = next(iter(eval_dataset.values())) if isinstance(eval_dataset, dict) else eval_dataset
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         return
     rows = dataset.select(range(min(_ROWS, len(dataset))))
-    predicted = _drawn(run, rows, outputs_of)
+    predicted = drawn(rows)
     try:
         with _unnoticed():
-            predicted.metrics(compute_metrics, run.args.include_for_metrics, run.args.batch_eval_metrics)
+            predicted.metrics(compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
     except Exception as error:
         shapes = jax.tree.map(np.shape, (predicted.joined, predicted.joined_labels))
         text = f"{len(rows)} rows of the evaluation set: predictions {shapes[0]}, label_ids {shapes[1]}, numbers drawn"
@@ -456,19 +479,6 @@ def try_metrics(
             return
         error.add_note(f"compute_metrics was tried before training on {text}.")
         raise
-
-
-def _drawn(run: RunState, rows: Dataset, outputs_of: Callable) -> Predicted:
-    """Predictions of these rows in the form of an evaluation's, drawn."""
-    generator, columns, as_one = np.random.default_rng(0), run.task.columns.texts, lays_end_to_end(run.task)
-    predictions, labels, losses, inputs = [], [], [], []
-    for step in data.loader(run, rows, training=False).laid_out(layout="padded", divided=False):
-        found, known = outputs_of(step.arrays, step.num_examples, generator)
-        predictions.append(jax.tree.map(np.asarray, found))
-        labels.append(known)
-        losses.append(np.zeros(len(columns) * step.num_examples, np.float32))
-        inputs.append(token_ids_of(rows, step.rows, columns, as_one=as_one))
-    return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, rows)
 
 
 @contextlib.contextmanager
@@ -483,8 +493,7 @@ def _unnoticed() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Evaluation of a batch in one pass, for tasks whose loss asks for numbers of reads.
+# Evaluation of a batch in one pass, for tasks whose loss needs numbers of reads.
 
 
 class WholeBatchEvaluation:
@@ -494,16 +503,16 @@ class WholeBatchEvaluation:
     axis of shards.
     """
 
-    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None):
-        self._run, self._forward, self._sharded_step = run, forward, sharded_step
+    def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None):
+        self._setup, self._forward, self._sharded_step = setup, forward, sharded_step
         self._sums = jax.jit(self._of_batch, static_argnames="dtype")
 
     def __call__(self, params: dict, arrays: Batch, *, dtype: str) -> tuple[dict[str, jax.Array], dict]:
-        return self._sums(params, data.placed_pass(self._run, arrays), dtype=dtype), {}
+        return self._sums(params, data.placed_pass(arrays, self._setup.sharding_plan), dtype=dtype), {}
 
     def divisor(self, batch: Any) -> float:
         """The number that the loss of a batch is a mean over."""
-        return divisor_of(self._run.task, batch)
+        return divisor_of(self._setup.task, batch)
 
     def _of_batch(self, params: dict, batch: Batch, *, dtype: str) -> dict[str, jax.Array]:
         def of_pass(params: dict, batch: Batch) -> dict[str, jax.Array]:
@@ -516,7 +525,6 @@ class WholeBatchEvaluation:
         return sums | {"loss": sums["loss"].sum()}
 
 
-# ----------------------------------------------------------------------------------------------------
 # One pass over an evaluation set.
 
 
@@ -615,20 +623,14 @@ def run_batches(
     return done.checked()
 
 
-# ----------------------------------------------------------------------------------------------------
-# The number that the loss of a batch of an evaluation is a mean over.
-
-
 def divisor_of(task: TokenTask, batch: StepBatch) -> float:
-    """The number of the batch's targets where the task weighs those alike, else of its examples."""
+    """What the loss of a batch is a mean over: its targets if the task weights tokens equally, else its examples."""
     if not task.per_token:
         return batch.num_examples
     return max(1, batch.num_targets)
 
 
-# ----------------------------------------------------------------------------------------------------
 # The predictions of an evaluation, in the form that `compute_metrics` gets.
-
 
 _FILLER = -100  # transformers' filler where arrays of several batches differ in length
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import threading
@@ -15,9 +16,6 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 
 from trl_jax.core.text import say
 from trl_jax.mesh.processes import AgreedExit, several
-
-# ----------------------------------------------------------------------------------------------------
-# Calls transformers' callbacks with the state and control that they expect.
 
 
 class Events:
@@ -33,16 +31,25 @@ class Events:
             raise TypeError(f"{event} of a callback returned a {type(control).__name__}: wanted its control, or None.")
         self.control = control
 
+    @contextlib.contextmanager
+    def state_replaced(self, values: dict[str, Any]) -> Iterator[None]:
+        """A context in which `state` has these values: arrays of a program that is traced."""
+        real = self.state
+        self.state = copy.copy(real)
+        vars(self.state).update(values)
+        try:
+            yield
+        finally:
+            self.state = real
 
-# ----------------------------------------------------------------------------------------------------
-# Handles SIGTERM, SIGINT and SIGHUP: the first one lets the step finish, a second one ends the process at once.
 
+# Handle SIGTERM, SIGINT and SIGHUP: the first one lets the step finish, a second one ends the process at once.
 
-_HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """Ends what may be broken off for a signal; no `Exception`, which a script's own code might catch."""
+    """Ends what a signal may interrupt. Not an `Exception`, which a script's own code might catch."""
 
 
 class Interrupts:
@@ -53,7 +60,7 @@ class Interrupts:
         self._evaluating = self._waiting = False
 
     @contextlib.contextmanager
-    def heeded(self, promise: str) -> Iterator[None]:
+    def handling_signals(self, promise: str) -> Iterator[None]:
         """Handle signals within the block. `promise` tells the user what the first one will lead to.
 
         A signal that the process ignores, as under nohup, stays ignored. The user is told if that is SIGINT, which
@@ -64,13 +71,13 @@ class Interrupts:
             yield
             return
         self._promise = promise
-        heeded = [number for number in _HEEDED if signal.getsignal(number) != signal.SIG_IGN]
-        if signal.SIGINT not in heeded:
+        handled = [number for number in _HANDLED if signal.getsignal(number) != signal.SIG_IGN]
+        if signal.SIGINT not in handled:
             say(
                 "SIGINT is ignored by this process, as in the background of a shell, and will not stop the run. "
                 f"kill -TERM {os.getpid()} ends it: finishing the step, then {promise}."
             )
-        before = {number: signal.signal(number, self._take) for number in heeded}
+        before = {number: signal.signal(number, self._take) for number in handled}
         try:
             yield
         finally:
@@ -100,7 +107,7 @@ class Interrupts:
             self._evaluating = False
 
     def check(self) -> None:
-        """Break an evaluation off. Does nothing outside of `evaluating`: a script's own evaluations run to their end.
+        """Interrupt an evaluation. Does nothing outside of `evaluating`: a script's own evaluations run to their end.
 
         Raises:
             Interrupted: a signal has come.
@@ -131,7 +138,7 @@ class Interrupts:
 
 
 def _do_without_terminal() -> None:
-    """Send output to nowhere where its terminal is gone: the next progress bar would raise before anything is saved."""
+    """Discard output if its terminal is gone: the next progress bar would raise before anything is saved."""
     for handle in (1, 2):
         try:
             os.write(handle, b"")

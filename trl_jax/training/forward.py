@@ -11,26 +11,24 @@ import jax.numpy as jnp
 from trl_jax.data.batch import Batch, LossBatch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.peft_backend import LoraBackend
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.supervised import load_balancing_loss, real_examples, summed
 from trl_jax.models.model import merge
 from trl_jax.nn.head import Distributions
 from trl_jax.nn.layers import Noise
-from trl_jax.training.reference import PREFIX
-from trl_jax.training.state import RunState
+from trl_jax.training.reference import PREFIX, ReferenceModel
+from trl_jax.training.state import Setup
 
 if TYPE_CHECKING:
     from trl_jax.config.base import BaseConfig
 
 
-# ----------------------------------------------------------------------------------------------------
-# The model's outputs and the task's loss, as pure functions of parameters and a batch.
-
-
 class Forward:
-    """The functions from which a step and an evaluation are compiled."""
+    """The model's outputs and the task's loss as pure functions of parameters and a batch: steps and evaluations are
+    compiled from them."""
 
-    def __init__(self, run: RunState):
-        self._run = run
+    def __init__(self, setup: Setup):
+        self._setup = setup
 
     def outputs(self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any) -> Any:
         """The numbers of a pass that the task's loss gets: outputs of a score head, float32 `[X]`, or, under a language
@@ -42,74 +40,74 @@ class Forward:
             bounded: whether no text is longer than max_length.
             options: further arguments of the model's call: remat, dropout_key, router_key, noise.
         """
-        run, reference = self._run, self._run.reference
-        common, max_tokens = self._common(batch, dtype), run.max_tokens if bounded else None
+        setup, reference = self._setup, self._setup.reference
+        common, max_tokens = self._common(batch, dtype), setup.max_tokens if bounded else None
         if reference is not None:
             params, compared = reference.split(params)
-        model = merge(run.model.graph, params, options.get("dropout_key"))
-        options |= common | _windows(run.model.backend, max_tokens)
-        if run.router_aux_loss_coef:
-            count, virtual = batch.router_token_count, run.virtual
+        model = merge(setup.model.graph, params, options.get("dropout_key"))
+        options |= common | _windows(setup.model.backend, max_tokens)
+        if setup.router_aux_loss_coef:
+            count, virtual = batch.router_token_count, setup.virtual
             options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
         if batch.images is not None:
             options["images"] = model.features(**options)
-            if reference is not None and self._reference_sees_alike():
+            if reference is not None and self._reference_shares_tower():
                 common["images"] = jax.lax.stop_gradient(options["images"])
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
-        if run.task.head == "score":
+        if setup.task.head == "score":
             return outputs
         sums = {}
-        if run.router_aux_loss_coef:
+        if setup.router_aux_loss_coef:
             outputs, router_sums = outputs
             sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), batch.lengths.shape)
-        if run.task.compares_distributions:
-            beside = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
-            return sums | run.task.of_pass(Distributions(outputs, beside, batch.targets), batch)
-        sums |= run.task.of_pass(outputs, batch)
-        if reference is None or not run.task.compared:
+        if setup.task.compares_distributions:
+            others = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
+            return sums | setup.task.of_pass(Distributions(outputs, others, batch.targets), batch)
+        sums |= setup.task.of_pass(outputs, batch)
+        if reference is None or not setup.task.compared:
             return sums
-        if run.virtual.count and not reference.backend.virtual.count:
-            batch = without_virtual(batch, run.virtual.count)
+        if setup.virtual.count and not reference.backend.virtual.count:
+            batch = without_virtual(batch, setup.virtual.count)
             common["lengths"] = batch.lengths
         found = self._of_reference(compared, batch, max_tokens, common)
-        return sums | {f"ref_{name}": found[name] for name in run.task.compared}
+        return sums | {f"ref_{name}": found[name] for name in setup.task.compared}
 
-    def _reference_sees_alike(self) -> bool:
-        """Whether the reference has the policy's vision tower, so that its features need not be computed again."""
-        run = self._run
-        base = run.model.backend.base if isinstance(run.model.backend, LoraBackend) else run.model.backend
+    def _reference_shares_tower(self) -> bool:
+        """Whether the policy's vision tower, as it is now, is the reference's: its features are computed once then."""
+        model, shared = self._setup.model, self._setup.reference.shared
+        base = model.backend.base if isinstance(model.backend, LoraBackend) else model.backend
         tower = {path for path in base.tensors if path.startswith("vision.")}
-        return tower <= {*run.reference.shared} and not run.model.backend.of_vision(run.model.params)
+        return tower <= shared and not model.backend.of_vision(model.params)
 
     def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the model alone; arguments as of `outputs`."""
         params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
-        options = self._common(batch) | _windows(self._run.model.backend, self._run.max_tokens)
-        model = merge(self._run.model.graph, params)
-        return self._run.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
+        options = self._common(batch) | _windows(self._setup.model.backend, self._setup.max_tokens)
+        model = merge(self._setup.model.graph, params)
+        return self._setup.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
     def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the run's reference, laid out as that reads it; arguments as of `outputs`."""
-        _, compared = self._run.reference.split(params)
-        return self._of_reference(compared, batch, self._run.max_tokens, self._common(batch))
+        _, compared = self._setup.reference.split(params)
+        return self._of_reference(compared, batch, self._setup.max_tokens, self._common(batch))
 
     def _of_reference(
         self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
     ) -> dict[str, jax.Array]:
-        reference, task = self._run.reference, self._run.task
+        reference, task = self._setup.reference, self._setup.task
         outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
         return task.of_pass(outputs, batch)
 
     def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
         """The options of every model's call; dtype=None is that of training."""
-        options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._run.args.compute_dtype)}
+        options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._setup.args.compute_dtype)}
         options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
         if batch.images is not None:
             options["images"] = batch.images
-        task = self._run.task
+        task = self._setup.task
         if task.head == "score":
             return options
-        if self._run.args.cast_lm_head_to_fp32:
+        if self._setup.args.cast_lm_head_to_fp32:
             options["head_dtype"] = jnp.dtype("float32")
         if task.compares_distributions:
             return options | {"before_head": True}
@@ -126,15 +124,15 @@ class Forward:
             remat: whether the backward pass computes layers again instead of keeping their activations.
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
-        outputs = self.outputs(params, batch, dtype=self._run.args.compute_dtype, **options)
+        outputs = self.outputs(params, batch, dtype=self._setup.args.compute_dtype, **options)
         return self._loss(outputs, batch)
 
     def _loss(self, outputs: Any, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        run = self._run
-        loss, sums = run.task.loss(outputs, batch)
-        if not run.router_aux_loss_coef:
+        setup = self._setup
+        loss, sums = setup.task.loss(outputs, batch)
+        if not setup.router_aux_loss_coef:
             return loss, sums
-        return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, run.router_aux_loss_coef)
+        return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, setup.router_aux_loss_coef)
 
     def measure(self, outputs: Any, batch: Batch | LossBatch) -> dict[str, jax.Array]:
         """The sums of an evaluated batch, and its `loss`, a mean."""
@@ -143,8 +141,8 @@ class Forward:
 
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
         """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
-        run = self._run
-        return random_options(run.args, run.model.backend, key, lengths, run.pad_to_multiple_of)
+        setup = self._setup
+        return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of)
 
 
 def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
@@ -152,32 +150,31 @@ def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
     return {} if backend.window is None else {"max_tokens": max_tokens}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether a policy still is its reference. Until its first update the divergence of the two and its gradient are 0;
+# Whether a policy still equals its reference. Until its first update their divergence and its gradient are 0, but the
 # log-probabilities of two programs differ in their last digits, and Adam makes whole steps of such a gradient.
 
 
-class AtReference:
-    """Asked before each step and evaluation of a run with a reference. Weights that have parted do not meet again, but
-    where the reference moves: they are compared until they have."""
+class PolicyEqualsReference:
+    """Called before each step and evaluation of a run with a reference. Weights that differ once never become equal
+    again, unless the reference moves; until they differ they are compared each time."""
 
-    def __init__(self, run: RunState):
-        self._run, self._compared, self._parted = run, None, False  # the arrays of the reference that were compared
+    def __init__(self, setup: Setup):
+        self._setup, self._compared, self._parted = setup, None, False  # the arrays of the reference that were compared
 
     def __call__(self) -> bool:
-        run = self._run
-        if run.reference is None:
+        setup = self._setup
+        if setup.reference is None:
             return False
-        if run.reference.arrays is not self._compared:
-            self._compared, self._parted = run.reference.arrays, False
+        if setup.reference.arrays is not self._compared:
+            self._compared, self._parted = setup.reference.arrays, False
         if not self._parted:
-            with run.on_device():
-                self._parted = not _is_reference(run)
+            with setup.on_device():
+                self._parted = not _is_reference(setup.reference, setup.model)
         return not self._parted
 
 
-def _is_reference(run: RunState) -> bool:
-    reference, backend, params = run.reference, run.model.backend, run.model.params
+def _is_reference(reference: ReferenceModel, policy: PreTrainedModel) -> bool:
+    backend, params = policy.backend, policy.params
     own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
     if any(path not in params or _kind(params[path]) != _kind(array) for path, array in own.items()):
         return False
@@ -206,57 +203,43 @@ def _same(own: dict[str, Any], policy: dict[str, Any], added: list[dict[str, Any
     return jnp.all(jnp.stack(equal)) if equal else jnp.bool_(True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether a run balances the experts of its model, and how much that counts.
-
-
-def balance_experts(run: RunState, coefficient: float | None, *, in_config: bool = False) -> bool:
-    """Let a run add its model's load-balancing loss.
+def balance_experts(model: PreTrainedModel, coefficient: float | None, *, in_config: bool = False) -> float:
+    """The weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
 
     Args:
-        in_config: the model's config says so from there on, as TRL's SFTTrainer has it.
-        coefficient: `router_aux_loss_coef` of the arguments; None is that of the model's config, 0.0 without any.
-
-    Returns:
-        Whether the loss is added.
+        coefficient: `router_aux_loss_coef` of the arguments; None takes that of the model's config, 0.0 without one.
+        in_config: write the weight into the model's config, as TRL's SFTTrainer does.
 
     Raises:
-        ValueError: there is a coefficient and the model gives no routers' numbers.
+        ValueError: there is a coefficient and the model does not return its router logits.
     """
-    config, model = run.model.config.get_text_config(), run.model
-    facts = config.to_dict()
+    config = model.config.get_text_config()
+    facts, name = config.to_dict(), model.config.architectures[0]
     own = facts.get("router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     if "output_router_logits" not in facts:
         if coefficient:
             raise ValueError(
-                f"`router_aux_loss_coef` is set to {coefficient} but {_name(run)} is not a Mixture-of-Experts model "
+                f"`router_aux_loss_coef` is set to {coefficient} but {name} is not a Mixture-of-Experts model "
                 "that returns its router logits, so there is no auxiliary loss to weight. Leave it out."
             )
-        return False
+        return 0.0
     if own and not model.backend.has_routers:
         raise ValueError(
-            f"router_aux_loss_coef={own} of {_name(run)}: this model runs on the {model.backend.name} backend, which "
+            f"router_aux_loss_coef={own} of {name}: this model runs on the {model.backend.name} backend, which "
             "has no load-balancing loss. Pass router_aux_loss_coef=0.0 to train without it."
         )
     if in_config and "router_aux_loss_coef" in facts:
         config.output_router_logits, config.router_aux_loss_coef = own != 0, own
-    run.router_aux_loss_coef = own
-    return own != 0
+    return own
 
 
-def _name(run: RunState) -> str:
-    return run.model.config.architectures[0]
-
-
-# ----------------------------------------------------------------------------------------------------
-# The random numbers of a training step: dropout, experts that routers draw, and noise on the embeddings.
-
+# The random numbers of a training step: dropout, routers that draw experts, and noise on the embeddings.
 
 _NOISE, _ROUTERS = 1000, 1001  # folded into the key; dropout folds in smaller numbers
 
 
 def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
-    """The key of a run, None where nothing is random. A step folds its number in, so a resumed run draws the same."""
+    """The key of a run; None if nothing is random. A step folds its number in, so that a resumed run draws the same."""
     drawn = not args.disable_dropout or args.neftune_noise_alpha or backend.draws_experts
     return jax.random.key(args.seed) if drawn else None
 
@@ -290,9 +273,7 @@ def check_noise(args: BaseConfig, backend: Backend) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# The loss that balances a mixture of experts, beside a task's own: it is of all tokens of a pass.
-
+# The load-balancing loss of a mixture of experts, over all tokens of a pass.
 
 AUX_LOSS = "aux_loss"
 
@@ -311,13 +292,13 @@ def with_aux_loss(
     return loss + coefficient * jnp.sum(batch.pass_weight * of_examples), sums
 
 
-def aux_loss_weight(run: RunState, pass_weight: Any) -> Any:
-    """The weight of the load-balancing loss of a batch with this share of a step; None where the run adds none."""
-    return run.router_aux_loss_coef * pass_weight if run.router_aux_loss_coef else None
+def aux_loss_weight(coefficient: float, pass_weight: Any) -> Any:
+    """The weight of the load-balancing loss of a batch with this share of a step; None if the run adds none."""
+    return coefficient * pass_weight if coefficient else None
 
 
 def aux_loss_sums(aux_losses: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """The sums for the metric, of batches that were computed alone; nothing where there are none."""
+    """The sums for the metric, from batches that were computed one by one; nothing without any."""
     if not aux_losses:
         return {}
     return {AUX_LOSS: sum(aux_losses), f"{AUX_LOSS}_examples": jnp.float32(len(aux_losses))}

@@ -12,17 +12,15 @@ import jax
 from tqdm.auto import tqdm
 from transformers.trainer_callback import ProgressCallback
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.core.secrets import scrubbed
 from trl_jax.data.loader import ExampleLoader
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import is_first
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_devices
 from trl_jax.training.model import short_name
-from trl_jax.training.state import RunState
-
-# ----------------------------------------------------------------------------------------------------
-# The lines that a run says by itself: three before its first step, and one when it has trained or saved.
-
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +30,10 @@ def show_lines(level: int, *, asked: bool) -> None:
     logger.setLevel(logging.INFO if not asked and level <= logging.WARNING else logging.NOTSET)
 
 
-def tell(run: RunState, about: str, text: str) -> None:
-    """Say a line, the first time that a run has one about this; on the first process."""
-    if about not in run.progress.told:
-        run.progress.told.add(about)
+def tell(told: set[str], about: str, text: str) -> None:
+    """Print a line on the first process, unless the run has `told` one about this already."""
+    if about not in told:
+        told.add(about)
         _say(text)
 
 
@@ -45,35 +43,33 @@ def _say(text: str) -> None:
             logger.info("%s", text)
 
 
-def tell_model(run: RunState) -> None:
-    """Say which device trains what."""
-    devices = run_devices(run.args) if run.sharding_plan is None else list(run.sharding_plan.mesh.devices.flat)
-    devices = devices[:1] if run.sharding_plan is None else devices
+def tell_model(told: set[str], args: BaseConfig, model: PreTrainedModel, plan: ShardingPlan | None) -> None:
+    """Print which device trains what."""
+    devices = run_devices(args)[:1] if plan is None else list(plan.mesh.devices.flat)
     kind = "CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    every, trained = run.model.num_parameters(), run.model.num_parameters(only_trainable=True)
+    every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     share = "all of which train" if every == trained else f"of which {_count(trained)} train ({trained / every:.2%})"
-    what = f"{scrubbed(short_name(run.model))} ({run.model.config.model_type}) of {_count(every)} parameters"
-    text = f"Training on {len(devices)} x {kind}: {what}, {share}, computed in {run.args.compute_dtype}."
-    tell(run, "model", text)
+    what = f"{scrubbed(short_name(model))} ({model.config.model_type}) of {_count(every)} parameters"
+    tell(told, "model", f"Training on {len(devices)} x {kind}: {what}, {share}, computed in {args.compute_dtype}.")
 
 
-def tell_layout(run: RunState, layout: str, reason: str) -> None:
-    """Say how steps are laid out that no survey of a dataset has told of: for a script's own loss, and of rows that
-    the run writes.
+def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> None:
+    """Print the layout of the steps where no survey of a dataset has: with a script's own loss, and online.
 
     Args:
-        reason: why it is another layout than asked for; "" where it is not.
+        reason: why it is not the layout that was asked for; "" if it is.
+        own_loss: whether the script overrides the loss.
     """
-    why = "the script's own loss gets whole rows" if run.own_loss else reason
+    why = "the script's own loss gets whole rows" if own_loss else reason
     why = why or "what it saves is known once there are rows"
-    tell(run, "layout", f"Layout {layout}: {why}.")
+    tell(told, "layout", f"Layout {layout}: {why}.")
 
 
-def tell_compilation(run: RunState, steps: Any, shape: tuple[int, ...]) -> None:
-    """Say that the first step waits for the compiler, and where the program is kept.
+def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None:
+    """Print that the first step waits for the compiler, and where the program is kept.
 
     Args:
-        steps: what the loop takes steps from.
+        steps: the source of the loop's steps.
         shape: of the first step's tokens.
     """
     count = _shapes(steps)
@@ -81,32 +77,32 @@ def tell_compilation(run: RunState, steps: Any, shape: tuple[int, ...]) -> None:
     folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     kept = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
     size = " x ".join(f"{axis:,}" for axis in shape)
-    tell(run, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
+    tell(told, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
 
 
 def _from_home(folder: str) -> str:
-    """The folder, as `~/...` where it lies under the user's own."""
+    """The folder, as `~/...` inside the user's home."""
     home = Path("~").expanduser()
     return f"~/{Path(folder).relative_to(home)}" if Path(folder).is_relative_to(home) else folder
 
 
-def tell_trained(run: RunState, steps: int, seconds: float) -> None:
-    """Say what a call of train() left, and what to call next."""
-    folder = Path(run.args.output_dir) / f"checkpoint-{run.state.global_step}"
+def tell_trained(output_dir: str, last_step: int, steps: int, seconds: float) -> None:
+    """Print what a call of train() left, and what to call next."""
+    folder = Path(output_dir) / f"checkpoint-{last_step}"
     left = f"its last checkpoint is {scrubbed(str(folder))}" if folder.is_dir() else "the model is in memory alone"
     _say(f"Trained {steps:,} step{'' if steps == 1 else 's'} in {seconds:,.1f} s; {left}. Next: trainer.save_model().")
 
 
-def tell_saved(run: RunState, folder: Path) -> None:
-    """Say where the model is, and a command that uses it."""
+def tell_saved(folder: Path, head: str, *, causal: bool) -> None:
+    """Print where the model is, and a command that uses it."""
     place = scrubbed(str(folder))
-    command = f"trl-jax score {place} answers.jsonl" if run.task.head == "score" else f"trl-jax chat {place}"
-    usable = run.task.head == "score" or run.model.backend.causal  # exported programs do not generate
+    command = f"trl-jax score {place} answers.jsonl" if head == "score" else f"trl-jax chat {place}"
+    usable = head == "score" or causal  # exported programs do not generate
     _say(f"The model is in {place}." + (f" Next: {command}" if usable else ""))
 
 
 def _shapes(steps: Any) -> int | None:
-    """How many shapes a run's steps have; None where that is not known beforehand."""
+    """The number of shapes that the steps have; None if that is not known beforehand."""
     if not isinstance(steps, ExampleLoader) or steps.step_layout.layout == "padded":
         return None
     layout = steps.step_layout
@@ -120,25 +116,23 @@ def _count(number: int) -> str:
     return str(number)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Says on the bar of a run's steps what goes on between two of them.
+# The progress bar of the steps.
 
-
-_SECONDS = 0.1  # between two looks of a person
+_SECONDS = 0.1  # between two updates of the bar
 
 
 class ProgressLine:
-    """The words before the bar that transformers' ProgressCallback shows: of terminals alone, as a log would get a line
-    for each of them, and of none with disable_tqdm."""
+    """Sets the words before the bar of transformers' ProgressCallback. Only on terminals: a log file would get a new
+    line for each of them."""
 
     def __init__(self, events: Events):
         self._events, self._told_at = events, float("-inf")
 
     def __call__(self, text: str, *, often: bool = False) -> None:
-        """Say it.
+        """Show the text.
 
         Args:
-            often: it is said again and again, and not each time has to be seen.
+            often: whether it changes often, so that it may be skipped now and then.
         """
         now = time.monotonic()
         if not sys.stderr.isatty() or (often and now - self._told_at < _SECONDS):
@@ -149,13 +143,13 @@ class ProgressLine:
 
 
 class CompilationUntimed:
-    """Leaves the compiler's time out of what the bar of a run's steps expects of those to come."""
+    """Keeps the time of the compiler out of the bar's estimate of the time left."""
 
     def __init__(self, events: Events):
         self._events, self._shapes = events, set()
 
     def done(self, shape: tuple[int, ...]) -> None:
-        """A step whose tokens have this shape was begun; for the first of each shape it was compiled before."""
+        """Note that a step with tokens of this shape was started. The first one of each shape was compiled before."""
         if shape in self._shapes:
             return
         self._shapes.add(shape)
@@ -164,13 +158,13 @@ class CompilationUntimed:
 
 
 def _bars(events: Events) -> list[Any]:
-    """The bars of a run's steps that transformers' callbacks show."""
+    """The bars of the steps, from transformers' callbacks."""
     callbacks = [one for one in events.handler.callbacks if isinstance(one, ProgressCallback)]
     return [one.training_bar for one in callbacks if one.training_bar is not None]
 
 
 class GenerationProgress:
-    """Tells how many of `total` completions are done, and how many tokens a second are written."""
+    """Shows how many of `total` completions are done, and the tokens per second."""
 
     def __init__(self, line: ProgressLine, total: int):
         self._line, self._total, self._began = line, total, time.monotonic()

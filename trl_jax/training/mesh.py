@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +30,7 @@ class DeviceArguments(Protocol):
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     activation_offloading: bool
+    tf32: bool
     device: Any
 
     def jax_devices(self) -> list[jax.Device]: ...
@@ -51,6 +54,14 @@ def run_device(args: DeviceArguments) -> jax.Device:
     """The first device of this process."""
     run_devices(args)  # joins the processes first
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
+
+
+@contextlib.contextmanager
+def on_device(args: DeviceArguments) -> Iterator[None]:
+    """Compute on the run's device, with float32 products as exact as torch's unless tf32 was asked for."""
+    precision = "tensorfloat32" if args.tf32 and args.device.type == "cuda" else "float32"
+    with jax.default_device(run_device(args)), jax.default_matmul_precision(precision):
+        yield
 
 
 def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:

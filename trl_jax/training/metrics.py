@@ -34,29 +34,30 @@ from transformers.trainer_callback import (
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import is_first
 from trl_jax.rollout.completions_log import write_picture
+from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
-from trl_jax.training.state import RunState
-
-# ----------------------------------------------------------------------------------------------------
-# The callbacks of a run, which are transformers', and the TrainerState that they get.
-
 
 logger = logging.getLogger(__name__)
 
 
-def events_of(run: RunState, callbacks: list[TrainerCallback] | None) -> Events:
-    """Build the events of a run: the default callbacks, those of `report_to` and the given ones, with a fresh state."""
+def events_of(
+    args: BaseConfig, model: PreTrainedModel, processing_class: Any, callbacks: list[TrainerCallback] | None
+) -> Events:
+    """The events of a run: the default callbacks, those of `report_to` and the given ones, with a fresh state."""
     from transformers.integrations import get_reporting_integration_callbacks
 
-    reporters = get_reporting_integration_callbacks(run.args.report_to)
+    reporters = get_reporting_integration_callbacks(args.report_to)
     given = [DefaultFlowCallback, *reporters, *(callbacks or [])]
-    handler = Callbacks(given, run.model, run.processing_class, None, None)
-    handler.add_callback(PrinterCallback if run.args.disable_tqdm else ProgressCallback)
-    return Events(handler, run.args, TrainerState(stateful_callbacks=[]), TrainerControl())
+    handler = Callbacks(given, model, processing_class, None, None)
+    handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+    return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
 
 
 class Callbacks(CallbackHandler):
@@ -196,12 +197,12 @@ def without_torch(kind: type[TrainerCallback]) -> type[TrainerCallback]:
     return kind
 
 
-def begin_state(run: RunState) -> None:
+def begin_state(events: Events, train_batch_size: int) -> None:
     """Give callbacks a fresh TrainerState: nothing has been trained yet."""
-    events, first = run.events, is_first()
+    first = is_first()
     stateful = [c for c in [*events.handler.callbacks, events.control] if isinstance(c, ExportableState)]
     events.state = TrainerState(stateful_callbacks=stateful, is_local_process_zero=first, is_world_process_zero=first)
-    events.state.train_batch_size = run.train_batch_size
+    events.state.train_batch_size = train_batch_size
 
 
 def finish_trackers(handler: CallbackHandler) -> None:
@@ -213,33 +214,41 @@ def finish_trackers(handler: CallbackHandler) -> None:
                 callback._initialized = False  # the next log then begins a new run
 
 
-def log(run: RunState, logs: dict[str, Any], start_time: float | None = None) -> None:
-    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. What is added, by
-    callbacks too, is put into `logs`, as transformers' Trainer does: evaluate() and train() return it.
+def log(
+    args: BaseConfig,
+    events: Events,
+    logs: dict[str, Any],
+    start_time: float | None = None,
+    *,
+    tokens_before: int = 0,
+    online: bool = False,
+) -> None:
+    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. What is added, also
+    by callbacks, is put into `logs`, as in transformers' Trainer: evaluate() and train() return it.
 
     Args:
-        start_time: of the training, by time.time(): how many tokens it has read a second is then logged, too, where
-            `include_num_input_tokens_seen` counts them.
+        start_time: of the training, by time.time(). The tokens per second since then are logged, too, if
+            `include_num_input_tokens_seen` counts tokens.
+        tokens_before: `state.num_input_tokens_seen` at that time.
+        online: whether a picture of the log history is drawn.
     """
-    state = run.state
+    state = events.state
     if state.epoch is not None:
         logs["epoch"] = state.epoch
-    if run.args.include_num_input_tokens_seen != "no":
+    if args.include_num_input_tokens_seen != "no":
         logs["num_input_tokens_seen"] = state.num_input_tokens_seen
         if start_time is not None:
-            seconds, read = time.time() - start_time, state.num_input_tokens_seen - run.progress.input_tokens_before
+            seconds, read = time.time() - start_time, state.num_input_tokens_seen - tokens_before
             logs["train_runtime"] = round(seconds, 4)
             if seconds > 0:
                 logs["train_tokens_per_second"] = round(read / seconds, 3)
     state.log_history.append({**logs, "step": state.global_step})
-    if run.rollout is not None and is_first() and os.access(run.args.output_dir, os.W_OK):
-        write_picture(Path(run.args.output_dir), state.log_history)
-    run.events.fire("on_log", logs)
+    if online and is_first() and os.access(args.output_dir, os.W_OK):
+        write_picture(Path(args.output_dir), state.log_history)
+    events.fire("on_log", logs)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The memory metrics that `skip_memory_metrics=False` adds to a run's.
-
+# Memory.
 
 try:
     import resource
@@ -261,9 +270,7 @@ def memory(stage: str, args: BaseConfig) -> dict[str, int]:
     return metrics
 
 
-# ----------------------------------------------------------------------------------------------------
-# Out-of-memory errors: explain what takes how much and how to take less, or retry with smaller batches.
-
+# Out-of-memory errors: explain what takes how much and how to need less, or retry with smaller batches.
 
 T = TypeVar("T")
 
@@ -298,35 +305,50 @@ def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int]
 
 
 @contextlib.contextmanager
-def explain_memory(run: RunState) -> Iterator[None]:
-    """Turn a failed allocation into a StepTooLarge that lists the run's memory and the ways to need less."""
+def explain_memory(explanation: Callable[[], str]) -> Iterator[None]:
+    """Turn a failed allocation into a StepTooLarge with this `explanation` (see `step_memory`)."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise StepTooLarge(f"{_explanation(run)} XLA says: {str(error).strip().splitlines()[0]}") from error
+        raise StepTooLarge(f"{explanation()} XLA says: {str(error).strip().splitlines()[0]}") from error
 
 
 @contextlib.contextmanager
-def explain_evaluation_memory(run: RunState) -> Iterator[None]:
+def explain_evaluation_memory(args: BaseConfig, step: int, params: dict[str, jax.Array]) -> Iterator[None]:
     """Turn a failed allocation of an evaluation during training into a MemoryError: smaller steps would not help."""
-    jax.block_until_ready(run.model.params)  # a step that did not fit may say so only now
+    jax.block_until_ready(params)  # a step that did not fit may say so only now
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryError(
-            f"The evaluation after step {run.state.global_step} does not fit into memory. Lower "
-            f"per_device_eval_batch_size={run.args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
+            f"The evaluation after step {step} does not fit into memory. Lower "
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
             f"alone. XLA says: {str(error).strip().splitlines()[0]}"
         ) from error
 
 
-def _explanation(run: RunState) -> str:
-    args, size, (weights, gradients) = run.args, run.train_batch_size, _on_device(run)
-    rows = len(run.task.columns.texts) * size
+def step_memory(
+    args: BaseConfig,
+    model: PreTrainedModel,
+    arrays: dict,
+    plan: ShardingPlan | None,
+    *,
+    step: int,
+    size: int,
+    texts: int,
+) -> str:
+    """What a step that does not fit holds in memory, and the ways to need less.
+
+    Args:
+        arrays: all arrays that the step computes with.
+        size: examples of a micro-batch on each device.
+        texts: of an example.
+    """
+    weights, gradients = _on_device(model, arrays, plan)
     settings = [
         f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
         "match, the steps stay the same)",
@@ -335,44 +357,47 @@ def _explanation(run: RunState) -> str:
     lower = f"Lower {' or '.join(settings)}"
     if not args.gradient_checkpointing:
         lower += ", or set gradient_checkpointing=True"
-    if run.sharding_plan is not None and run.sharding_plan.size("fsdp") == 1:
+    if plan is not None and plan.size("fsdp") == 1:
         lower += ", or divide the model as well, with fsdp='full_shard'"
     return (
-        f"Step {run.state.global_step + 1} does not fit into memory. Weights take {_bytes(weights)}, "
-        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of {rows} "
-        f"texts. {lower}."
+        f"Step {step} does not fit into memory. Weights take {_bytes(weights)}, "
+        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of "
+        f"{texts * size} texts. {lower}."
     )
 
 
-def _on_device(run: RunState) -> tuple[int, int]:
-    """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
-    model, sharding_plan = run.model, run.sharding_plan
-    if sharding_plan is None:
-        return sum(array.nbytes for array in run.arrays.values()), 4 * model.num_parameters(only_trainable=True)
+def _on_device(model: PreTrainedModel, arrays: dict, plan: ShardingPlan | None) -> tuple[int, int]:
+    """Bytes of weights, including frozen ones, and of gradients, on one device."""
+    if plan is None:
+        return sum(array.nbytes for array in arrays.values()), 4 * model.num_parameters(only_trainable=True)
 
     def on_device(arrays: dict, places: dict) -> int:
         return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
 
-    return on_device(model.arrays, sharding_plan.params(model.arrays)), on_device(
-        model.params, sharding_plan.gradients(model.params)
-    )
+    return on_device(model.arrays, plan.params(model.arrays)), on_device(model.params, plan.gradients(model.params))
 
 
 def _bytes(count: int) -> str:
     return f"{count / 1e9:,.2f} GB"
 
 
-# ----------------------------------------------------------------------------------------------------
 # Metrics for people and for files, as transformers' Trainer prints and writes them.
 
 
-def task_metrics(run: RunState, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-    """The task's metrics, and where TRL logs it `num_tokens`, the real tokens of all steps so far."""
-    task = run.task
+def task_metrics(
+    task: Task,
+    sums: list[dict[str, np.ndarray]],
+    split: str,
+    *,
+    tokens_seen: int,
+    rollout: RolloutSteps | None,
+    step: int,
+) -> dict[str, float]:
+    """The task's metrics, and `num_tokens` where TRL logs it: the real tokens of all steps so far."""
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
-    if run.rollout is not None:
-        return run.rollout.logged(task.metrics(sums, split), run.state.global_step)
-    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.progress.tokens_seen)}
+    if rollout is not None:
+        return rollout.logged(task.metrics(sums, split), step)
+    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
     names = list(metrics)

@@ -16,22 +16,22 @@ from trl_jax.mesh.mesh import fetched
 
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
-    from trl_jax.training.state import RunState
 
 
-# ----------------------------------------------------------------------------------------------------
 # Find NaN and infinite values: in loaded weights, or where in the model a step computes the first one.
 
 
-def explain(run: RunState, loss: Callable, batch: Any) -> str:
+def explain(params: dict, frozen: dict, loss: Callable, batch: Any, *, sharded: bool) -> str:
     """A sentence on where the first NaN or infinite value arises, in the loss or in its gradient.
 
     Args:
+        params, frozen: the arrays that train, and the others of the step.
         loss: `(params, one pass of a batch, key) -> (loss, sums)`.
         batch: the step's `StepBatch`.
+        sharded: whether the arrays are divided over several devices.
     """
-    params, frozen, arrays = run.model.params, run.frozen, batch.arrays
-    if run.sharding_plan is not None:
+    arrays = batch.arrays
+    if sharded:
         params, frozen = ({path: jnp.asarray(fetched(a)) for path, a in part.items()} for part in (params, frozen))
         arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
     bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
@@ -77,7 +77,6 @@ def _finite(values: Any) -> bool:
     return bool(np.isfinite(np.asarray(values)).all() if there else jnp.isfinite(values).all())
 
 
-# ----------------------------------------------------------------------------------------------------
 # Finds the operation of a computation that makes the first value that is not finite.
 
 
@@ -167,9 +166,7 @@ def _line(equation: Any) -> str:
     return f"{equation.primitive.name} ({source_info_util.summarize(equation.source_info)})"
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reports steps that were left out because a number in them was not finite, and ends a run that makes no others.
-
+# Report steps that were left out because a number in them was not finite, and end a run with too many of them.
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +180,7 @@ _OF_FINITE_GRADIENTS = (
 class NonFiniteGuard:
     """Looks at the metrics of each step while the device computes the next one; after a bad step it waits for each.
 
-    A bad step left weights and moments as they were (`engine.step`), so `explain` can still find the cause.
+    A bad step left weights and moments as they were (`update.make_step`), so `explain` can still find the cause.
 
     Args:
         first_step: number of the first step that will be checked.

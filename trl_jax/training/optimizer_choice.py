@@ -15,7 +15,6 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
 from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
-# ----------------------------------------------------------------------------------------------------
 # The optimizer as callbacks are given it: with torch's `param_groups`, of which a script may read and set the rate.
 
 
@@ -72,7 +71,6 @@ class ParamGroup(MutableMapping):
         return 1 + len(self._facts)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Choose the optimizer: one named by the arguments, an optax transformation, or the counterpart of a torch class.
 
 

@@ -17,7 +17,6 @@ import optax
 from trl_jax.config.optimizers import OPTIMIZERS
 from trl_jax.core.torch_random import TorchParamLayout
 
-# ----------------------------------------------------------------------------------------------------
 # Builds the optimizer that the arguments name from optax, with torch's conventions where the two differ.
 
 
@@ -206,7 +205,6 @@ def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict
     return filled
 
 
-# ----------------------------------------------------------------------------------------------------
 # Schedule-free optimizers (Defazio et al. 2024, arXiv:2405.15682), with the paper's three sequences x, y and z.
 
 
@@ -309,7 +307,6 @@ def rectified(b2: float) -> Callable[[jax.Array], Any]:
     return share
 
 
-# ----------------------------------------------------------------------------------------------------
 # transformers' Adafactor: of a matrix it keeps the average squares of rows and of columns.
 
 
@@ -411,7 +408,6 @@ def _split(
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
 # Update rules as optax transformations, with torch's conventions where optax has others.
 
 

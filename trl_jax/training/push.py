@@ -12,10 +12,12 @@ from typing import Any
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
+from trl_jax.config.base import BaseConfig
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.push import Publisher, Run, Upload, write_card
 from trl_jax.mesh.processes import is_first
 from trl_jax.training.checkpoint import MANIFEST, discard, entries, files_below
-from trl_jax.training.state import RunState
+from trl_jax.training.events import Events
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +30,23 @@ _NOT_THE_MODEL = ("training_state", "trainer_state.json", MANIFEST)  # of a chec
 
 
 class HubPublisher:
-    """Pushes as `push_to_hub` and `hub_strategy` say.
+    """Pushes as `push_to_hub` and `hub_strategy` of the arguments say. Its methods take the arguments as they are then:
+    a script may change them.
 
     repo_id: the repository's full name, None before `open`.
     """
 
-    def __init__(self, run: RunState, tags: list[str], paper: tuple[str, str] | None = None):
+    def __init__(self, tags: list[str], paper: tuple[str, str] | None = None):
         """
         Args:
             tags: of the model's card.
-            paper: title and arXiv number of the paper that has the method, of the card, too.
+            paper: title and arXiv number of the method's paper, for the card.
         """
-        self._run, self._tags, self._paper, self.repo_id = run, tags, paper, None
+        self._tags, self._paper, self.repo_id = tags, paper, None
         self._publisher: Publisher | None = None
         self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
-    def open(self, token: str | None = None, private: bool | None = None) -> None:
+    def open(self, args: BaseConfig, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository `args.hub_model_id`, named after output_dir if None, unless it exists.
 
         Raises:
@@ -51,7 +54,6 @@ class HubPublisher:
             PermissionError, ConnectionError: that failed. With `hub_strategy="end"`, a Hub that cannot be reached only
                 gets a warning: it is not needed yet.
         """
-        args = self._run.args
         if not is_first():
             return
         self._publisher = Publisher(
@@ -76,13 +78,12 @@ class HubPublisher:
         """Whether `open` was called in this process."""
         return self._publisher is not None
 
-    def push(self, message: str, *, blocking: bool, revision: str | None) -> Any:
-        """Upload `args.output_dir`, checkpoints left out. Returns the commit; where not `blocking`, a Future of it.
+    def push(self, folder: Path, message: str, *, blocking: bool, revision: str | None) -> Any:
+        """Upload the run's folder without checkpoints. Returns the commit; if not `blocking`, a Future of it.
 
         Raises:
             PermissionError, ConnectionError: the last try failed, too; everything is in the folder.
         """
-        folder = Path(self._run.args.output_dir)
         uploads = [Upload(folder, message, list(files_below(folder, _is_pushed)))]
         if not blocking:
             return self._publisher.push_in_background(
@@ -93,38 +94,48 @@ class HubPublisher:
         self.repo_id, self._unpushed = self._publisher.repo_id, None
         return commit
 
-    def write_card(self, model_name: str | None, dataset_name: Any, tags: Any, facts: dict[str, Any]) -> None:
-        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
-        run, folder = self._run, Path(self._run.args.output_dir)
-        began = run.model.name_or_path
+    def write_card(
+        self,
+        args: BaseConfig,
+        model: PreTrainedModel,
+        head: str,
+        history: list[dict[str, float]],
+        *,
+        model_name: str | None,
+        dataset_name: Any,
+        tags: Any,
+        facts: dict[str, Any],
+    ) -> None:
+        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write.
+
+        Args:
+            head: the model's.
+            history: the logs of the training.
+        """
+        folder, began = Path(args.output_dir), model.name_or_path
         write_card(
             folder,
-            model_name=model_name or self.repo_id or run.args.hub_model_id or folder.absolute().name,
+            model_name=model_name or self.repo_id or args.hub_model_id or folder.absolute().name,
             base_model=None if Path(began).exists() else began,
             datasets=_listed(dataset_name),
             tags=[*self._tags, *_listed(tags)],
-            run=card_run(run),
-            adapter=run.model.peft_config["default"].peft_type if run.model.frozen else None,
-            head=run.task.head,
+            run=card_run(args, history),
+            adapter=model.peft_config["default"].peft_type if model.frozen else None,
+            head=head,
             paper=self._paper,
             **facts,
         )
 
-    @property
-    def pushes_checkpoints(self) -> bool:
-        """Whether checkpoints are pushed during training."""
-        return self._run.args.push_to_hub and self._run.args.hub_strategy != HubStrategy.END
-
-    def push_saved(self, folder: Path) -> None:
+    def push_saved(self, args: BaseConfig, events: Events, folder: Path) -> None:
         """Push a checkpoint that was just written, unless hub_strategy says otherwise or an upload is running."""
-        if is_first() and self.pushes_checkpoints and (self._run.args.hub_always_push or not self._publisher.running):
-            self._push_checkpoint(folder)
+        if is_first() and pushes_checkpoints(args) and (args.hub_always_push or not self._publisher.running):
+            self._push_checkpoint(args, events, folder)
 
-    def _push_checkpoint(self, folder: Path) -> None:
-        run, args, step = self._run, self._run.args, self._run.state.global_step
-        run.events.fire("on_push_begin")
-        stage = self._staged(folder)
-        where = f"step {step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(run.state.epoch)}"
+    def _push_checkpoint(self, args: BaseConfig, events: Events, folder: Path) -> None:
+        events.fire("on_push_begin")
+        step, epoch = events.state.global_step, events.state.epoch
+        stage = _staged(Path(args.output_dir), folder, step)
+        where = f"step {step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(epoch)}"
         message = f"Training in progress, {where}"
         uploads = [_whole(stage / "run", message)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
@@ -137,18 +148,7 @@ class HubPublisher:
 
         self._publisher.push_in_background(uploads, done=done)
 
-    def _staged(self, folder: Path) -> Path:
-        """Link the files to push into a folder of their own, because the checkpoint may be removed during the
-        upload."""
-        output_dir = Path(self._run.args.output_dir)
-        stage = output_dir / f"{_STAGE}-{self._run.state.global_step}"
-        discard(stage)
-        _copy(folder, stage / "checkpoint", files_below(folder))
-        _copy(output_dir, stage / "run", files_below(output_dir, _is_pushed), changes=True)
-        _copy(folder, stage / "run", files_below(folder, lambda name: name not in _NOT_THE_MODEL and _is_pushed(name)))
-        return stage
-
-    def finish(self) -> None:
+    def finish(self, args: BaseConfig, events: Events) -> None:
         """Wait for the last upload, retry it if it failed, and log the failures."""
         if self._publisher is None:
             return
@@ -156,12 +156,12 @@ class HubPublisher:
             logger.warning("Waiting for the upload to %s to end.", self._publisher.repo_id)
         self._publisher.wait()
         if self._unpushed is not None and self._unpushed.exists():
-            self._push_checkpoint(self._unpushed)
+            self._push_checkpoint(args, events, self._unpushed)
             self._publisher.wait()
-        self._tell_failures()
+        self._tell_failures(args.output_dir)
 
-    def tell_unfinished(self) -> None:
-        """Tell which uploads did not arrive, and cut off the one under way; wait for none."""
+    def tell_unfinished(self, output_dir: str) -> None:
+        """Log which uploads did not arrive, and cut off the running one without waiting for it."""
         if self._publisher is None:
             return
         if self._publisher.running:
@@ -169,16 +169,12 @@ class HubPublisher:
                 "Leaving while %s to %s is under way: it is cut off. %s.",
                 f'the upload "{self._publisher.uploading}"' if self._publisher.uploading else "an upload",
                 self._publisher.repo_id,
-                self._local(),
+                _local(output_dir),
             )
             self._publisher.cut_off()
-        self._tell_failures()
+        self._tell_failures(output_dir)
 
-    def _local(self) -> str:
-        folder = self._run.args.output_dir
-        return f"{folder} holds everything" if Path(folder).is_dir() else f"{folder} is gone, too"
-
-    def _tell_failures(self) -> None:
+    def _tell_failures(self, output_dir: str) -> None:
         failures = self._publisher.failures
         if failures:
             state = "The last one did not arrive either" if self._unpushed is not None else "The last one arrived"
@@ -187,18 +183,36 @@ class HubPublisher:
                 len(failures),
                 self._publisher.repo_id,
                 state,
-                self._local(),
+                _local(output_dir),
                 failures[0],
             )
 
 
-def card_run(run: RunState) -> Run | None:
+def pushes_checkpoints(args: BaseConfig) -> bool:
+    """Whether checkpoints are pushed during training."""
+    return args.push_to_hub and args.hub_strategy != HubStrategy.END
+
+
+def _staged(output_dir: Path, folder: Path, step: int) -> Path:
+    """Link the files to push into a folder of their own, because the checkpoint may be removed during the upload."""
+    stage = output_dir / f"{_STAGE}-{step}"
+    discard(stage)
+    _copy(folder, stage / "checkpoint", files_below(folder))
+    _copy(output_dir, stage / "run", files_below(output_dir, _is_pushed), changes=True)
+    _copy(folder, stage / "run", files_below(folder, lambda name: name not in _NOT_THE_MODEL and _is_pushed(name)))
+    return stage
+
+
+def _local(folder: str) -> str:
+    return f"{folder} holds everything" if Path(folder).is_dir() else f"{folder} is gone, too"
+
+
+def card_run(args: BaseConfig, history: list[dict[str, float]]) -> Run | None:
     """The facts of the training for the card; None before the first log."""
-    history = run.state.log_history
     if not history:
         return None
-    defaults = type(run.args)("unused", use_cpu=run.args.use_cpu).to_dict()
-    changed = {name: value for name, value in run.args.to_dict().items() if defaults.get(name) != value}
+    defaults = type(args)("unused", use_cpu=args.use_cpu).to_dict()
+    changed = {name: value for name, value in args.to_dict().items() if defaults.get(name) != value}
     for name in (*_NOT_ON_CARD, *(name for name in changed if name.endswith("_token"))):
         changed.pop(name, None)
     last: dict[str, float] = {}
@@ -216,7 +230,7 @@ def sweep_stages(output_dir: str) -> None:
 
 
 def _is_pushed(path: str) -> bool:
-    """Whether a file or folder at this path in the run's folder is pushed: hidden names are private, wherever."""
+    """Whether a file or folder at this path in the run's folder is pushed; hidden names are private at any depth."""
     return not Path(path).name.startswith(".") and not any(fnmatch(path.split("/")[0], p) for p in _NOT_PUSHED)
 
 
@@ -225,7 +239,8 @@ def _whole(folder: Path, message: str, path_in_repo: str = "") -> Upload:
 
 
 def _copy(source: Path, target: Path, files: Iterable[str], *, changes: bool = False) -> None:
-    """Bring files of one folder into another; `changes`: all but weights are still written to."""
+    """Link files of one folder into another. With `changes`, everything except weights is copied, because it may still
+    be written to."""
     target.mkdir(parents=True, exist_ok=True)
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +251,7 @@ def _copy(source: Path, target: Path, files: Iterable[str], *, changes: bool = F
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link a file that does not change any more; copy it where the file system has no links."""
+    """Hard-link a file that no longer changes; copy it if the file system has no links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

@@ -22,22 +22,24 @@ import xxhash
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import replacing
 from trl_jax.data.batch import Batch, of_examples
 from trl_jax.data.loader import EvalChunk, EvalChunks, fingerprint
-from trl_jax.mesh.mesh import distributed, pieces
+from trl_jax.mesh.mesh import ShardingPlan, distributed, pieces
 from trl_jax.mesh.processes import from_first, is_first
+from trl_jax.tasks.task import Task
 from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward
-from trl_jax.training.state import RunState
+from trl_jax.training.reference import ReferenceModel
+from trl_jax.training.state import Setup
 
-# ----------------------------------------------------------------------------------------------------
-# The reference's log-probabilities of a whole dataset, computed before training, as columns of it.
+# The reference's log-probabilities of a whole dataset, computed before training and added as columns.
 
 
 def precomputed(
-    run: RunState,
+    setup: Setup,
     dataset: Any,
     columns: tuple[str, ...],
     *,
@@ -47,9 +49,9 @@ def precomputed(
 ) -> Dataset:
     """The dataset with a float32 column for each text: its log-probability under the run's reference.
 
-    What an earlier run computed by the same reference of the same rows is read from the disk. The columns of a dataset
-    that has them are replaced: nothing in it says of which model they are. Under a model without weights, of a plan,
-    they are zeros.
+    What an earlier run computed with the same reference and rows is read from the disk. Columns that the dataset
+    already has are replaced, because they may come from another model. For a model without weights, in a plan, they are
+    zeros.
 
     Args:
         columns: their names, in the order of the texts.
@@ -66,33 +68,40 @@ def precomputed(
             "set `precompute_ref_log_probs=False`."
         )
     dataset = dataset.remove_columns([column for column in columns if column in dataset.column_names])
-    if any(isinstance(array, jax.ShapeDtypeStruct) for array in run.arrays.values()):
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in setup.arrays.values()):
         return _with_columns(dataset, columns, np.zeros((len(columns), len(dataset)), np.float32))
-    batch_size *= run.shards
-    cache = LogpsCache(folder_of(run, dataset, batch_size, facts), len(columns), len(dataset))
+    batch_size *= setup.shards
+    folder = None
+    if datasets.is_caching_enabled():
+        facts |= _facts(setup.args, setup.task, setup.reference, dataset, batch_size)
+        folder = folder_of(dataset, facts, setup.reference.split(setup.arrays)[1])
+    cache = LogpsCache(folder, len(columns), len(dataset))
     if not cache.known.all():
-        hidden = run.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
+        hidden = setup.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
         words = f"Computing reference log probs for {name} dataset"
         with tqdm(total=len(dataset), initial=int(cache.known.sum()), desc=words, disable=hidden) as progress:
-            _compute(run, dataset, cache, batch_size, progress)
+            _compute(setup, dataset, cache, batch_size, progress)
     return _with_columns(dataset, columns, cache.values)
 
 
-def _compute(run: RunState, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm) -> None:
-    """Put those that are missing into the cache; where it raises, those that were computed are kept.
+def _compute(setup: Setup, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm) -> None:
+    """Compute what is missing in the cache. If this raises, what was computed so far is kept.
 
-    A chunk with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
-    with is, bit for bit, what was never broken off.
+    A chunk with a missing row is computed whole, in the shapes that it has when nothing is known, so that the result is
+    bit for bit that of an uninterrupted run.
     """
-    virtual = run.reference.backend.virtual
-    compute, loader = _compiled(run), data.loader(run, dataset, training=False, virtual=virtual)
-    chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
+    virtual = setup.reference.backend.virtual
+    compute, loader = (
+        _placing(_compiled(setup), setup.sharding_plan),
+        data.loader(setup, dataset, training=False, virtual=virtual),
+    )
+    chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=setup.model.backend.batch_invariant)
     try:
-        with run.on_device():
+        with setup.on_device():
             for chunk in chunks:
                 if all(cache.known[rows].all() for rows in chunk.rows):
                     continue
-                for rows, logps in _by_batch(run, compute, chunk, len(cache.values)):
+                for rows, logps in _by_batch(compute, chunk, len(cache.values)):
                     if not cache.known[rows].all():
                         progress.update(int(np.count_nonzero(~cache.known[rows])))
                         cache.put(rows[0], logps)
@@ -101,10 +110,10 @@ def _compute(run: RunState, dataset: Dataset, cache: LogpsCache, batch_size: int
 
 
 def _by_batch(
-    run: RunState, compute: Callable[[Batch], jax.Array], chunk: EvalChunk, columns: int
+    compute: Callable[[Batch], jax.Array], chunk: EvalChunk, columns: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """The rows of each batch, one behind the other, and the log-probabilities of their texts, `[columns, rows]`."""
-    outputs = [compute(_placed(run, arrays)) for arrays, _ in chunk.passes]
+    """The rows of each batch in order, and the log-probabilities of their texts, `[columns, rows]`."""
+    outputs = [compute(arrays) for arrays, _ in chunk.passes]
     batches = zip(chunk.restored(jax.device_get(outputs)), chunk.batches, chunk.rows, strict=True)
     for logps, batch, rows in batches:
         yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
@@ -116,26 +125,24 @@ def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray)
     return dataset
 
 
-def _compiled(run: RunState) -> Callable[[Batch], jax.Array]:
+def _compiled(setup: Setup) -> Callable[[Batch], jax.Array]:
     """A pass's arrays -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
-    forward = Forward(run)
+    forward = Forward(setup)
 
     def of_pass(arrays: dict, batch: Batch) -> jax.Array:
         return forward.of_reference(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
 
-    plan = run.sharding_plan
+    plan = setup.sharding_plan
     if plan is not None:
-        of_pass = ShardedStep(plan, run.model.params, run.frozen).scores(of_pass)
-    return partial(jax.jit(of_pass), run.arrays)
+        of_pass = ShardedStep(plan, setup.model.params, setup.frozen).scores(of_pass)
+    return partial(jax.jit(of_pass), setup.arrays)
 
 
-def _placed(run: RunState, batch: Batch) -> Batch:
-    return batch if run.sharding_plan is None else distributed(batch, run.sharding_plan.rows)
+def _placing(compute: Callable[[Batch], jax.Array], plan: ShardingPlan | None) -> Callable[[Batch], jax.Array]:
+    return compute if plan is None else lambda batch: compute(distributed(batch, plan.rows))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Log-probabilities of a reference on the disk, in parts, found again by a digest of all that they depend on.
-
+# Log-probabilities of a reference on the disk, in parts, found by a digest of everything that they depend on.
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +223,8 @@ def _write(folder: Path, start: int, part: np.ndarray) -> None:
     np.save(buffer, part, allow_pickle=False)
     content = buffer.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / f"{start}-{xxhash.xxh3_128_hexdigest(content)}.npy") as beside:
-        beside.write_bytes(content)
+    with replacing(folder / f"{start}-{xxhash.xxh3_128_hexdigest(content)}.npy") as unfinished:
+        unfinished.write_bytes(content)
 
 
 def _part(path: Path) -> tuple[int, np.ndarray]:
@@ -233,36 +240,37 @@ def _part(path: Path) -> tuple[int, np.ndarray]:
     return int(start), np.load(io.BytesIO(content), allow_pickle=False)
 
 
-def folder_of(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str, Any]) -> Path | None:
-    """Where the log-probabilities of the run's reference belong: beside the cache files of the dataset, or among those
-    of all datasets for one in memory. None where `datasets.disable_caching()` was called.
+def folder_of(dataset: Dataset, facts: dict[str, Any], arrays: dict[str, Any]) -> Path:
+    """The folder of a reference's log-probabilities: next to the cache files of the dataset, or in the cache of all
+    datasets for one in memory.
 
     Args:
-        batch_size: examples of a batch, on which ropes of some models depend.
-        facts: what else the numbers depend on.
+        facts: by name, what the numbers depend on besides the weights.
+        arrays: the reference's weights.
     """
-    if not datasets.is_caching_enabled():
-        return None
     files = dataset.cache_files
     parent = Path(files[0]["filename"]).parent if files else Path(datasets.config.HF_DATASETS_CACHE)
-    return parent / f"reference-logps-{_key(run, dataset, batch_size, facts)}"
+    return parent / f"reference-logps-{_key(facts, arrays)}"
 
 
-def _key(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str, Any]) -> str:
-    """The digest of the reference's weights, of what is computed with them, and of the prepared rows."""
-    args, reference = run.args, run.reference
+def _facts(
+    args: BaseConfig, task: Task, reference: ReferenceModel, dataset: Dataset, batch_size: int
+) -> dict[str, Any]:
+    """What the log-probabilities of any reference depend on, besides its weights; the ropes of some models depend on
+    the batch size."""
     settings = {key: value for key, value in reference.config.to_dict().items() if key not in _NO_PART}
-    whole = {
-        **facts,
+    return {
         "computed by": [_FORMAT, version("jax")],
-        "rows": fingerprint(dataset, run.task.columns),
+        "rows": fingerprint(dataset, task.columns),
         "batch size": None if reference.backend.batch_invariant else batch_size,
         "max_length": None if reference.backend.window is None else args.max_length,
         "dtype": [args.compute_dtype, args.tf32, args.device.type, reference.dtype],
         "model": [reference.backend.name, _ADDRESS.sub("", repr(reference.backend.graph)), settings],
     }
-    digest = xxhash.xxh3_128(json.dumps(whole, sort_keys=True, default=str).encode())
-    _, arrays = reference.split(run.arrays)
+
+
+def _key(facts: dict[str, Any], arrays: dict[str, Any]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode())
     for path in sorted(arrays):
         digest.update(f"{path} {arrays[path].dtype} {arrays[path].shape}".encode())
         for piece in pieces(arrays[path], _PIECE):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
@@ -32,6 +32,7 @@ from trl_jax.hub.peft_config import PISSA
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_state import OPTIMIZER as OPTIMIZER_torch_state
 from trl_jax.hub.torch_state import random_state, write_adamw_moments
+from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import barrier, is_first, several
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.training import devices
@@ -42,7 +43,7 @@ from trl_jax.training.checkpoint import (
     TENSORS,
     AsyncSaver,
     BrokenCheckpoint,
-    Progress,
+    LoopProgress,
     RunLock,
     SavedProgress,
     await_checkpoint,
@@ -58,29 +59,28 @@ from trl_jax.training.checkpoint import (
     verify,
     write_progress,
 )
-from trl_jax.training.data import columns_of, loader, order_of
+from trl_jax.training.data import image_columns, loader, order_of
 from trl_jax.training.events import Events
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.optimizers import decays, with_adam_moments
-from trl_jax.training.reference import PREFIX
-from trl_jax.training.state import RunState, TrainerHooks
+from trl_jax.training.reference import PREFIX, ReferenceModel
+from trl_jax.training.state import Setup
 
-# ----------------------------------------------------------------------------------------------------
-# Resume from a checkpoint: all errors are raised before anything of the run changes.
-
+# Resume from a checkpoint: all errors are raised before anything in the run changes.
 
 _FACTS = {"order": dict, "schedule": dict, "tokens_seen": int, "shards": int, "step_examples": int, "fills": bool}
 
 logger = logging.getLogger(__name__)
 
 
-def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length: RunLength, tx: Any) -> Progress:
+def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length: RunLength, tx: Any) -> LoopProgress:
     """Restore the run to the state in which it wrote this checkpoint; returns its progress.
 
     Raises:
         ValueError: the checkpoint is of another model, dataset, batch or release.
     """
-    folder, args = point.folder, run.args
+    folder, args = point.folder, setup.args
     saved = None if point.manifest is None or point.model_only else SavedProgress(folder)
     if point.manifest is not None and not args.ignore_data_skip:
         _check_dataset(point, checkpointer.dataset_fingerprint())
@@ -88,39 +88,40 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
         _check_facts(saved)
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
-        _check_place(run, saved, point.state.global_step)
+        counts_rows = setup.rollout is None and not args.ignore_data_skip
+        _check_place(saved, setup.train_dataset, point.state.global_step, counts_rows=counts_rows)
         _check_frozen(saved, checkpointer.frozen_digests())
         if not (reached or args.ignore_data_skip):
-            _check_order(run, saved)
-    params = weights_of(run, folder)
+            _check_order(saved, order_of(args, setup.train_dataset, setup.step_examples))
+    params = weights_of(setup.model, folder, args.seed, setup.sharding_plan)
     if saved is None:
-        params, state, progress = _of_transformers(run, point, params, tx)
+        params, state, progress = _of_transformers(setup, point, params, tx)
         if point.model_only:
             checkpointer.lr_scheduler.begin_at(point.state.global_step)
     else:
-        params, state, progress = _of_ours(run, checkpointer, saved, params, tx, point.state.global_step, length)
-    _resume_tables(run, folder)
-    run.model.params, run.progress.optimizer_state = params, state
+        params, state, progress = _of_ours(setup, checkpointer, saved, params, tx, point.state.global_step, length)
+    _resume_tables(setup.model, setup.reference, folder)
+    setup.model.params, setup.progress.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
     progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
-    progress.micro_batches = math.ceil(progress.examples / run.micro_batch_examples)
+    progress.micro_batches = math.ceil(progress.examples / setup.micro_batch_examples)
     if args.ignore_data_skip and not progress.stop_training:
-        _begin_epoch_again(run, progress, length)
-    _restore_state(run, point)
+        _restart_epoch(progress, length, setup.rollout)
+    restore_callbacks = args.restore_callback_states_from_checkpoint
+    _restore_state(setup.events, point, setup.train_batch_size, wholly=restore_callbacks)
     logger.warning("Resuming from %s: step %d of %d.", folder, point.state.global_step, length.max_steps)
     return progress
 
 
-def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
-    """The weights of a checkpoint, placed on the devices of the run's.
+def weights_of(model: PreTrainedModel, folder: Path, seed: int, plan: ShardingPlan | None) -> dict[str, jax.Array]:
+    """The weights of a checkpoint of this model, placed on its devices.
 
     Raises:
-        ValueError: they are of another model.
+        ValueError: they belong to another model.
     """
-    model, plan = run.model, run.sharding_plan
-    params = model.backend.load(folder, run.args.seed, None if plan is None else plan.place)
+    params = model.backend.load(folder, seed, None if plan is None else plan.place)
     shapes = {path: array.shape for path, array in params.items()}
     if shapes != {path: array.shape for path, array in model.params.items()}:
         raise ValueError(
@@ -130,116 +131,126 @@ def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
     return params if plan is None else plan.placed(params)
 
 
-def _begin_epoch_again(run: RunState, progress: Progress, length: RunLength) -> None:
-    """Skip no rows of the epoch that is under way; one of which none are left is over."""
+def _restart_epoch(progress: LoopProgress, length: RunLength, rollout: RolloutSteps | None) -> None:
+    """Restart the current epoch from its first row, unless none of its rows are left."""
     if progress.micro_batches >= length.micro_batches_per_epoch:
         return
     progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
-    if run.rollout is not None:
-        run.rollout.begin_epoch_again(progress.epoch)
+    if rollout is not None:
+        rollout.begin_epoch_again(progress.epoch)
 
 
-def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
+def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, LoopProgress]:
     state = tx.init(params)
     if point.model_only:
         logger.warning(
             "%s holds the model alone (save_only_model=True): the step and the place in the data go on, while the "
             "optimizer, its learning-rate schedule and the random numbers%s begin again, as in TRL.",
             point.folder,
-            ", and the reference that follows the policy" if run.moving_reference else "",
+            ", and the reference that follows the policy" if setup.moving_reference else "",
         )
     else:
-        state = optimizer_state(point.folder, state, run.model, lambda folder: weights_of(run, folder))
-    if run.sharding_plan is not None:
-        state = run.sharding_plan.placed_state(state, params)
-    run.progress.tokens_seen = tokens_seen(point.state)
-    if run.rollout is not None:
-        place = rollout_place(point.folder, point.state, run.rollout, run.step_examples, model_only=point.model_only)
-        return params, state, place
-    return params, state, _place_of(run, point.state)
+
+        def load(folder: Path) -> dict[str, jax.Array]:
+            return weights_of(setup.model, folder, setup.args.seed, setup.sharding_plan)
+
+        state = optimizer_state(point.folder, state, setup.model, load)
+    if setup.sharding_plan is not None:
+        state = setup.sharding_plan.placed_state(state, params)
+    setup.progress.tokens_seen = tokens_seen(point.state)
+    if setup.rollout is not None:
+        steps, only = setup.rollout, point.model_only
+        return params, state, rollout_place(point.folder, point.state, steps, setup.step_examples, model_only=only)
+    steps = len(loader(setup, setup.train_dataset, training=True)) if isinstance(setup.train_dataset, Dataset) else None
+    return params, state, place(point.state, steps, setup.step_examples)
 
 
 def _of_ours(
-    run: RunState,
+    setup: Setup,
     checkpointer: Checkpointer,
     saved: SavedProgress,
     params: dict,
     tx: Any,
     step: int,
     length: RunLength,
-) -> tuple[dict, Any, Progress]:
-    _check_step(run, saved)
-    like, plan = jax.eval_shape(tx.init, params), run.sharding_plan
+) -> tuple[dict, Any, LoopProgress]:
+    _check_step(saved, setup.args, shards=setup.shards, micro_batch=setup.micro_batch_examples)
+    like, plan = jax.eval_shape(tx.init, params), setup.sharding_plan
     places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
     params = saved.tree("params", params, places[0]) if saved.names("params") else params
     state = saved.tree("optimizer", like, places[1])
-    if run.rollout is not None:
+    if setup.rollout is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
-        moved = run.rollout.restore(arrays, saved.facts["rollout"])
+        moved = setup.rollout.restore(arrays, saved.facts["rollout"])
         if moved:
-            saved.progress.examples = run.rollout.micro_batches_done * run.micro_batch_examples
-        if moved or saved.facts["step_examples"] != run.step_examples:
-            _check_steps_left(run, saved, step, length)
-    _resume_reference(run, saved)
-    run.progress.fill_last, run.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
+            saved.progress.examples = setup.rollout.micro_batches_done * setup.micro_batch_examples
+        if moved or saved.facts["step_examples"] != setup.step_examples:
+            _check_steps_left(saved, setup.args, setup.rollout, len(setup.train_dataset), step, length)
+    if setup.reference is not None:
+        _resume_reference(setup.reference, setup.sharding_plan, saved)
+    setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
     return params, state, saved.progress
 
 
-def _resume_reference(run: RunState, saved: SavedProgress) -> None:
-    """Let a reference that followed the policy go on from where it was."""
-    if run.reference is None or not saved.names("reference"):
-        return
-    arrays, plan = run.reference.arrays, run.sharding_plan
-    places = None if plan is None else plan.params(arrays)
-    run.reference.arrays = saved.tree("reference", arrays, places)
+def _resume_reference(reference: ReferenceModel, plan: ShardingPlan | None, saved: SavedProgress) -> None:
+    """Restore the arrays of a reference that followed the policy."""
+    if saved.names("reference"):
+        places = None if plan is None else plan.params(reference.arrays)
+        reference.arrays = saved.tree("reference", reference.arrays, places)
 
 
-def _resume_tables(run: RunState, folder: Path) -> None:
-    """Take the tables of a resized vocabulary as they were: a script that resizes it again may draw other rows."""
-    backend, reference = run.model.backend, run.reference
+def _resume_tables(model: PreTrainedModel, reference: ReferenceModel | None, folder: Path) -> None:
+    """Restore the tables of a resized vocabulary: a script that resizes it again may draw other rows."""
+    backend = model.backend
     if not isinstance(backend, LoraBackend):
         return
-    run.model.frozen = run.model.frozen | backend.restore_tables(folder, run.model.frozen)
+    model.frozen = model.frozen | backend.restore_tables(folder, model.frozen)
     if reference is not None and reference.backend is backend.base:  # with its own copies of tables that train
         own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
         changed = {path: backend.base.replaced(own, path, backend.tables[path]) for path in backend.tables.keys() & own}
         reference.arrays = reference.arrays | {PREFIX + path: arrays[path] for path, arrays in changed.items()}
 
 
-def _restore_state(run: RunState, point: ResumePoint) -> None:
-    state = run.events.state = point.state
+def _restore_state(events: Events, point: ResumePoint, train_batch_size: int, *, wholly: bool) -> None:
+    state = events.state = point.state
     state.is_local_process_zero = state.is_world_process_zero = is_first()
-    restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
-    state.train_batch_size = run.train_batch_size
+    restore_callbacks(events, wholly=wholly)
+    state.train_batch_size = train_batch_size
     if state.best_model_checkpoint is not None:  # the run's folder may have moved
         run_id = None if point.manifest is None else point.manifest.get("run", "")
         best = checkpoint_of(run_id, point.folder.parent, Path(state.best_model_checkpoint).name)
         state.best_model_checkpoint = None if best is None else str(best)
 
 
-def _check_step(run: RunState, saved: SavedProgress) -> None:
-    """Raise ValueError where other devices would change the number of examples in a step."""
-    then, args = saved.facts["step_examples"], run.args
-    if saved.facts["shards"] == run.shards or then == run.step_examples:
+def _check_step(saved: SavedProgress, args: BaseConfig, *, shards: int, micro_batch: int) -> None:
+    """Raise ValueError where other devices would change the number of examples in a step.
+
+    Args:
+        micro_batch: examples of a micro-batch, on all devices together.
+    """
+    then, now = saved.facts["step_examples"], micro_batch * args.gradient_accumulation_steps
+    if saved.facts["shards"] == shards or then == now:
         return
-    way = f"Set gradient_accumulation_steps={then // run.micro_batch_examples}."
-    if then % run.micro_batch_examples:
+    way = f"Set gradient_accumulation_steps={then // micro_batch}."
+    if then % micro_batch:
         way = f"Choose both so that the product is {then}, or a mesh whose data x fsdp divides it."
     raise ValueError(
-        f"{saved.folder} was trained in steps of {then} examples on {saved.facts['shards']} devices; {run.shards} "
+        f"{saved.folder} was trained in steps of {then} examples on {saved.facts['shards']} devices; {shards} "
         f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
-        f"{args.gradient_accumulation_steps} give {run.step_examples}. {way}"
+        f"{args.gradient_accumulation_steps} give {now}. {way}"
     )
 
 
-def _check_steps_left(run: RunState, saved: SavedProgress, step: int, length: RunLength) -> None:
-    """Raise ValueError where a run of whole epochs, in other sizes than before, would end with prompts left."""
-    args, progress, source = run.args, saved.progress, run.rollout
+def _check_steps_left(
+    saved: SavedProgress, args: BaseConfig, source: RolloutSteps, rows: int, step: int, length: RunLength
+) -> None:
+    """Raise ValueError where a run of whole epochs, with other sizes than before, would end with prompts left."""
+    progress = saved.progress
     if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
         return
-    cycle, rows = source.cycle, len(run.train_dataset)
+    cycle = source.cycle
     left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
     left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
     reached = (progress.epoch + 1) * len(source) - left
@@ -263,7 +274,7 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
 
 
 def _check_facts(saved: SavedProgress) -> None:
-    """Raises BrokenCheckpoint for a fact of another kind than `Checkpointer` writes."""
+    """Raises BrokenCheckpoint for a fact whose type is not the one that `Checkpointer` writes."""
     for name, kind in _FACTS.items():
         if type(saved.facts.get(name)) is not kind:
             raise BrokenCheckpoint(
@@ -272,19 +283,22 @@ def _check_facts(saved: SavedProgress) -> None:
             )
 
 
-def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
-    """Raises BrokenCheckpoint for a place that no run of so many steps on so many rows can have reached."""
-    progress, path, rows = saved.progress, saved.folder / FACTS, run.train_dataset
+def _check_place(saved: SavedProgress, rows: Dataset | IterableDataset, step: int, *, counts_rows: bool) -> None:
+    """Raises BrokenCheckpoint for a place that no run of so many steps on these rows can have reached.
+
+    Args:
+        counts_rows: whether the place counts rows of this dataset.
+    """
+    progress, path = saved.progress, saved.folder / FACTS
     if progress.epoch > step:
         raise BrokenCheckpoint(f"{path}: epoch is {progress.epoch}, which a run of {step} steps has not reached.")
     most = len(rows) + saved.facts["step_examples"] if isinstance(rows, Dataset) else progress.examples
-    known = run.rollout is None and not run.args.ignore_data_skip
-    if known and progress.examples > most:  # the last step of an epoch may be filled up
+    if counts_rows and progress.examples > most:  # the last step of an epoch may be filled up
         raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
 
 
 def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
-    """Raise ValueError where the base model under an adapter is another one."""
+    """Raise ValueError if the base model under an adapter has changed."""
     then = saved.facts.get("frozen", {})  # which earlier checkpoints lack
     changed = sorted(path for path in then.keys() & now if then[path] != now[path])
     if changed:
@@ -295,9 +309,9 @@ def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
         )
 
 
-def _check_order(run: RunState, saved: SavedProgress) -> None:
-    """Raises ValueError where the rest of an epoch would be that of another order."""
-    then, now, progress = saved.facts["order"], order_of(run), saved.progress
+def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
+    """Raises ValueError where the rest of an epoch would come in another order than its beginning."""
+    then, progress = saved.facts["order"], saved.progress
     if then == now or progress.epoch_over or not progress.examples:
         return
     told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
@@ -328,14 +342,7 @@ def log_changes(folder: Path, arguments: str) -> None:
         logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
 
 
-def _place_of(run: RunState, state: TrainerState) -> Progress:
-    steps = len(loader(run, run.train_dataset, training=True)) if isinstance(run.train_dataset, Dataset) else None
-    return place(state, steps, run.step_examples)
-
-
-# ----------------------------------------------------------------------------------------------------
 # Checkpoints of a run: weights and optimizer state bit for bit, and the position in the data.
-
 
 _PER_PROCESS = ("process_id", "local_rank")  # arguments that differ between the processes of a run
 
@@ -348,12 +355,12 @@ class Checkpointer:
     lock: of output_dir, while train() has it.
     """
 
-    def __init__(self, run: RunState, arguments: str, hooks: TrainerHooks):
+    def __init__(self, setup: Setup, arguments: str, hooks: Hooks):
         """
         Args:
             arguments: the text of training_args.json.
         """
-        self._run, self.arguments, self._hooks = run, arguments, hooks
+        self._setup, self.arguments, self._hooks = setup, arguments, hooks
         self.lock: RunLock | None = None
         self.saver = AsyncSaver()
         self.lr_scheduler: LearningRate | None = None
@@ -361,7 +368,7 @@ class Checkpointer:
         self._fingerprint: str | None = None
         self._frozen: dict[str, int] | None = None
 
-    def save(self, progress: Progress, *, background: bool) -> Path:
+    def save(self, progress: LoopProgress, *, background: bool) -> Path:
         """Write the checkpoint of this step; returns its folder.
 
         Args:
@@ -370,7 +377,7 @@ class Checkpointer:
         Raises:
             FloatingPointError: weights are NaN or infinite.
         """
-        run = self._run
+        setup = self._setup
         self._check_weights()
         if self.lock is not None:
             self.lock.renew()
@@ -378,13 +385,13 @@ class Checkpointer:
         background = background and self._may_write_in_background()
         needed, write = self._least_bytes(), self._writer(progress, background=background)
         if not is_first():  # gathers what the first process writes
-            write(Path(run.args.output_dir))
+            write(Path(setup.args.output_dir))
             barrier("checkpoint")
-            return await_checkpoint(run.args.output_dir, run.state, self.run_id)
+            return await_checkpoint(setup.args.output_dir, setup.state, self.run_id)
         folder = save_checkpoint(
-            run.args.output_dir,
+            setup.args.output_dir,
             write,
-            run.events,
+            setup.events,
             facts={"run": self.run_id, "dataset": self.dataset_fingerprint()},
             needed=needed,
             **({"begin": self.saver.begin} if background else {}),
@@ -394,7 +401,7 @@ class Checkpointer:
 
     def begin(self, found: ResumePoint | None, new_id: str) -> None:
         """Take the id of the run that is resumed, or the new one."""
-        args, resumed = self._run.args, found is not None and found.manifest is not None
+        args, resumed = self._setup.args, found is not None and found.manifest is not None
         self.run_id = (resumed and found.manifest.get("run")) or new_id
         if is_first() and args.save_strategy != SaveStrategy.NO:
             replaces = args.save_total_limit is not None
@@ -403,39 +410,40 @@ class Checkpointer:
     def _may_write_in_background(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
         host has memory for the copy that is written."""
-        run, own = self._run, self._run.overridden.union(self._hooks.set_by_script())
-        if own & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_in_background or several():
+        setup, own = self._setup, self._setup.overridden.union(self._hooks.set_by_script())
+        if own & {"save_model", "_save_checkpoint"} or not setup.model.backend.saves_in_background or several():
             return False
-        if any(type(c).on_save is not TrainerCallback.on_save for c in run.events.handler.callbacks):
+        if any(type(c).on_save is not TrainerCallback.on_save for c in setup.events.handler.callbacks):
             return False
         spare = devices.available()
         return spare is None or self._copied_bytes() < spare / 2
 
-    def _writer(self, progress: Progress, *, background: bool) -> Callable[[Path], None]:
+    def _writer(self, progress: LoopProgress, *, background: bool) -> Callable[[Path], None]:
         """The function that writes a checkpoint's folder; with `background`, from a copy of all that the next step
         changes."""
-        run = self._run
-        trees = {"params": run.model.params}
-        if not run.args.save_only_model:
-            trees |= {"optimizer": run.progress.optimizer_state, "reference": run.moving_reference}
+        setup = self._setup
+        trees = {"params": setup.model.params}
+        if not setup.args.save_only_model:
+            trees |= {"optimizer": setup.progress.optimizer_state, "reference": setup.moving_reference}
         trees = host_copy(trees) if background else trees
         rollout = None
-        if run.rollout is not None:
-            trees["rollout"], rollout = run.rollout.state()
-        fill_last = run.shards > 1 if run.progress.fill_last is None else run.progress.fill_last
-        facts = {"tokens_seen": run.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
-        facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fill_last}
-        facts |= {"order": order_of(run), "rollout": rollout, "frozen": self.frozen_digests()}
+        if setup.rollout is not None:
+            trees["rollout"], rollout = setup.rollout.state()
+        fill_last = setup.shards > 1 if setup.progress.fill_last is None else setup.progress.fill_last
+        facts = {"tokens_seen": setup.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        facts |= {"shards": setup.shards, "step_examples": setup.step_examples, "fills": fill_last}
+        order = order_of(setup.args, setup.train_dataset, setup.step_examples)
+        facts |= {"order": order, "rollout": rollout, "frozen": self.frozen_digests()}
         text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
             if background:
-                self.write_model(folder, run.model.with_params(trees["params"]))
+                self.write_model(folder, setup.model.with_params(trees["params"]))
             else:
                 self._hooks.save_model(folder, _internal_call=True)
-            if run.args.save_only_model:
+            if setup.args.save_only_model:
                 return
-            rounded = set(run.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
+            rounded = set(setup.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
             saved = {name: tree for name, tree in trees.items() if rounded or name != "params"}
             write_progress(folder, steps, saved, text, writes=is_first())
 
@@ -443,28 +451,28 @@ class Checkpointer:
 
     def write_model(self, folder: Path, model: PreTrainedModel) -> None:
         """Write the files of save_model for this model, which may be a copy of the trainer's."""
-        write_model(folder, model, self._run.processing_class, self.arguments)
+        write_model(folder, model, self._setup.processing_class, self.arguments)
 
     def _copied_bytes(self) -> int:
-        run = self._run
-        copied = run.model.params, run.progress.optimizer_state, run.moving_reference
+        setup = self._setup
+        copied = setup.model.params, setup.progress.optimizer_state, setup.moving_reference
         return sum(leaf.nbytes for leaf in jax.tree.leaves(copied))
 
     def _least_bytes(self) -> int:
         """Least size of the checkpoint: weights and moments, without small files."""
-        run = self._run
-        width = 4 if "float32" in run.model.backend.dtypes.values() else 2
-        weights = width * run.model.num_parameters(only_trainable=True)
-        state = () if run.args.save_only_model else (run.progress.optimizer_state, run.moving_reference)
+        setup = self._setup
+        width = 4 if "float32" in setup.model.backend.dtypes.values() else 2
+        weights = width * setup.model.num_parameters(only_trainable=True)
+        state = () if setup.args.save_only_model else (setup.progress.optimizer_state, setup.moving_reference)
         return weights + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
     def _check_weights(self) -> None:
         """Raise FloatingPointError for NaN or infinite weights, before they replace a good checkpoint."""
-        bad = [path for path, good in jax.device_get(_finite(self._run.model.params)).items() if not good]
+        bad = [path for path, good in jax.device_get(_finite(self._setup.model.params)).items() if not good]
         if bad:
             raise FloatingPointError(
-                f"Step {self._run.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No checkpoint "
-                "was written; what was there is as it was. Lower learning_rate and resume."
+                f"Step {self._setup.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No "
+                "checkpoint was written; what was there is as it was. Lower learning_rate and resume."
             )
 
     def forget_dataset(self) -> None:
@@ -473,9 +481,11 @@ class Checkpointer:
 
     def dataset_fingerprint(self) -> str | None:
         """The digest of a table, computed once a run; None for a stream, whose rows are known only as they arrive."""
-        run = self._run
-        if self._fingerprint is None and isinstance(run.train_dataset, Dataset):
-            self._fingerprint = fingerprint(run.train_dataset, columns_of(run, run.train_dataset))
+        setup = self._setup
+        if self._fingerprint is None and isinstance(setup.train_dataset, Dataset):
+            rows = setup.train_dataset
+            columns = setup.task.columns if setup.encoder is None else image_columns(rows)
+            self._fingerprint = fingerprint(rows, columns)
         return self._fingerprint
 
     def frozen_digests(self) -> dict[str, int]:
@@ -484,7 +494,7 @@ class Checkpointer:
         Those in an adapter's file are left out, and those that are computed when the model is made, by PiSSA or in few
         bits, as their last digits may depend on the machine.
         """
-        model = self._run.model
+        model = self._setup.model
         if self._frozen is None:
             backend, self._frozen = model.backend, {}
             if isinstance(backend, LoraBackend) and backend.config.init_lora_weights != PISSA:
@@ -518,9 +528,7 @@ def _finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {path: jnp.isfinite(array).all() for path, array in params.items()}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Finds the checkpoint from which a run resumes, and restores callbacks.
-
+# Find the checkpoint from which a run resumes, and restore callbacks.
 
 OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
@@ -671,9 +679,7 @@ def changed_arguments(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{name}: {brief(then.get(name), 200)} -> {brief(now.get(name), 200)}" for name in changed]
 
 
-# ----------------------------------------------------------------------------------------------------
 # Resume from the files that transformers' Trainer writes into a checkpoint.
-
 
 _ENTROPY = "entropy_ctrl_state.json"  # of TRL's GRPOTrainer with use_adaptive_entropy
 
@@ -699,7 +705,7 @@ def optimizer_state(
         return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
 
 
-def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> Progress:
+def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> LoopProgress:
     """The progress of a run of transformers, which counts steps only.
 
     Args:
@@ -707,14 +713,14 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
     """
     epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
     over = step == 0 and epoch > 0
-    return Progress(
+    return LoopProgress(
         epoch=epoch - over, epoch_over=over, examples=step * examples_a_step, loss_sum=_loss_sum(state.log_history)
     )
 
 
 def rollout_place(
     folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
-) -> Progress:
+) -> LoopProgress:
     """The same of a run whose rows are completions, of which transformers keeps none; with the place in the streams of
     random numbers, and the coefficient of the entropy bonus, unless the checkpoint has the model alone."""
     of_epoch = steps.pass_over(state.global_step)
@@ -730,7 +736,7 @@ def rollout_place(
     if steps.bonus is not None and control.is_file():
         kept = json.loads(control.read_text(encoding="utf-8"))
         steps.bonus.coef, steps.bonus.entropy = float(kept["entropy_coef"]), float(kept["last_world_entropy"])
-    return Progress(
+    return LoopProgress(
         epoch=steps.epoch, epoch_over=not steps.sampler.has_next, examples=of_epoch * examples_a_step,
         loss_sum=_loss_sum(state.log_history),
     )  # fmt: skip
@@ -750,9 +756,7 @@ def _loss_sum(logs: list[dict[str, float]]) -> float:
     return total
 
 
-# ----------------------------------------------------------------------------------------------------
 # Write the files of save_model: the model, its tokenizer and the arguments of the run.
-
 
 ARGUMENTS = "training_args.json"
 

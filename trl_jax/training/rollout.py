@@ -40,53 +40,58 @@ from trl_jax.rollout.rollout import (
 )
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.tools import Tools, written_by
+from trl_jax.tasks.policy import Cycle, RolloutTask
 from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep
-from trl_jax.training.forward import AtReference, Forward
+from trl_jax.training.events import Events
+from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine
 from trl_jax.training.rollout_processes import RankRewards, RankWriter, local_copy, own_rank
-from trl_jax.training.state import RunState
+from trl_jax.training.state import Setup
 
-# ----------------------------------------------------------------------------------------------------
-# The source of the steps of a run that makes its rows itself, and the arrays of a step.
+# The source of the steps of online training, and the arrays of a step.
 
 
 def rollout_steps(
-    run: RunState, parts: RolloutParts, forward: Forward, sharded_step: ShardedStep | None
+    setup: Setup, parts: RolloutParts, forward: Forward, sharded_step: ShardedStep | None
 ) -> RolloutSteps:
-    """The source of a run's steps."""
-    cycle, args = run.task.cycle, run.args
-    streams, line = [TorchGenerator(args.seed + rank) for rank in range(run.shards)], ProgressLine(run.events)
+    """The source of the steps of online training."""
+    cycle, args = setup.task.cycle, setup.args
+    streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
     alone = several() and (parts.rollout_func is not None or exact_draws(args.compute_dtype))
-    writer = PolicyWriter(run, parts, streams[own_rank(run.shards) if alone else 0], line, alone)
+    writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone)
     writer = RankWriter(writer, streams) if alone else writer
     environments = None if parts.sampling.tools is None else parts.sampling.tools.environments
-    logps = CompletionLogps(run, forward, sharded_step)
+    logps = CompletionLogps(setup, forward, sharded_step)
     rollout = Rollout(
         writer,
-        None if parts.rewards is None else _judge(run, parts.rewards, logps, line),
-        frozenset({*parts.sampling.ends, run.processing_class.pad_token_id}),
+        None if parts.rewards is None else _judge(setup.task, parts.rewards, logps, line),
+        frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
         parts.drops_truncated,
-        lambda tokens: _seen(run, tokens),
+        partial(_count_tokens, setup.events),
         parts.table if is_first() else None,
         line,
         **({} if environments is None else {"begin": environments.begin}),
     )
-    sampler = partial(_sampler, run, parts.shuffle)
+
+    def sampler() -> Sampler:
+        return _sampler(setup.train_dataset, setup.task.cycle, setup.args.seed, shuffle=parts.shuffle)
+
+    def row(index: Any) -> dict[str, Any]:
+        return row_of(setup.train_dataset, index, "train", setup.processing_class, setup.args.remove_unused_columns)
+
     return RolloutSteps(
-        rollout, cycle, lambda index: row_of(run, run.train_dataset, index, "train"), sampler(), StepMaker(run),
-        streams, parts.bonus, run.task.logps, sampler,
+        rollout, cycle, row, sampler(), StepMaker(setup), streams, parts.bonus, setup.task.logps, sampler,
     )  # fmt: skip
 
 
-def _judge(run: RunState, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
+def _judge(task: RolloutTask, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
     if several():  # processes compute together, in one order
-        return Judge(run.task, RankRewards(rewards), logps, at_once, line)
-    return Judge(run.task, rewards, logps, in_a_thread, line)
+        return Judge(task, RankRewards(rewards), logps, at_once, line)
+    return Judge(task, rewards, logps, in_a_thread, line)
 
 
-def _sampler(run: RunState, shuffle: bool) -> Sampler:
-    dataset, cycle, seed = run.train_dataset, run.task.cycle, run.args.seed
+def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, *, shuffle: bool) -> Sampler:
     sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
     if isinstance(dataset, IterableDataset):
         return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
@@ -107,8 +112,10 @@ def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: found
 
 
-def row_of(run: RunState, dataset: Dataset | IterableDataset, index: Any, name: str) -> dict[str, Any]:
-    """A row with all that completions are judged by, or its prompt alone with `remove_unused_columns`.
+def row_of(
+    dataset: Dataset | IterableDataset, index: Any, name: str, tokenizer: Any, prompt_only: bool
+) -> dict[str, Any]:
+    """A row with all columns that completions are judged by, or only its prompt.
 
     Args:
         index: of the row; of a stream, the row itself.
@@ -119,60 +126,59 @@ def row_of(run: RunState, dataset: Dataset | IterableDataset, index: Any, name: 
     """
     row = index if isinstance(dataset, IterableDataset) else dataset[int(index)]
     if has_transform(dataset):
-        rows.check_row(row, int(index), name, run.processing_class)
-    return {"prompt": row["prompt"]} if run.args.remove_unused_columns else row
+        rows.check_row(row, int(index), name, tokenizer)
+    return {"prompt": row["prompt"]} if prompt_only else row
 
 
-def _seen(run: RunState, tokens: int) -> int:
-    run.state.num_input_tokens_seen += tokens
-    return run.state.num_input_tokens_seen
+def _count_tokens(events: Events, tokens: int) -> int:
+    events.state.num_input_tokens_seen += tokens
+    return events.state.num_input_tokens_seen
 
 
 class CommonNumbers:
-    """The numbers that all completions of a step have alike."""
+    """The numbers that all completions of a step share."""
 
-    def __init__(self, run: RunState):
-        self._task, self._at_reference = run.task, AtReference(run)
+    def __init__(self, task: RolloutTask, equals_reference: PolicyEqualsReference):
+        self._task, self._equals_reference = task, equals_reference
 
     def __call__(self, coef: float | None) -> dict[str, float]:
         """`coef` is the coefficient of the entropy bonus; None without one."""
         numbers = {} if coef is None else {"entropy_coef": coef}
         if self._task.diverges_in_loss:
-            numbers["at_reference"] = float(self._at_reference())
+            numbers["at_reference"] = float(self._equals_reference())
         return numbers
 
 
 class StepMaker:
     """Micro-batches of completions -> the arrays of a step."""
 
-    def __init__(self, run: RunState):
-        self._run, self._layout = run, data.step_layout(run, training=True)
-        self._numbers = CommonNumbers(run)
+    def __init__(self, setup: Setup):
+        self._setup, self._layout = setup, data.step_layout(setup, training=True)
+        self._numbers = CommonNumbers(setup.task, PolicyEqualsReference(setup))
 
     def __call__(
         self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
     ) -> StepBatch:
-        task, layout = self._run.task, self._layout
+        task, layout = self._setup.task, self._layout
         part = len(parts) / task.cycle.parts
         numbers = self._numbers(coef)
-        groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._run.virtual)
+        groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._setup.virtual)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The policy of a run as it writes completions.
+# Completions of the policy.
 
 
 class PolicyWriter:
-    """Completes prompts with the run's model as it is; the random numbers are those of `stream`. A `rollout_func` of
-    the script's does it in its place.
+    """Completes prompts with the run's current model and the random numbers of `stream`, or with a script's own
+    `rollout_func`.
 
     Args:
-        alone: whether this process completes prompts of its own, on one device, and not those of all with the others.
+        alone: whether this process completes its own prompts on one device, instead of all prompts with the others.
     """
 
-    def __init__(self, run: RunState, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
-        self._run, self._sampling, self._stream, self._line = run, parts.sampling, stream, line
+    def __init__(self, setup: Setup, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
+        self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
         self._alone = alone
         self._rollout_func = parts.rollout_func
 
@@ -181,7 +187,7 @@ class PolicyWriter:
             check_no_media(prompt, f"The prompt {brief(prompt)}")
         if self._rollout_func is not None:
             with raised_by("rollout_func", prompts):
-                return written_by(self._rollout_func, prompts, self._run.vocab_size)
+                return written_by(self._rollout_func, prompts, self._setup.vocab_size)
         tools = self._sampling.tools
         if tools is not None and not rows.is_conversation(prompts[0]):
             raise ValueError(
@@ -190,7 +196,7 @@ class PolicyWriter:
             )
         ids = self.prompt_ids(prompts)
         for prompt, own in zip(prompts, ids, strict=True):
-            token_ids(own, self._run.vocab_size, f"The prompt {brief(prompt)}")
+            token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
         alike = all(own == ids[place - place % group] for place, own in enumerate(ids))  # not of every environment
         completions = self.complete(ids, group if alike else 1)
         if tools is not None:
@@ -208,50 +214,49 @@ class PolicyWriter:
 
     def _rendered(self, prompts: list, template_options: dict[str, Any]) -> list[list[int]]:
         options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
-        return rows.prompt_ids(prompts, self._run.processing_class, **options)
+        return rows.prompt_ids(prompts, self._setup.processing_class, **options)
 
     def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
-        run, options = self._run, self._sampling.options
-        how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
-        how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None
+        setup, options = self._setup, self._sampling.options
+        how = {"group": group, "stream": self._stream, "dtype": setup.args.compute_dtype, "logps": False}
+        how["head_dtype"] = "float32" if setup.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
-        with run.on_device():
-            model = local_copy(run.model, jax.numpy.asarray) if self._alone else run.model
+        with setup.on_device():
+            model = local_copy(setup.model, jax.numpy.asarray) if self._alone else setup.model
             out = complete(model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
     def decoded(self, ids: Ids) -> list[str]:
-        return self._run.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         known = prompt_ids if self._sampling.parses_messages else None
-        return rows.completion_texts(prompts, completion_ids, self._run.processing_class, known)
+        return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Log-probabilities of completions under the policy that wrote them, and under the reference.
 
 
 class CompletionLogps:
     """Log-probabilities of completions' tokens under the policy or the reference, in passes as those of a step."""
 
-    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None):
-        self._run = run
+    def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None):
+        self._setup = setup
         functions = {"policy": forward.of_policy, "reference": forward.of_reference}
         self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
 
     def __call__(self, model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
-        run = self._run
-        layout = replace(data.step_layout(run, training=True), accumulation=1)
-        virtual = run.virtual if model == "policy" else run.reference.backend.virtual
+        setup = self._setup
+        layout = replace(data.step_layout(setup, training=True), accumulation=1)
+        virtual = setup.virtual if model == "policy" else setup.reference.backend.virtual
         rows = zip(prompts, completions, completion_mask, strict=True)
         examples = [example_of(*row).behind(virtual, predicted=False) for row in rows]
         found = [np.zeros(len(own), np.float32) for own in completions]
-        with run.on_device():
+        with setup.on_device():
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
-                logps = fetched(self._of[model](run.arrays, data.placed_pass(run, step.arrays)))
+                logps = fetched(self._of[model](setup.arrays, data.placed_pass(step.arrays, setup.sharding_plan)))
                 for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
                     found[number][completion_mask[number]] = own
         return found
@@ -268,7 +273,6 @@ def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
     return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
 
 
-# ----------------------------------------------------------------------------------------------------
 # The parts of a rollout that its trainer decides.
 
 

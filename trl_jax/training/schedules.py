@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# ----------------------------------------------------------------------------------------------------
 # Learning rates that follow a metric of the evaluation; their state is part of checkpoints.
 
 
@@ -149,7 +148,6 @@ class Greedy(Plateau):
 ADAPTIVE = {"reduce_lr_on_plateau": Plateau, "greedy": Greedy}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Learning rates as functions of the step, in Python floats: what TRL logs, to the last digit.
 
 

@@ -15,37 +15,37 @@ import numpy as np
 import optax
 
 from trl_jax.core.outputs import reads_of_rows
-from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch, of_examples
+from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
 from trl_jax.losses.supervised import load_balancing_loss
 from trl_jax.models.model import merge
 from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.task import Task, TokenTask
+from trl_jax.training.data import inputs_of
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
-from trl_jax.training.state import RunState
+from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import NotGiven, WrittenInTorch, may_run_in_torch, outputs_alone, torch_explained
 from trl_jax.training.update import updated
 
-# ----------------------------------------------------------------------------------------------------
-# A step and an evaluation with a script's own `compute_loss` or `prediction_step`.
+# Steps and evaluations with a script's own `compute_loss` or `prediction_step`.
 
 
 class UserLossStep:
-    """A step as `engine.step.make_step` makes it, for a loss that is a mean over the examples it gets.
+    """A step like that of `update.make_step`, for a loss that is a mean over the examples it gets.
 
     A micro-batch has only its real examples, so a shorter one is compiled as another program.
     """
 
-    def __init__(self, run: RunState, user_loss: UserLoss, without_frozen: Callable, tx: Any):
+    def __init__(self, user_loss: UserLoss, without_frozen: Callable, tx: Any):
         """
         Args:
             without_frozen: turns a loss into one without gradients of frozen parameters.
         """
-        self._run, self._user_loss, self._point = run, user_loss, tx.point
+        self._user_loss, self._point = user_loss, tx.point
         loss = without_frozen(self._training_loss)
         self._grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnames="values")
-        self._in_torch = TorchLoss(run, user_loss, without_frozen)
+        self._in_torch = TorchLoss(user_loss, without_frozen)
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
 
     def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict) -> tuple:
@@ -88,14 +88,14 @@ class UserLossStep:
         values: tuple,
     ) -> tuple:
         del values  # read from the trainer while this is traced; other values are another program
-        args = self._run.args
+        args = self._user_loss.setup.args
         options = {"dtype": args.compute_dtype, "remat": args.remats[-1], "key": key, "pass_weight": pass_weight}
         bound = self._user_loss.bound(frozen | params, inputs, training=True, **options)
         return self._user_loss(bound, inputs, state, num_items)
 
 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
-    """Apply the update; as in `engine.step`, nothing changes where loss, gradient or update is not finite."""
+    """Apply the update; as in `update`, nothing changes where loss, gradient or update is not finite."""
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(total) & jnp.isfinite(norm)
     params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, learning_rate)
@@ -105,8 +105,8 @@ def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, l
 class UserLossEvaluation:
     """Evaluates a batch by the script's `compute_loss`: `(params, arrays) -> (sums with "loss", outputs)`."""
 
-    def __init__(self, run: RunState, user_loss: UserLoss):
-        self._user_loss, self._in_torch = user_loss, TorchLoss(run, user_loss)
+    def __init__(self, user_loss: UserLoss):
+        self._user_loss, self._in_torch = user_loss, TorchLoss(user_loss)
         self._loss = jax.jit(self._evaluation_loss, static_argnames=("dtype", "values"))
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
@@ -128,26 +128,25 @@ class UserLossEvaluation:
 
 
 class UserPrediction:
-    """Evaluates a batch by the script's `prediction_step`, which is not compiled; outputs are (logits, labels), `()` in
-    the place of None."""
+    """Evaluates a batch by the script's `prediction_step`, which is not compiled. Outputs are (logits, labels), with
+    `()` for None."""
 
-    def __init__(self, run: RunState, user_loss: UserLoss, prediction_step: Callable):
-        self._run, self._user_loss, self._prediction_step = run, user_loss, prediction_step
+    def __init__(self, user_loss: UserLoss, prediction_step: Callable):
+        self._user_loss, self._prediction_step = user_loss, prediction_step
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = self._user_loss.inputs(arrays)
         bound = self._user_loss.bound(params, inputs, dtype=dtype)
+        prediction_loss_only = self._user_loss.setup.args.prediction_loss_only
         with torch_explained():
             inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
-            loss, logits, labels = self._prediction_step(bound, inputs, self._run.args.prediction_loss_only, None)
+            loss, logits, labels = self._prediction_step(bound, inputs, prediction_loss_only, None)
         sums = self._user_loss.sums(bound, inputs)
         on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in (logits, labels))
         return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
 
 
-# ----------------------------------------------------------------------------------------------------
-# A script's own `compute_loss`: the model that it calls, and the sums to log beside it.
-
+# A script's own `compute_loss`: the model that it calls, and the sums to log with its loss.
 
 logger = logging.getLogger(__name__)
 
@@ -284,9 +283,9 @@ class UserLoss:
     """
 
     def __init__(
-        self, run: RunState, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
+        self, setup: Setup, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
     ):
-        self._run, self._forward, self.compute_loss, self.values = run, forward, compute_loss, values
+        self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
         self.in_torch = False
 
     def __call__(
@@ -302,9 +301,9 @@ class UserLoss:
         Raises:
             TypeError: the script called torch, read parameters, or did not return a scalar.
         """
-        options = {} if self._run.task.head == "score" else {"num_items_in_batch": num_items}
-        refused = parameters_refused(self._run.model, read_in_jax)
-        with self._run.state_replaced(state), torch_explained(), refused:
+        options = {} if self.setup.task.head == "score" else {"num_items_in_batch": num_items}
+        refused = parameters_refused(self.setup.model, read_in_jax)
+        with self.setup.events.state_replaced(state), torch_explained(), refused:
             result = self.compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
@@ -328,7 +327,7 @@ class UserLoss:
 
     def state(self) -> dict[str, np.ndarray]:
         """The step and epoch, for a compiled loss that reads `self.state`."""
-        state = self._run.state
+        state = self.setup.events.state
         return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
 
     def bound(
@@ -355,21 +354,21 @@ class UserLoss:
             return self._forward.random_options(jax.random.fold_in(key, first_call + call), lengths)
 
         return BoundModel(
-            self._run.model,
+            self.setup.model,
             params,
             dtype=dtype,
             remat=remat,
             random_options=None if key is None else random_options,
             ignored=frozenset(inputs),
-            head=self._run.task.head,
-            aux_loss_weight=aux_loss_weight(self._run, pass_weight),
+            head=self.setup.task.head,
+            aux_loss_weight=aux_loss_weight(self.setup.router_aux_loss_coef, pass_weight),
             training=training,
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
         """The sums of the task's loss, where the calls cover each row of the batch once; otherwise sums without
         examples."""
-        task, rows = self._run.task, len(inputs["input_ids"])
+        task, rows = self.setup.task, len(inputs["input_ids"])
         if task.head == "lm":
             covered = bound.outputs and bound.outputs[-1].shape[:2] == inputs["labels"].shape
             logits = bound.outputs[-1] if covered else jnp.zeros((*inputs["labels"].shape, 1))
@@ -387,57 +386,14 @@ class UserLoss:
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
         """Each micro-batch of a step of padded rows, as `inputs_of`."""
-        return inputs_of(arrays, self._run.task)
+        return inputs_of(arrays, self.setup.task)
 
 
 def _described(value: Any) -> str:
     return f"an array {list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(value).__qualname__}"
 
 
-# ----------------------------------------------------------------------------------------------------
-# The batches of a script: dicts of NumPy arrays in TRL's form, made from those of a step.
-
-
-def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, np.ndarray]]:
-    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
-    `virtual` tokens that each row begins with."""
-    return [
-        task.inputs(batch)
-        for m in range(len(arrays.weight))
-        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts), virtual))
-    ]
-
-
-def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
-    """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples and
-    of their texts."""
-    examples = int(np.count_nonzero(batch.weight))
-    if not examples:
-        return {}
-    labels = {}
-    if batch.targets is None:
-        tokens, lengths = (of_examples(array, texts, examples) for array in (batch.tokens, batch.lengths))
-    else:
-        real = batch.lengths > 0
-        tokens, lengths, labels = batch.tokens[real], batch.lengths[real], {"labels": _labels(batch)[real]}
-    rows = {"input_ids": tokens, "attention_mask": (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)}
-    rows = {name: values[:, virtual:] for name, values in (rows | labels).items()}
-    numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
-    numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
-    return rows | numbers
-
-
-def _labels(batch: Batch) -> np.ndarray:
-    """Transformers' labels `[R, T]` of padded rows: each target and each first label at its place, -100 elsewhere."""
-    labels, read = np.full(batch.tokens.size, IGNORED, np.int32), batch.targets >= 0
-    labels[batch.reads[read] + 1] = batch.targets[read]
-    labels = labels.reshape(batch.tokens.shape)
-    labels[:, 0] = batch.first_labels
-    return labels
-
-
-# ----------------------------------------------------------------------------------------------------
-# The loss that a script's own `compute_loss` finds behind `super()`.
+# What `super().compute_loss` of a script's own method computes.
 
 
 def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Any]:
@@ -458,8 +414,7 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
     return task.loss(outputs.logits[:, 0], LossBatch(weight, extras, examples))[0], outputs
 
 
-# ----------------------------------------------------------------------------------------------------
-# A language model's numbers from whole logits: for scripts that ask for those. The step itself never holds them.
+# A language model's numbers from whole logits, for scripts that ask for them. The step itself never holds them.
 
 
 def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
@@ -501,9 +456,7 @@ def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> ja
     return -jnp.sum(outputs.logps) / (jnp.sum(targets >= 0) if num_items is None else num_items)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A script's own loss and the model's parameters, which it cannot read: they would be numbers without a gradient.
-
+# A script's own loss cannot read the model's parameters: they would be numbers without a gradient.
 
 READ = ("named_parameters", "get_input_embeddings")  # all other ways to the values go through these
 
@@ -532,9 +485,8 @@ def read_in_jax() -> TypeError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# A script's own loss that is written in torch: JAX computes the model's outputs, torch the loss of them and its
-# derivative by them, and JAX goes on backwards from there.
+# A script's own loss in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to them,
+# and JAX continues the backward pass from there.
 
 
 class TorchOutputs(Outputs):
@@ -590,12 +542,12 @@ class TorchModel:
 class TorchLoss:
     """Computes a script's loss in torch, and its gradient by the parameters; as `UserLoss` in a compiled step."""
 
-    def __init__(self, run: RunState, user_loss: UserLoss, without_frozen: Callable = lambda loss: loss):
+    def __init__(self, user_loss: UserLoss, without_frozen: Callable = lambda loss: loss):
         """
         Args:
             without_frozen: turns a function of the parameters into one without gradients of frozen ones.
         """
-        self._run, self._user_loss = run, user_loss
+        self._setup, self._user_loss = user_loss.setup, user_loss
         static = ("kind", "call", "dtype", "remat")
         outputs = without_frozen(self._outputs)
         self._forward = jax.jit(outputs, static_argnames=static)
@@ -607,7 +559,7 @@ class TorchLoss:
         self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
     ) -> tuple[tuple[Any, dict], dict]:
         """`((loss, sums), gradient)` of a micro-batch, as of the compiled loss."""
-        args = self._run.args
+        args = self._setup.args
         options = {"dtype": args.compute_dtype, "remat": args.remats[-1]}
 
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, Any]:
@@ -631,24 +583,24 @@ class TorchLoss:
         model = self._model(compute, inputs, training=False)
         with torch_objects.without_gradient():
             loss = self._loss(model, inputs, None)
-        outputs = [_of_texts(found, self._run.task.head) for found in model.outputs]
+        outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
         return self._sums(model.outputs, inputs) | {"loss": jnp.float32(loss.item())}, found
 
     def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
         known = frozenset(inputs) | BoundModel.ignored
-        if self._run.task.head == "lm":
+        if self._setup.task.head == "lm":
             known |= {"labels", "num_items_in_batch"}
-        return TorchModel(compute, self._run.model, known, training)
+        return TorchModel(compute, self._setup.model, known, training)
 
     def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
         """The script's loss, a tensor of one number."""
         tensors = torch_objects.batch_tensors(inputs)
         options = {}
-        if self._run.task.head == "lm":
+        if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
             options = options if num_items is None else torch_objects.batch_tensors(options)
-        refused = parameters_refused(self._run.model, lambda: NotGiven("the model's parameters"))
+        refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
         with refused, outputs_alone():
             result = self._user_loss.compute_loss(model, tensors, **options)
         loss = result[0] if isinstance(result, tuple) else result
@@ -675,7 +627,7 @@ class TorchLoss:
         bound = self._user_loss.bound(frozen | params, inputs, **options)
         if kind == "default":
             of_batch = {name: arrays[name] for name in inputs}
-            loss, outputs = default_loss(self._run.task, bound, of_batch, arrays.get("num_items"))
+            loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
         else:
             outputs = bound(**arrays)
             loss = outputs.loss
@@ -684,7 +636,7 @@ class TorchLoss:
 
     def _task_sums(self, outputs: list[dict], inputs: dict) -> dict[str, jax.Array]:
         aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
-        found = [_of_texts(one, self._run.task.head) for one in outputs]
+        found = [_of_texts(one, self._setup.task.head) for one in outputs]
         return self._user_loss.sums(SimpleNamespace(outputs=found, aux_losses=aux_losses), inputs)
 
 

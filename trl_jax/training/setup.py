@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
@@ -20,16 +21,23 @@ from trl_jax.core.text import brief
 from trl_jax.core.torch_random import set_seed
 from trl_jax.data import chat
 from trl_jax.data.chat import load_tokenizer
+from trl_jax.data.image_rows import first_row, has_images
 from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_beside
+from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import resize
 from trl_jax.hub.torch_state import seed_if_imported
 from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
-from trl_jax.mesh.mesh import Fetched
+from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
-from trl_jax.training import data, layout, model
+from trl_jax.tasks.task import Task
+from trl_jax.training import layout, model
+from trl_jax.training.data import Tokens
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
 from trl_jax.training.forward import Forward, check_noise
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.logging import show_lines
 from trl_jax.training.mesh import check_division, check_offloading, sharding_plan_of
 from trl_jax.training.metrics import begin_state, events_of
@@ -39,7 +47,7 @@ from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.resume import Checkpointer, arguments_text
 from trl_jax.training.rollout import RolloutParts, rollout_steps
 from trl_jax.training.script_loss import UserLoss
-from trl_jax.training.state import RunState, TrainerHooks
+from trl_jax.training.state import OWN_LOSS, Editable, Progress, Setup
 from trl_jax.training.step import TrainStep
 from trl_jax.training.train import Training
 
@@ -53,12 +61,12 @@ def tokenizer_of(
     args: BaseConfig,
     sides: Mapping[str, str] | None = None,
 ) -> Any:
-    """The tokenizer that was passed as `processing_class`, that of a processor that was, or the model's own, which then
-    pads and cuts on these `sides`; None: on its own.
+    """The tokenizer that was passed as `processing_class`, the one inside a processor, or the model's own, which then
+    pads and cuts on these `sides` (None: on its own).
 
     Raises:
-        TypeError: another thing was passed.
-        ValueError: nothing was, and the model was loaded from nowhere.
+        TypeError: something else was passed.
+        ValueError: nothing was passed, and the model was not loaded from a folder or repository.
     """
     if isinstance(processing_class, str | os.PathLike | dict | type):
         raise TypeError(
@@ -81,7 +89,7 @@ def tokenizer_of(
 
 
 def image_encoder(checkpoint: Checkpoint, tokenizer: Any, processing_class: Any) -> VisionProcessor:
-    """What makes examples of rows with images: the image processor of the processor that was passed, or the
+    """What makes examples of rows with images, with the image processor of the processor that was passed, or with the
     checkpoint's."""
     if _is_processor(processing_class):
         image_processor = processing_class.image_processor
@@ -90,8 +98,21 @@ def image_encoder(checkpoint: Checkpoint, tokenizer: Any, processing_class: Any)
     return VisionProcessor(checkpoint.native, checkpoint.config, tokenizer, image_processor)
 
 
+def check_image_arguments(own_loss: frozenset[str], adapter: AdapterConfig | None) -> None:
+    """Raise TypeError or ValueError for arguments of any trainer that rows with images do not go with."""
+    if own_loss:
+        raise TypeError(
+            f"The trainer's own {' and '.join(sorted(own_loss))} is not supported for rows with images yet. Leave it "
+            "out."
+        )
+    if isinstance(adapter, PromptLearningConfig):
+        raise ValueError(
+            "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
+        )
+
+
 def _is_processor(value: Any) -> bool:
-    """Whoever made one has imported its class, and with it all that transformers' models need."""
+    """Without importing transformers' processors: whoever made one has imported its class."""
     module = sys.modules.get("transformers.processing_utils")
     return module is not None and isinstance(value, module.ProcessorMixin)
 
@@ -116,8 +137,8 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
     """Give the tokenizer the special tokens and the chat template of the arguments; `head` is the model's.
 
     Returns:
-        How many tokens the model has to embed: `rows`, or another number where it can be resized. And the ids of those
-        that came with the template.
+        The number of tokens that the model has to embed: `rows`, or another number if it can be resized. And the ids of
+        the tokens that came with the template.
     """
     new: list[int] = []
     chat.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
@@ -130,49 +151,52 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
     return rows, new
 
 
-def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
-    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids and `use_cache` into the model's
-    configs.
-
-    The configs of torch's model, if one was passed, get them, too.
-    """
-    model, args = run.model, run.args
-    if run.vocab_size != model.vocab_size:
-        model.resize_token_embeddings(run.vocab_size)
+def settle_model(
+    model: PreTrainedModel, torch_model: Any, tokens: Tokens, args: BaseConfig, *, head: str, tags: list[str]
+) -> None:
+    """Resize the model to the tokens, add tags, and write the tokenizer's ids and `use_cache` into the model's configs
+    and those of torch's model, if one was passed."""
+    if tokens.vocab_size != model.vocab_size:
+        model.resize_token_embeddings(tokens.vocab_size)
     model.add_model_tags(tags)
     eos = args.eos_token is not None or args.chat_template_path is not None
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
-        chat.settle_ids(config, run.processing_class, eos=eos)
+        chat.settle_ids(config, tokens.tokenizer, eos=eos)
         config.use_cache = args.use_cache
     for one in (model, torch_model):
-        if one is not None and run.task.head == "lm":
-            chat.settle_generation(one.generation_config, run.processing_class, eos=eos)
+        if one is not None and head == "lm":
+            chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos)
 
 
-def divide(run: RunState) -> None:
-    """Distribute the model's arrays over the mesh of the arguments, if there is one."""
-    run.sharding_plan = sharding_plan_of(run.args)
-    check_division(run.sharding_plan, run.model, run.own_loss)
-    model = run.model
-    if run.sharding_plan is not None:
-        run.sharding_plan = replace(run.sharding_plan, axes=model.backend.axes)
-        model.params, model.frozen = map(run.sharding_plan.placed, (model.params, model.frozen))
+def divide(model: PreTrainedModel, args: BaseConfig, own_loss: frozenset[str]) -> ShardingPlan | None:
+    """Divide the model's arrays over the mesh of the arguments; None without one.
+
+    Args:
+        own_loss: the methods by which a script computes the loss itself.
+    """
+    plan = sharding_plan_of(args)
+    check_division(plan, model, own_loss)
+    if plan is not None:
+        plan = replace(plan, axes=model.backend.axes)
+        model.params, model.frozen = map(plan.placed, (model.params, model.frozen))
     if several():
         model.read, model.writes = Fetched, is_first()
+    return plan
 
 
-def attach_reference(run: RunState, reference: ReferenceModel) -> None:
-    """Let a run's step compute a reference, too, its arrays divided over the mesh as the policy's are."""
-    plan = run.sharding_plan
-    if plan is not None:
-        axes = {PREFIX + path: axes for path, axes in reference.backend.axes.items()}
-        run.sharding_plan = plan = replace(plan, axes={**plan.axes, **axes})
-        reference = replace(reference, arrays=plan.placed(reference.arrays))
-    run.reference = reference
+def divide_reference(
+    reference: ReferenceModel, plan: ShardingPlan | None
+) -> tuple[ReferenceModel, ShardingPlan | None]:
+    """The reference with its arrays divided over the policy's mesh, and the plan for the arrays of both."""
+    if plan is None:
+        return reference, None
+    axes = {PREFIX + path: axes for path, axes in reference.backend.axes.items()}
+    plan = replace(plan, axes={**plan.axes, **axes})
+    return replace(reference, arrays=plan.placed(reference.arrays)), plan
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
-    """Raise ValueError where a strategy of the arguments lacks an evaluation set or a metric that it needs."""
+    """Raise ValueError if a strategy of the arguments lacks an evaluation set or a metric that it needs."""
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
             f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
@@ -195,7 +219,7 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
 
 
 def set_log_level(level: int, *, asked: bool) -> None:
-    """Set transformers' loggers and ours to what `log_level` asks for; `asked`: it is not left to transformers."""
+    """Set the level of transformers' loggers and of ours. asked: whether the script set `log_level`."""
     transformers_logging.set_verbosity(level)
     ours = logging.getLogger("trl_jax")
     ours.setLevel(level)
@@ -205,11 +229,11 @@ def set_log_level(level: int, *, asked: bool) -> None:
 
 
 def seed_script(args: BaseConfig, *, apart: bool) -> None:
-    """Seed what functions of a script draw from, as transformers' Trainer does when it is made: `random`, NumPy, the
-    process's stream of tokens and, where it is imported, torch. No step draws from these.
+    """Seed the global random numbers that a script's functions may draw from, as transformers' Trainer does at
+    construction: `random`, NumPy, the process's token stream and, if it is imported, torch. No step draws from these.
 
     Args:
-        apart: whether each process has numbers of its own.
+        apart: whether each process gets numbers of its own.
     """
     seed = args.seed + (jax.process_index() if apart else 0)
     set_seed(seed)
@@ -217,8 +241,7 @@ def seed_script(args: BaseConfig, *, apart: bool) -> None:
 
 
 def warn_of_idle_devices(args: BaseConfig) -> None:
-    """Warn where training is on the CPU of a machine that has an accelerator: JAX lacks its plugin and hardly says
-    so."""
+    """Warn about training on the CPU of a machine with an accelerator: JAX lacks the plugin and hardly says so."""
     if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
         return
     for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
@@ -230,13 +253,197 @@ def warn_of_idle_devices(args: BaseConfig) -> None:
             )
 
 
-# ---- The parts of a run, made in order, each with what it needs
+class Policy(NamedTuple):
+    """The model that trains, divided over the mesh.
+
+    vocab_size: token ids are below it.
+    """
+
+    model: PreTrainedModel
+    vocab_size: int
+    sharding_plan: ShardingPlan | None
+
+
+class TrainerSpec(NamedTuple):
+    """What a trainer class contributes to its runs. `BaseTrainer` fills in the last five fields.
+
+    reference: the model that the policy is compared with; None without one.
+    rollout: how an online trainer makes its training rows; None if the rows are the dataset's.
+    balance_experts: the weight of the load-balancing loss of a mixture of experts; None: it is never added.
+    make_task: the task, by the arguments as they are now.
+    hooks: the methods that a script may override.
+    tags: of the model's card.
+    paper: title and arXiv number of the method's paper, for the card.
+    tokenizer_sides: on which sides a tokenizer that is loaded with the model pads and cuts; None: on its own.
+    check_images: raises ValueError for arguments that rows with images do not go with; None: the trainer takes none.
+    """
+
+    reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None] | None = None
+    rollout: Callable[[Setup], RolloutParts] | None = None
+    balance_experts: Callable[[PreTrainedModel, BaseConfig], float] | None = None
+    make_task: Callable[[], Task] | None = None
+    hooks: Hooks | None = None
+    tags: list[str] = []
+    paper: tuple[str, str] | None = None
+    tokenizer_sides: Mapping[str, str] | None = None
+    check_images: Callable[[], None] | None = None
+
+
+class Given(NamedTuple):
+    """What the constructor of a trainer was given, besides the arguments.
+
+    model, torch_model: one of them, as `model.split_model` returns them.
+    callbacks: besides the default ones.
+    """
+
+    model: str | PreTrainedModel | None
+    torch_model: Any
+    tokenizer: Any
+    train: Any
+    evaluation: Any
+    adapter: AdapterConfig | None
+    quantization_config: Any
+    callbacks: list[TrainerCallback] | None
+
+
+def build(
+    spec: TrainerSpec,
+    args: BaseConfig,
+    task: Task,
+    given: Given,
+    *,
+    pad_to_multiple_of: int | str | None,
+    progress: Progress,
+) -> Setup:
+    """Settle everything that a run is made of, in this order: tokenizer, rows, model, mesh, reference, events, rollout.
+
+    Args:
+        pad_to_multiple_of: of the arguments, or of the collator that was passed.
+        progress: new.
+
+    Raises:
+        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+    """
+    hooks, torch_model, batch_size = spec.hooks, given.torch_model, args.per_device_train_batch_size
+    own_loss = OWN_LOSS & hooks.overridden
+
+    quantization = model.quantization_of(given.quantization_config, args)
+    if torch_model is None:
+        checkpoint = model.find(given.model, args, task.head)
+    else:
+        checkpoint = model.from_torch(torch_model, args, task.head)
+    sees = spec.check_images is not None and has_images(first_row(given.train))
+    if sees:
+        check_image_arguments(own_loss, given.adapter)
+        spec.check_images()
+        checkpoint = model.with_images(checkpoint)
+    tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
+    if sees:
+        tokens = tokens._replace(encoder=image_encoder(checkpoint, tokens.tokenizer, given.tokenizer))
+
+    # Before weights are read: a bad row is reported first, and num_proc forks before JAX has threads.
+    train_dataset = hooks.prepare_dataset(given.train, "train", tokens)
+    eval_dataset = _prepared_for_evaluation(hooks, given.evaluation, tokens)
+
+    args.check()  # again: setters and plain assignment bypass the check at construction
+    check_strategies(args, eval_dataset)
+    if torch_model is not None and checkpoint.can_resize:
+        resize(torch_model, tokens.vocab_size)
+    adapter = given.adapter
+    if adapter is not None and new_tokens:
+        adapter = with_new_tokens(adapter, new_tokens, task.head)
+    policy = model.load_policy(checkpoint, args, adapter, quantization, tokens.vocab_size)
+    settle_model(policy, torch_model, tokens, args, head=task.head, tags=[*spec.tags, "trl_jax"])
+
+    sharding_plan = divide(policy, args, own_loss)
+
+    reference = None
+    if spec.reference is not None:
+        reference = spec.reference(args, task, Policy(policy, tokens.vocab_size, sharding_plan))
+    if reference is not None:
+        reference, sharding_plan = divide_reference(reference, sharding_plan)
+
+    seed_script(args, apart=spec.rollout is not None)
+    events = events_of(args, policy, tokens.tokenizer, given.callbacks)
+    balance = 0.0 if spec.balance_experts is None else spec.balance_experts(policy, args)
+
+    setup = Setup(
+        editable=Editable(args, task, pad_to_multiple_of, tokens.tokenizer, policy, train_dataset, eval_dataset),
+        progress=progress,
+        overridden=hooks.overridden,
+        batch_size=batch_size,
+        vocab_size=tokens.vocab_size,
+        events=events,
+        sharding_plan=sharding_plan,
+        reference=reference,
+        router_aux_loss_coef=balance,
+        rollout=None,
+        encoder=tokens.encoder,
+    )
+    begin_state(events, setup.train_batch_size)
+
+    # The parts of a rollout read the setup, but never its `rollout`.
+    rollout_parts = None if spec.rollout is None else spec.rollout(setup)
+    check_own_loss(own_loss, task, policy)
+    set_log_level(args.get_process_log_level(), asked=args.log_level != "passive")
+    warn_of_idle_devices(args)
+    os.makedirs(args.output_dir, exist_ok=True)
+    if rollout_parts is None:
+        return setup
+    steps = rollout_steps(
+        setup, rollout_parts, Forward(setup), _sharded_step(setup.sharding_plan, policy, setup.frozen)
+    )
+    return replace(setup, rollout=steps)
+
+
+def _tokens(
+    args: BaseConfig,
+    head: str,
+    checkpoint: Checkpoint | PreTrainedModel,
+    given: Given,
+    sides: Mapping[str, str] | None,
+) -> tuple[Tokens, list[int]]:
+    """The tokenizer with its limits, and the ids of the tokens that came with the chat template: an adapter trains
+    them, too."""
+    tokenizer = tokenizer_of(given.tokenizer, checkpoint, given.torch_model, args, sides)
+    vocab_size, new_tokens = settle_tokens(
+        args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
+    )
+    return Tokens(tokenizer, vocab_size, positions_beside(checkpoint.max_positions, given.adapter)), new_tokens
+
+
+def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokens: Tokens) -> Any:
+    if dataset is None:
+        return None
+    if not isinstance(dataset, dict):
+        return hooks.prepare_dataset(dataset, "eval", tokens)
+    return {name: hooks.prepare_dataset(part, f"eval_dataset[{name!r}]", tokens) for name, part in dataset.items()}
+
+
+def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: dict[str, Any]) -> ShardedStep | None:
+    return None if plan is None else ShardedStep(plan, policy.params, frozen)
+
+
+def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
+    """Raise TypeError if a script overrides the loss and the model or the task cannot give it what it needs."""
+    names = " and ".join(sorted(own_loss))
+    if own_loss and policy.backend.virtual.count:
+        raise TypeError(
+            f"The trainer's own {names} would be given logits of the texts alone, and the "
+            "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
+        )
+    if own_loss and task.head == "lm" and task.axis == "read":
+        raise TypeError(
+            f"The trainer's own {names} would be given whole logits, and the loss of "
+            f"{type(task).__name__} asks for numbers of each token beside them. Leave the method out, and write a "
+            "task with another loss."
+        )
 
 
 class Parts(NamedTuple):
     """The parts of a trainer, for tools that look at a run without training it."""
 
-    run: RunState
+    setup: Setup
     forward: Forward
     evaluator: Evaluator | CompletionEvaluator
     train_step: TrainStep
@@ -245,99 +452,34 @@ class Parts(NamedTuple):
     training: Training
 
 
-class TrainerSpec(NamedTuple):
-    """What a trainer class contributes to its run, besides its task.
-
-    attach_reference: gives the run the model that the policy is compared with, if there is one; None: there is none.
-    rollout: how an online trainer makes its training rows; None: the rows are the dataset's.
-    balance_experts: adds the load-balancing loss of a mixture of experts to the run; None: it is never added.
-    """
-
-    attach_reference: Callable[[RunState], None] | None = None
-    rollout: Callable[[RunState], RolloutParts] | None = None
-    balance_experts: Callable[[RunState], object] | None = None
-
-
 def assemble(
-    run: RunState,
-    spec: TrainerSpec,
-    hooks: TrainerHooks,
-    publisher: HubPublisher,
-    callbacks: Any,
-    choose: Callable[[], OptimizerChoice],
-    torch_model: Any,
+    setup: Setup, hooks: Hooks, publisher: HubPublisher, choose: Callable[[], OptimizerChoice], torch_model: Any
 ) -> Parts:
-    """Make the parts of a run whose tokenizer, rows and model are there: placed on the devices, with its reference, its
-    callbacks, and the functions that steps and evaluations are compiled from.
+    """Make the parts of a run.
 
     Args:
-        callbacks: those that the constructor was given.
-        choose: the optimizer that the arguments and the constructor ask for, as they are now.
+        choose: makes the choice of an optimizer from the current arguments and those of the constructor.
         torch_model: the torch model that was passed, which gets the trained weights; None without one.
 
     Raises:
         ValueError: the run has no end, or an argument does not fit the model.
-        TypeError: a script overrides the loss of a task that needs per-token numbers.
     """
-    args = run.args
-    divide(run)
-    if spec.attach_reference is not None:
-        spec.attach_reference(run)
-    seed_script(args, apart=spec.rollout is not None)
-    run.events = events_of(run, callbacks)
-    begin_state(run)
-    if spec.balance_experts is not None:
-        spec.balance_experts(run)
-    rollout = None if spec.rollout is None else spec.rollout(run)
-    parts = _make_parts(run, hooks, publisher, choose, torch_model, rollout)
-    run.end_setup()
-    run.events.fire("on_init_end")
-    check_noise(args, run.model.backend)
-    layout.check_layout(args, run.model.backend, compares=run.compares)
-    check_offloading(args, run.model.backend)
-    return parts
-
-
-def _make_parts(
-    run: RunState,
-    hooks: TrainerHooks,
-    publisher: HubPublisher,
-    choose: Callable[[], OptimizerChoice],
-    torch_model: Any,
-    rollout: RolloutParts | None,
-) -> Parts:
-    _check_own_loss(run)
-    arguments = arguments_text(run.args)
-    set_log_level(run.args.get_process_log_level(), asked=run.args.log_level != "passive")
-    warn_of_idle_devices(run.args)
-    os.makedirs(run.args.output_dir, exist_ok=True)
-    checkpointer, forward = Checkpointer(run, arguments, hooks), Forward(run)
-    plan = run.sharding_plan
-    sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.frozen)
-    user_loss = UserLoss(run, forward, hooks.compute_loss, hooks.script_values) if run.own_loss else None
-    if rollout is None:
-        evaluator = Evaluator(run, forward, sharded_step, user_loss, hooks.prediction_step)
+    args, policy = setup.args, setup.model
+    checkpointer, forward = Checkpointer(setup, arguments_text(args), hooks), Forward(setup)
+    sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
+    user_loss = UserLoss(setup, forward, hooks.compute_loss, hooks.script_values) if setup.own_loss else None
+    if setup.rollout is None:
+        evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)
     else:
-        run.rollout = rollout_steps(run, rollout, forward, sharded_step)
-        evaluator = CompletionEvaluator(run, forward, sharded_step, run.rollout)
-    trained_by_script = user_loss if "compute_loss" in run.overridden else None
-    train_step = TrainStep(run, hooks.loss, sharded_step, trained_by_script)
-    training = Training(run, hooks, train_step, checkpointer, publisher, choose, torch_model)
-    data.length_of(run)
+        evaluator = CompletionEvaluator(setup, forward, sharded_step, setup.rollout)
+    trained_by_script = user_loss if "compute_loss" in setup.overridden else None
+    train_step = TrainStep(setup, forward, hooks.loss, sharded_step, trained_by_script)
+    training = Training(setup, hooks, train_step, checkpointer, publisher, choose, torch_model)
+    _ = setup.length  # raises ValueError for a run without an end
     if several():
         check_alike(checkpointer.digests())
-    return Parts(run, forward, evaluator, train_step, checkpointer, publisher, training)
-
-
-def _check_own_loss(run: RunState) -> None:
-    if run.own_loss and run.virtual.count:
-        raise TypeError(
-            f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given logits of the texts alone, and the "
-            "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
-        )
-    if run.own_loss and run.task.head == "lm" and run.task.axis == "read":
-        raise TypeError(
-            f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given whole logits, and the loss of "
-            f"{type(run.task).__name__} asks for numbers of each token beside them. Leave the method out, and write a "
-            "task with another loss."
-        )
+    setup.events.fire("on_init_end")
+    check_noise(args, policy.backend)
+    layout.check_layout(args, policy.backend, compares=setup.compares)
+    check_offloading(args, policy.backend)
+    return Parts(setup, forward, evaluator, train_step, checkpointer, publisher, training)

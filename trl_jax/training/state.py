@@ -1,74 +1,67 @@
-"""The state of a run."""
+"""What a run is made of (`Setup`), what a script may still change of it (`Editable`), and how far it is
+(`Progress`)."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.data.image_rows import Encoder
+from trl_jax.data.loader import RunLength, run_length
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
-from trl_jax.training.checkpoint import Progress
 from trl_jax.training.events import Events, Interrupts
-from trl_jax.training.mesh import run_device
+from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import ReferenceModel
 
-# ---- The methods of a trainer that a script may have overridden, as the parts of a run call them
-
-
-class TrainerHooks(NamedTuple):
-    """Bound methods of the trainer, under their own names.
-
-    settle_task: lets `run.task` be the task by the arguments, and what was set on the trainer, as they are now.
-    script_values: the numbers and words that a script put on its trainer, by name.
-    set_by_script: the names of all that was set on the trainer itself, methods included.
-    """
-
-    compute_loss: Callable
-    create_optimizer: Callable[[], Any]
-    evaluate: Callable[[], dict[str, float]]
-    get_train_dataloader: Callable[[], Any]
-    log: Callable[..., None]
-    loss: Callable
-    settle_task: Callable[[], None]
-    prediction_step: Callable
-    save_checkpoint: Callable[[Progress], None]
-    save_model: Callable[..., None]
-    script_values: Callable[[], tuple[tuple[str, Any], ...]]
-    set_by_script: Callable[[], Collection[str]]
-
-
-# ---- The state of a run, shared by all its parts: model, task, data, arguments, callbacks, and what steps change
-
-
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
-# Of a run that is assembled, what the trainer's properties may still set, and nobody else.
-SETTABLE = frozenset("model args task processing_class train_dataset eval_dataset pad_to_multiple_of".split())
 
 
 @dataclass
-class RunProgress:
-    """The part of a run that train() changes, besides the model's arrays, a reference that follows, and `events.state`.
+class Editable:
+    """What a script may set on its trainer after construction: attributes of the trainer, under the same names.
 
-    optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
+    The parts of a run read them from here each time, so that a compiled step, an evaluator or a checkpointer never has
+    an outdated copy. While the trainer is constructed, what is not settled yet is None; in a `Setup` nothing is missing
+    but an `eval_dataset` that was not passed.
+
+    args, task: how to train, and what to learn.
+    pad_to_multiple_of: of the arguments, or of the collator that was passed.
+    processing_class: the tokenizer.
+    """
+
+    args: BaseConfig
+    task: Task | None
+    pad_to_multiple_of: int | str | None = None
+    processing_class: Any = None
+    model: PreTrainedModel | None = None
+    train_dataset: Dataset | IterableDataset | None = None
+    eval_dataset: Any = None
+
+
+@dataclass
+class Progress:
+    """What train() changes, besides the model's arrays, a reference that follows the policy, and `events.state`.
+
+    It lives as long as the trainer: a second train() continues with it. The place of one train() in its epochs is a
+    `checkpoint.LoopProgress`.
+
+    optimizer_state: after the last step; None before the first.
     tokens_seen: real tokens of all steps so far.
     input_tokens_before: `state.num_input_tokens_seen` when train() began.
     found_batch_size: by auto_find_batch_size.
     fill_last: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
         devices.
-    in_train: whether train() is under way.
-    told: what the run has said of itself (`run.first_lines`).
+    in_train: whether train() is running.
+    told: the subjects of the lines that the run has printed (`training.logging.tell`).
     interrupts: the signals of the last train().
     """
 
@@ -82,58 +75,43 @@ class RunProgress:
     interrupts: Interrupts = field(default_factory=Interrupts)
 
 
-@dataclass
-class RunState:
-    """The set-up that the parts of a run share. The constructor of a trainer fills it in, and `end_setup` ends that:
-    afterwards a script may set what the trainer shows of it (SETTABLE), and train() changes `progress`.
+def _editable(name: str) -> property:
+    return property(lambda self: vars(self.editable)[name], doc=f"`editable.{name}`.")
 
-    args, task: how to train, and what to learn.
-    overridden: names that a script's own subclass of the trainer defines.
-    pad_to_multiple_of: of the arguments, or of the collator that was passed.
-    batch_size: `per_device_train_batch_size` when the trainer was made, as transformers keeps it; 0: as it is.
-    model, processing_class, train_dataset, eval_dataset: as the trainer shows them; set while it is constructed.
-    vocab_size, max_positions: limits of token ids and of lengths of texts; max_positions=None is no limit.
-    events: callbacks with their state and control.
-    sharding_plan: where arrays lie on several devices; None on one.
-    rollout: makes the rows of a run that writes them itself; None where they are a dataset's.
-    reference: the model that the policy is compared with, in tasks that have one and do not know it beforehand.
-    router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
-    finish_rows: adds columns that the model computes to a prepared dataset of this name; None before the model is
-        there, and where there are none.
-    encoder: makes examples of rows with images; None where rows have none.
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """A run, complete: `training.setup.build` makes it, and no field of it is ever set again.
+
+    editable: what a script may still set on its trainer.
     progress: what train() changes.
-    assembled: whether the set-up has ended.
+    overridden: names that a script's own subclass of the trainer defines.
+    batch_size: `per_device_train_batch_size` when the trainer was made, as transformers keeps it; 0 reads the
+        arguments.
+    vocab_size: token ids are below it.
+    events: callbacks with their state and control.
+    sharding_plan: how arrays are divided over several devices; None on one.
+    reference: the model that the policy is compared with; None if the task has none, or knows its numbers beforehand.
+    router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
+    rollout: the source of steps in online training; None if the rows come from a dataset.
+    encoder: makes examples of rows with images; None for rows of text.
     """
 
-    args: BaseConfig
-    task: Task
-    overridden: frozenset[str] = frozenset()
-    pad_to_multiple_of: int | str | None = None
-    batch_size: int = 0
-    model: PreTrainedModel | None = None
-    processing_class: Any = None
-    train_dataset: Dataset | IterableDataset | None = None
-    eval_dataset: Any = None
-    vocab_size: int = 0
-    max_positions: int | None = None
-    events: Events | None = None
-    sharding_plan: ShardingPlan | None = None
-    reference: ReferenceModel | None = None
-    rollout: RolloutSteps | None = None
-    router_aux_loss_coef: float = 0.0
-    finish_rows: Callable[[Any, str], Any] | None = None
-    encoder: Encoder | None = None
-    progress: RunProgress = field(default_factory=RunProgress)
-    assembled: bool = False
+    editable: Editable
+    progress: Progress
+    overridden: frozenset[str]
+    batch_size: int
+    vocab_size: int
+    events: Events
+    sharding_plan: ShardingPlan | None
+    reference: ReferenceModel | None
+    router_aux_loss_coef: float
+    rollout: RolloutSteps | None
+    encoder: Encoder | None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if vars(self).get("assembled") and name not in SETTABLE:
-            raise AttributeError(f"The run is assembled, and {name} of it is set no more.")
-        super().__setattr__(name, value)
-
-    def end_setup(self) -> None:
-        """Let nothing but SETTABLE be set from here on."""
-        self.assembled = True
+    args, task, model = _editable("args"), _editable("task"), _editable("model")
+    processing_class, pad_to_multiple_of = _editable("processing_class"), _editable("pad_to_multiple_of")
+    train_dataset, eval_dataset = _editable("train_dataset"), _editable("eval_dataset")
 
     @property
     def state(self) -> TrainerState:
@@ -141,17 +119,17 @@ class RunState:
 
     @property
     def moving_reference(self) -> dict[str, Any]:
-        """The arrays of a reference that follows the policy, which checkpoints have beside the policy's."""
+        """The arrays of a reference that follows the policy; checkpoints contain them."""
         return {} if self.reference is None or self.reference.sync is None else self.reference.arrays
 
     @property
     def frozen(self) -> dict[str, Any]:
-        """All arrays that reach the step without being trained: the model's frozen ones, and the reference's."""
+        """All arrays that the step gets and does not train: the model's frozen ones, and the reference's."""
         return self.model.frozen if self.reference is None else self.model.frozen | self.reference.arrays
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All arrays that are computed with."""
+        """All arrays that the step computes with."""
         return self.frozen | self.model.params
 
     @property
@@ -166,23 +144,23 @@ class RunState:
 
     @property
     def max_tokens(self) -> int | None:
-        """No text of the training set has more tokens, with virtual ones; None where nobody knows."""
+        """The most tokens of a text of the training set, with virtual ones; None if there is no limit."""
         return None if self.args.max_length is None else self.args.max_length + self.virtual.count
 
     @property
     def compares(self) -> bool:
-        """Whether passes are computed with a reference, too, that knows no virtual tokens."""
+        """Whether each pass is also computed with a reference that has no virtual tokens."""
         compares = self.reference is not None and self.task.head == "lm" and bool(self.task.compared)
         return compares and not self.reference.backend.virtual.count
 
     @property
     def train_batch_size(self) -> int:
-        """Examples in a micro-batch, on each device: those of the arguments, or what auto_find_batch_size found."""
+        """Examples in a micro-batch on each device: those of the arguments, or what auto_find_batch_size found."""
         return self.progress.found_batch_size or self.batch_size or self.args.per_device_train_batch_size
 
     @property
     def shards(self) -> int:
-        """The number of devices, or groups of devices, over which examples are divided."""
+        """The number of devices, or groups of devices, that examples are divided over."""
         return 1 if self.sharding_plan is None else self.sharding_plan.shards
 
     @property
@@ -192,23 +170,26 @@ class RunState:
 
     @property
     def step_examples(self) -> int:
-        """Examples of a whole optimizer step."""
+        """Examples of an optimizer step."""
         return self.micro_batch_examples * self.args.gradient_accumulation_steps
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Compute on the run's device, float32 products as exact as torch's unless tf32 was asked for."""
-        precision = "tensorfloat32" if self.args.tf32 and self.args.device.type == "cuda" else "float32"
-        with jax.default_device(run_device(self.args)), jax.default_matmul_precision(precision):
-            yield
+    @property
+    def length(self) -> RunLength:
+        """The length of the run, from its arguments and its training set."""
+        args, rows = self.args, self.train_dataset
+        if self.task.online:
+            micro_batches = self.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
+            lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
+            return run_length(micro_batches, batch_size=1, accumulation=args.gradient_accumulation_steps, **lengths)
+        return run_length(
+            len(rows) if isinstance(rows, Dataset) else None,
+            batch_size=self.micro_batch_examples,
+            accumulation=args.gradient_accumulation_steps,
+            drop_last=args.dataloader_drop_last,
+            epochs=args.num_train_epochs,
+            max_steps=args.max_steps,
+        )
 
-    @contextlib.contextmanager
-    def state_replaced(self, values: dict[str, Any]) -> Iterator[None]:
-        """A context in which `state` has these values: arrays of a program that is traced."""
-        real = self.events.state
-        self.events.state = copy.copy(real)
-        vars(self.events.state).update(values)
-        try:
-            yield
-        finally:
-            self.events.state = real
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """A context that computes on the run's device, as `mesh.on_device`."""
+        return on_device(self.args)

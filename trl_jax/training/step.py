@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,28 +15,31 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import IterableDataset
 
+from trl_jax.config.base import BaseConfig
 from trl_jax.data.layout_plan import EARLY
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.hub.backend import check_unfrozen, stop_frozen_gradients, zero_frozen_updates
+from trl_jax.hub.backend import Backend, check_unfrozen, stop_frozen_gradients, zero_frozen_updates
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import distributed
-from trl_jax.training.checkpoint import Progress
-from trl_jax.training.data import length_of
+from trl_jax.tasks.task import Task
+from trl_jax.training.checkpoint import LoopProgress
 from trl_jax.training.devices import Programs, RematFallback, ShardedStep, compile_ahead, compiler_options, room_of
-from trl_jax.training.forward import run_key
+from trl_jax.training.forward import Forward, run_key
 from trl_jax.training.logging import CompilationUntimed
 from trl_jax.training.mesh import PROGRAMS_AT_ONCE, compiles_ahead, describe, run_device
 from trl_jax.training.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.training.optimizers import Optimizer, decays, from_optax
 from trl_jax.training.script_loss import UserLoss, UserLossStep
-from trl_jax.training.state import RunState
+from trl_jax.training.state import Setup
 from trl_jax.training.update import make_step
 
-# ----------------------------------------------------------------------------------------------------
+logger = logging.getLogger(__name__)
+
 # Compile the programs of a run in threads while its steps run, on devices that leave the host idle.
 
 
 def compiling_ahead(
-    run: RunState, train_step: TrainStep, step: Any, steps: ExampleLoader, progress: Progress
+    setup: Setup, train_step: TrainStep, step: Any, steps: ExampleLoader, progress: LoopProgress
 ) -> contextlib.AbstractContextManager:
     """A context in which threads compile `step` for the shapes of the loader's first steps after `progress`.
 
@@ -43,19 +47,19 @@ def compiling_ahead(
     """
     known = isinstance(steps, ExampleLoader) and isinstance(step, Programs)
     known = known and not isinstance(steps.dataset, IterableDataset)
-    if not known or not compiles_ahead(run.args.device.type):
+    if not known or not compiles_ahead(setup.args.device.type):
         return contextlib.nullcontext()
     coming = steps.laid_out(buckets=replace(steps.step_layout.buckets, serves_from=()))
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.examples)
-    arrays = run.model.params, run.progress.optimizer_state, run.frozen
-    params, state, frozen = (_shapes(part, placed=run.sharding_plan is not None) for part in arrays)
-    key = run_key(run.args, run.model.backend)
+    arrays = setup.model.params, setup.progress.optimizer_state, setup.frozen
+    params, state, frozen = (_shapes(part, placed=setup.sharding_plan is not None) for part in arrays)
+    key = run_key(setup.args, setup.model.backend)
 
     def make(batch: Any) -> None:
-        with run.on_device():
+        with setup.on_device():
             step.program_for(params, state, batch, np.float32(0), key, frozen)
 
-    left = run.state.max_steps - run.state.global_step
+    left = setup.state.max_steps - setup.state.global_step
     return compile_ahead(
         make, (train_step.placed(batch).arrays for batch in islice(coming, min(EARLY, left))), PROGRAMS_AT_ONCE
     )
@@ -68,28 +72,24 @@ def _shapes(arrays: Any, *, placed: bool) -> Any:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Steps that are made anew, where a callback has changed what they are made of.
-
-
-logger = logging.getLogger(__name__)
+# Steps that are compiled again because a callback has changed what they are made of.
 
 
 class StepParts(NamedTuple):
-    """The parts of a step that a callback may change.
+    """What a callback may change of a step.
 
+    loss: the task.
     frozen: names on disk of the parameters that a script has frozen.
     """
 
-    loss: Any
+    loss: Task
     max_grad_norm: float | None
     frozen: frozenset[str]
     accumulation: int
 
     @classmethod
-    def now(cls, run: RunState) -> StepParts:
-        args, frozen = run.args, frozenset(run.model.frozen_names)
-        return cls(run.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps)
+    def now(cls, task: Task, args: BaseConfig, model: PreTrainedModel) -> StepParts:
+        return cls(task, args.max_grad_norm, frozenset(model.frozen_names), args.gradient_accumulation_steps)
 
     def changed_since(self, before: StepParts) -> str:
         """The differences, in words."""
@@ -98,24 +98,24 @@ class StepParts(NamedTuple):
 
 
 class Changes:
-    """Asked before each step: the optimizer of a step that is made anew.
+    """Called before each step: returns the optimizer if the step has to be compiled again.
 
-    settle: takes what a script has set into the run's task. made_optimizer: of the arguments as they are now.
+    settle: updates the run's task from what a script has set. made_optimizer: makes one from the current arguments.
     """
 
-    def __init__(self, run: RunState, settle: Callable[[], None], made_optimizer: Callable[[], Optimizer]):
-        self._run, self._settle, self._made_optimizer = run, settle, made_optimizer
-        self._before = StepParts.now(run)
+    def __init__(self, setup: Setup, settle: Callable[[], None], made_optimizer: Callable[[], Optimizer]):
+        self._setup, self._settle, self._made_optimizer = setup, settle, made_optimizer
+        self._before = StepParts.now(setup.task, setup.args, setup.model)
 
     def __call__(self) -> Optimizer | None:
-        """None where nothing has changed since the last step was made.
+        """None if nothing has changed since the last step was compiled.
 
         Raises:
             ValueError: the optimizer would have another state, or steps another layout.
         """
-        run, before = self._run, self._before
+        setup, before = self._setup, self._before
         self._settle()
-        found = self._before = StepParts.now(run)
+        found = self._before = StepParts.now(setup.task, setup.args, setup.model)
         if found == before:
             return None
         if found.accumulation != before.accumulation:
@@ -127,12 +127,12 @@ class Changes:
         what = found.changed_since(before)
         logger.warning(
             "After step %d, %s was changed: the step is compiled again, as it is after every such change.",
-            run.state.global_step,
+            setup.state.global_step,
             what,
         )
         tx = self._made_optimizer()
-        state = jax.eval_shape(tx.init, run.model.params)
-        if jax.tree.structure(state) != jax.tree.structure(run.progress.optimizer_state):
+        state = jax.eval_shape(tx.init, setup.model.params)
+        if jax.tree.structure(state) != jax.tree.structure(setup.progress.optimizer_state):
             raise ValueError(
                 f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
                 "and the optimizer's state has no place for that. Let a large max_grad_norm stand for none."
@@ -140,45 +140,54 @@ class Changes:
         return tx
 
 
-# ----------------------------------------------------------------------------------------------------
-# The optimizer step of a run: compiling it, feeding it batches, and updating the model with its results.
-
-
 class TrainStep:
-    """Builds and runs the step of `train()`."""
+    """Compiles the step of `train()`, feeds it batches, and updates the model with its results."""
 
-    def __init__(self, run: RunState, loss: Callable, sharded_step: ShardedStep | None, user_loss: UserLoss | None):
+    def __init__(
+        self,
+        setup: Setup,
+        forward: Forward,
+        script_loss: Callable[[], Callable | None],
+        sharded_step: ShardedStep | None,
+        user_loss: UserLoss | None,
+    ):
         """
         Args:
-            loss: `(params, batch, key, remat=) -> (loss, sums)`, as `Forward.loss`.
+            script_loss: returns a script's own `loss`, in the place of `Forward.loss`; None if there is none.
             sharded_step: divides the step over several devices; None on one.
             user_loss: a script's own compute_loss; the step then runs micro-batch by micro-batch.
         """
-        self._run, self._loss, self.sharded_step, self._user_loss = run, loss, sharded_step, user_loss
+        self._setup, self._forward, self._script_loss = setup, forward, script_loss
+        self.sharded_step, self._user_loss = sharded_step, user_loss
+
+    def loss(self, params: dict, batch: Any, key: Any, *, remat: bool | str = False) -> tuple:
+        """`Forward.loss` or, if a script's subclass has one, its `loss`."""
+        return (self._script_loss() or self._forward.loss)(params, batch, key, remat=remat)
 
     def compiled(self, tx: Any, *, remat: bool | str) -> Any:
-        """The jitted step of `train()`, with the arguments of `make_step`'s. remat: whether layers are computed
-        twice."""
-        run = self._run
-        options = compiler_options(run.args.device.type, several=run.sharding_plan is not None)
+        """The jitted step of `train()`, with the arguments of `make_step`'s.
 
-        def loss(params, *batch_and_key):
-            return self._loss(params, *batch_and_key, remat=remat)
+        Args:
+            remat: whether layers are computed twice.
+        """
+        setup = self._setup
+        options = compiler_options(setup.args.device.type, several=setup.sharding_plan is not None)
 
-        return make_step(self._without_frozen(loss), tx, self.sharded_step, options)
+        loss = self._without_frozen(partial(self.loss, remat=remat))
+        return make_step(loss, tx, self.sharded_step, options)
 
     def _without_frozen(self, loss: Callable) -> Callable:
         """The loss, without a gradient for numbers that a script has frozen."""
-        masks = self._run.model.trainable_masks
+        masks = self._setup.model.trainable_masks
         if not masks:
             return loss
         return lambda params, *rest, **options: loss(stop_frozen_gradients(params, masks), *rest, **options)
 
     def made(self, tx: Any) -> Any:
-        """The step of `train()`, in the quickest version that fits and that the arguments allow."""
-        args = self._run.args
+        """The step of `train()`, in the fastest version that fits and that the arguments allow."""
+        args = self._setup.args
         if self._user_loss is not None:
-            return UserLossStep(self._run, self._user_loss, self._without_frozen, tx)
+            return UserLossStep(self._user_loss, self._without_frozen, tx)
         steps = [self.compiled(tx, remat=remat) for remat in args.remats]
         room = room_of(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
@@ -191,42 +200,41 @@ class TrainStep:
         tell: Callable[[tuple[int, ...]], None],
         renewed: Callable[[], Any],
     ) -> Callable:
-        """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors.
+        """(step batch, learning rate) -> metrics. Replaces the model's parameters by the updated ones.
 
         Args:
             check: called before each step; raises the errors of background threads.
-            renewed: called before each step; None, or the optimizer with which the step is made anew, as what it was
-                made of has changed.
-            tell: called before each step with the shape of its tokens: of the first one it says that it is compiled.
+            renewed: called before each step; returns the optimizer if the step has to be compiled again, else None.
+            tell: called before each step with the shape of its tokens, to print that the first one is compiled.
         """
-        run, args = self._run, self._run.args
-        if run.progress.optimizer_state is None:
-            run.progress.optimizer_state = self.new_optimizer_state(tx)
-        if run.sharding_plan is not None:
-            logger.info("%s", describe(run.sharding_plan, run.model.params, run.progress.optimizer_state))
-        key = run_key(args, run.model.backend)
-        flops_a_token = 6 * run.model.num_parameters(exclude_embeddings=True)
-        compilation = CompilationUntimed(run.events)
+        setup, args = self._setup, self._setup.args
+        if setup.progress.optimizer_state is None:
+            setup.progress.optimizer_state = self.new_optimizer_state(tx)
+        if setup.sharding_plan is not None:
+            logger.info("%s", describe(setup.sharding_plan, setup.model.params, setup.progress.optimizer_state))
+        key = run_key(args, setup.model.backend)
+        flops_a_token = 6 * setup.model.num_parameters(exclude_embeddings=True)
+        compilation = CompilationUntimed(setup.events)
 
         def advance(batch, learning_rate):
             nonlocal step
             check()
             if (changed := renewed()) is not None:
                 step = self.made(changed)
-            step_key = None if key is None else jax.random.fold_in(key, run.state.global_step)
+            step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
             tell(shape)
-            run.model.params, run.progress.optimizer_state, metrics = step(
-                run.model.params, run.progress.optimizer_state, batch.arrays, rate, step_key, run.frozen
+            setup.model.params, setup.progress.optimizer_state, metrics = step(
+                setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
             )
             compilation.done(shape)
-            if run.reference is not None:
-                run.reference.follow(run.state.global_step + 1, run.model.arrays)
-            if run.rollout is not None:
-                run.rollout.stepped(metrics)
-            run.progress.tokens_seen += batch.num_primary_tokens
-            run.state.num_input_tokens_seen += self._input_tokens(batch)
-            run.state.total_flos += flops_a_token * batch.num_padded_tokens
+            if setup.reference is not None:
+                setup.reference.follow(setup.state.global_step + 1, setup.model.arrays)
+            if setup.rollout is not None:
+                setup.rollout.stepped(metrics)
+            setup.progress.tokens_seen += batch.num_primary_tokens
+            setup.state.num_input_tokens_seen += self._input_tokens(batch)
+            setup.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
 
         return advance
@@ -236,54 +244,56 @@ class TrainStep:
 
         On a single device they are uncommitted, as weights are: committed ones would compile the step again.
         """
-        run = self._run
-        if run.sharding_plan is not None:
-            return batch._replace(arrays=distributed(batch.arrays, run.sharding_plan.batch))
-        with jax.default_device(run_device(run.args)):
+        setup = self._setup
+        if setup.sharding_plan is not None:
+            return batch._replace(arrays=distributed(batch.arrays, setup.sharding_plan.batch))
+        with jax.default_device(run_device(setup.args)):
             return batch._replace(arrays=jax.device_put(batch.arrays))
 
     def new_optimizer_state(self, tx: Any) -> Any:
         """The optimizer's state before the first step, sharded as the parameters are."""
-        params, sharding_plan = self._run.model.params, self._run.sharding_plan
+        params, sharding_plan = self._setup.model.params, self._setup.sharding_plan
         if sharding_plan is None:
             return tx.init(params)
         return jax.jit(tx.init, out_shardings=sharding_plan.state(jax.eval_shape(tx.init, params), params))(params)
 
     def _input_tokens(self, batch: Any) -> int:
         """The tokens of a step that `include_num_input_tokens_seen` counts; completions were counted before."""
-        if self._run.rollout is not None:
+        if self._setup.rollout is not None:
             return 0
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
-        return counted[self._run.args.include_num_input_tokens_seen]
+        return counted[self._setup.args.include_num_input_tokens_seen]
 
 
-def default_optimizer(run: RunState, choice: OptimizerChoice) -> Any:
+def default_optimizer(choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int) -> Any:
     """Build the optimizer of this choice, with weight decay on the parameters that have it in transformers."""
-    backend, args = run.model.backend, run.args
     decayed = {
         path: decays(path) and decays(tensor) and path not in backend.undecayed
         for path, tensor in backend.tensors.items()
     }
-    warmup = args.get_warmup_steps(length_of(run).max_steps)
+    warmup = args.get_warmup_steps(max_steps)
     most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a norm below 0 bounds nothing
     return choice.make(decayed, backend.torch_param_layout(), most, warmup)
 
 
-def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer:
+def optimizer_of(
+    made: Any, choice: OptimizerChoice, max_grad_norm: float | None, masks: dict, vision: frozenset[str]
+) -> Optimizer:
     """The step's optimizer, which updates neither what a script has frozen nor a vision tower in a step without images.
 
     Args:
         made: the result of the trainer's create_optimizer.
+        vision: paths of the trained parameters of a vision tower.
+        masks: the model's `trainable_masks`.
 
     Raises:
         TypeError: it is no optax transformation.
     """
     if not isinstance(made, Optimizer):
         check_optax(made)
-        made = from_optax(made, peak=choice.peak, max_grad_norm=run.args.max_grad_norm)
-    if vision := run.model.backend.of_vision(run.model.params):
+        made = from_optax(made, peak=choice.peak, max_grad_norm=max_grad_norm)
+    if vision:
         made = _idle_without_images(made, vision)
-    masks = run.model.trainable_masks
     if not masks:
         return made
 

@@ -17,7 +17,6 @@ import optax
 
 from trl_jax.hub.torch_bridge import available
 
-# ----------------------------------------------------------------------------------------------------
 # Errors of a script's loss, explained: torch code on JAX arrays, translated, and values that are not there yet.
 
 
@@ -121,7 +120,6 @@ def _of_script(file: str) -> bool:
     return "site-packages" not in file and not Path(file).is_relative_to(_PACKAGE)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Translates a statement of torch into jax.numpy, as far as every name that it then has is one of JAX's or optax's.
 
 

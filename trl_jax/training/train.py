@@ -19,10 +19,10 @@ from datasets import Dataset
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.config.rules import as_choice
-from trl_jax.hub.torch_objects import give_back
+from trl_jax.hub.torch_objects import copy_back_to_torch
 from trl_jax.mesh.processes import barrier, is_first, naming_lost_processes, several, together
 from trl_jax.training.checkpoint import (
-    Progress,
+    LoopProgress,
     Snapshot,
     forget_all_but_best,
     host_copy,
@@ -31,8 +31,9 @@ from trl_jax.training.checkpoint import (
     only_run,
     sweep,
 )
-from trl_jax.training.data import length_of, reason_of_layout, step_layout, steps_of
+from trl_jax.training.data import reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.logging import tell_compilation, tell_layout, tell_model, tell_trained
 from trl_jax.training.metrics import (
     begin_state,
@@ -41,6 +42,7 @@ from trl_jax.training.metrics import (
     memory,
     retried,
     speed_metrics,
+    step_memory,
     task_metrics,
 )
 from trl_jax.training.model import align_special_tokens
@@ -50,26 +52,22 @@ from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.prefetch import AsNeeded, Prefetched
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
-from trl_jax.training.state import RunState, TrainerHooks
+from trl_jax.training.state import Setup
 from trl_jax.training.step import Changes, TrainStep, compiling_ahead, optimizer_of
-
-# ----------------------------------------------------------------------------------------------------
-# One call of train(): from a place to begin, through the loop, to the closing metrics.
-
 
 logger = logging.getLogger(__name__)
 
 
 class Training:
-    """Trains a run, as often as it is asked to.
+    """Calls of train(): from the starting point, through the loop, to the closing metrics.
 
     optimizer: of the last call of train(); None before the first.
     """
 
     def __init__(
         self,
-        run: RunState,
-        hooks: TrainerHooks,
+        setup: Setup,
+        hooks: Hooks,
         train_step: TrainStep,
         checkpointer: Checkpointer,
         publisher: HubPublisher,
@@ -78,109 +76,117 @@ class Training:
     ):
         """
         Args:
-            choose: what the arguments and the constructor say of the optimizer, as they are now.
+            choose: makes the choice of an optimizer from the current arguments and those of the constructor.
             torch_model: the torch model that was passed, which gets the trained weights; None without one.
         """
-        self._run, self._hooks, self._train_step = run, hooks, train_step
+        self._setup, self._hooks, self._train_step = setup, hooks, train_step
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
-        """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
-        args = self._run.args
-        run = self._run
-        align_special_tokens(run.model, self._torch_model, run.processing_class, head=run.task.head)
-        interrupts = self._run.progress.interrupts = Interrupts()
+        """Train to the end. No other run may use output_dir meanwhile, and signals end the run after a step; with
+        auto_find_batch_size, a run that does not fit is repeated with smaller batches."""
+        setup, args = self._setup, self._setup.args
+        align_special_tokens(setup.model, self._torch_model, setup.processing_class, head=setup.task.head)
+        interrupts = setup.progress.interrupts = Interrupts()
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
-        with self._run.on_device(), contextlib.ExitStack() as entered:
-            if is_first() and (saves or os.access(args.output_dir, os.W_OK)):  # who saves nothing may do so anywhere
+        with setup.on_device(), contextlib.ExitStack() as entered:
+            # A run that saves nothing may have a read-only output_dir.
+            if is_first() and (saves or os.access(args.output_dir, os.W_OK)):
                 self._checkpointer.lock = entered.enter_context(only_run(args.output_dir))
                 entered.callback(setattr, self._checkpointer, "lock", None)
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
             barrier("train")  # until the first process has swept
-            entered.enter_context(interrupts.heeded(promise))
-            once = partial(self._once, as_choice(resume_from), new_id())
+            entered.enter_context(interrupts.handling_signals(promise))
+            run = partial(self._run, as_choice(resume_from), new_id())
             try:
-                return self._what_fits(once) if args.auto_find_batch_size else once()
+                return self._retried(run) if args.auto_find_batch_size else run()
             except SystemExit:
                 if interrupts.received is not None:
-                    self._publisher.tell_unfinished()
+                    self._publisher.tell_unfinished(args.output_dir)
                 raise
 
     def made_optimizer(self) -> Optimizer:
-        """The result of create_optimizer, in the form of the step."""
-        return optimizer_of(self._run, self._hooks.create_optimizer(), self.choice)
+        """The result of create_optimizer, in the form that the step takes."""
+        setup = self._setup
+        made = self._hooks.create_optimizer()
+        vision = setup.model.backend.of_vision(setup.model.params)
+        return optimizer_of(made, self.choice, setup.args.max_grad_norm, setup.model.trainable_masks, vision)
 
     def _renewed(self, changed: Changes) -> Optimizer | None:
-        """The optimizer of a step that is made anew, which is shown then; None where nothing has changed."""
+        """The optimizer, if the step has to be compiled again; None if nothing has changed."""
         tx = changed()
         if tx is not None:
             self._show(tx)
         return tx
 
     def _show(self, tx: Optimizer) -> None:
-        """Give callbacks, and who asks the trainer, the optimizer."""
+        """Make the optimizer visible to callbacks and as `trainer.optimizer`."""
         self.optimizer = ShownOptimizer.of(tx, self.choice, self._checkpointer.lr_scheduler)
-        self._run.events.handler.optimizer = self.optimizer
+        self._setup.events.handler.optimizer = self.optimizer
 
-    def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
-        """Each try begins where the first one did: a step takes the arrays it is given."""
-        run = self._run
-        first, tokens_seen = host_copy((run.model.params, run.progress.optimizer_state)), run.progress.tokens_seen
+    def _retried(self, run: Callable[[], TrainOutput]) -> TrainOutput:
+        """Repeat a run that does not fit with smaller batches. Each try begins from copies of the first one's arrays,
+        because steps donate theirs."""
+        setup = self._setup
+        first, tokens_seen = host_copy((setup.model.params, setup.progress.optimizer_state)), setup.progress.tokens_seen
 
         def again(size: int) -> None:
-            run.progress.found_batch_size, run.progress.tokens_seen = size, tokens_seen
+            setup.progress.found_batch_size, setup.progress.tokens_seen = size, tokens_seen
             params, state = first
-            if run.sharding_plan is None:
-                run.model.params, run.progress.optimizer_state = jax.tree.map(jnp.array, first)
+            if setup.sharding_plan is None:
+                setup.model.params, setup.progress.optimizer_state = jax.tree.map(jnp.array, first)
             else:
-                run.model.params = run.sharding_plan.placed(params)
-                run.progress.optimizer_state = None if state is None else run.sharding_plan.placed_state(state, params)
+                setup.model.params = setup.sharding_plan.placed(params)
+                setup.progress.optimizer_state = (
+                    None if state is None else setup.sharding_plan.placed_state(state, params)
+                )
 
-        return retried(once, lambda: run.train_batch_size, again)
+        return retried(run, lambda: setup.train_batch_size, again)
 
-    def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
-        run, args, start = self._run, self._run.args, time.monotonic()
+    def _run(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
+        setup, args, start = self._setup, self._setup.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
         tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
-        if found is not None and args.auto_find_batch_size and run.progress.found_batch_size is None:
-            run.progress.found_batch_size = found.state.train_batch_size
-        length = length_of(run)
-        schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: run.state.global_step)
-        self._checkpointer.lr_scheduler = run.events.handler.lr_scheduler = schedule
+        if found is not None and args.auto_find_batch_size and setup.progress.found_batch_size is None:
+            setup.progress.found_batch_size = found.state.train_batch_size
+        length = setup.length
+        schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step)
+        self._checkpointer.lr_scheduler = setup.events.handler.lr_scheduler = schedule
         self._show(tx)
         self._checkpointer.forget_dataset()
-        begin_state(run)
-        if run.rollout is not None:
-            run.rollout.begin()
-        progress = Progress() if found is None else resume(run, self._checkpointer, found, length, tx)
+        begin_state(setup.events, setup.train_batch_size)
+        if setup.rollout is not None:
+            setup.rollout.begin()
+        progress = LoopProgress() if found is None else resume(setup, self._checkpointer, found, length, tx)
         self._checkpointer.begin(found, run_id)
-        first, run.progress.input_tokens_before = run.state.global_step, run.state.num_input_tokens_seen
-        run.state.max_steps, run.state.num_train_epochs = length.max_steps, length.num_epochs
-        run.state.compute_steps(args, length.max_steps)
-        loop, train_loss, unreported = self._looped(tx, length, progress)
-        with self._leaving_saved(loop):
-            with run.progress.interrupts.waiting():
-                self._publisher.finish()
-                if run.rollout is not None:
-                    run.rollout.finish()
+        first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
+        setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
+        setup.state.compute_steps(args, length.max_steps)
+        loop, train_loss, unreported = self._run_loop(tx, length, progress)
+        with self._saved_on_signal(loop):
+            with setup.progress.interrupts.waiting():
+                self._publisher.finish(args, setup.events)
+                if setup.rollout is not None:
+                    setup.rollout.finish()
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
-            with run.progress.interrupts.waiting():
+            with setup.progress.interrupts.waiting():
                 params = self._best_params()
         self._end(params)
-        if run.progress.interrupts.received is not None:
-            run.progress.interrupts.leave()
-        tell_trained(run, run.state.global_step - first, time.monotonic() - start)
-        return TrainOutput(run.state.global_step, train_loss, metrics)
+        if setup.progress.interrupts.received is not None:
+            setup.progress.interrupts.leave()
+        last = setup.state.global_step
+        tell_trained(args.output_dir, last, last - first, time.monotonic() - start)
+        return TrainOutput(setup.state.global_step, train_loss, metrics)
 
     @contextlib.contextmanager
-    def _leaving_saved(self, loop: Loop) -> Iterator[None]:
-        """For a signal after the last step, leave with a checkpoint of it, without what the block has changed since."""
-        before = Snapshot(self._run.events)
+    def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
+        """On a signal after the last step, leave with a checkpoint of that step, without later changes of the block."""
+        before = Snapshot(self._setup.events)
         try:
             yield
         except Interrupted:
@@ -188,74 +194,91 @@ class Training:
             with self._checkpointer.saver.settled():
                 loop.leave_if_asked()
 
-    def _looped(self, tx: Any, length: Any, progress: Progress) -> tuple[Loop, float, list]:
-        run, checkpointer, train_step = self._run, self._checkpointer, self._train_step
-        tell_model(run)
-        batches = self._hooks.get_train_dataloader() if run.rollout is None else run.rollout
-        run.events.handler.train_dataloader = batches
-        steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
-        tell_layout(run, step_layout(run, training=True).layout, reason_of_layout(run))  # unless a survey has
-        step, changed = train_step.made(tx), Changes(run, self._hooks.settle_task, self.made_optimizer)
-        place = None if "compute_loss" in run.overridden else train_step.placed
-        tell = partial(tell_compilation, run, steps)
+    def _run_loop(self, tx: Any, length: Any, progress: LoopProgress) -> tuple[Loop, float, list]:
+        setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
+        args, told = setup.args, setup.progress.told
+        tell_model(told, args, setup.model, setup.sharding_plan)
+        batches = self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout
+        setup.events.handler.train_dataloader = batches
+        steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
+        laid_out = step_layout(setup, training=True).layout  # printed unless a survey has printed it
+        tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
+        step, changed = train_step.made(tx), Changes(setup, self._hooks.settle_task, self.made_optimizer)
+        place = None if "compute_loss" in setup.overridden else train_step.placed
+        tell = partial(tell_compilation, told, steps)
         advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._renewed, changed))
-        # Scripts' own `log` may be older than its second argument.
-        began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)
-        patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
+        # A script's own `log` may not take the second argument.
+        began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
+        patience = 1 if "underflow_overflow" in str(args.debug) else PATIENCE
+
+        def explained(batch: Any) -> str:
+            sharded = setup.sharding_plan is not None
+            return explain(setup.model.params, setup.frozen, train_step.loss, batch, sharded=sharded)
+
         loop = Loop(
-            events=run.events,
+            events=setup.events,
             batches=AsNeeded(steps, place)
-            if run.rollout is not None
+            if setup.rollout is not None
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
-            # Of other sizes than before the resume, max_steps may be reached in a later epoch than they would have it.
-            num_epochs=length.num_epochs + (progress.epoch if run.args.max_steps > 0 else 0),
+            # With other sizes than before the resume, max_steps may be reached in a later epoch.
+            num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             advance=lambda batch: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,
             save=self._hooks.save_checkpoint,
-            nonfinite_guard=NonFiniteGuard(
-                run.state.global_step + 1, partial(explain, run, self._hooks.loss), patience
-            ),
-            interrupts=run.progress.interrupts,
+            nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, explained, patience),
+            interrupts=setup.progress.interrupts,
             progress=progress,
         )
-        run.progress.in_train = True
-        run.model.train()
+        setup.progress.in_train = True
+        setup.model.train()
         try:
             with (
                 checkpointer.saver.settled(),
                 naming_lost_processes(),
-                explain_memory(run),
+                explain_memory(self._memory),
                 together(),  # announces an exception before a save in the background is waited for
-                compiling_ahead(run, train_step, step, steps, progress),
+                compiling_ahead(setup, train_step, step, steps, progress),
             ):
                 return loop, *loop.run()
         finally:
-            run.progress.in_train = False
+            setup.progress.in_train = False
+
+    def _memory(self) -> str:
+        setup = self._setup
+        sizes = {"size": setup.train_batch_size, "texts": len(setup.task.columns.texts)}
+        return step_memory(
+            setup.args, setup.model, setup.arrays, setup.sharding_plan, step=setup.state.global_step + 1, **sizes
+        )
 
     def _evaluate(self) -> dict[str, float]:
-        args = self._run.args
-        telling = explain_evaluation_memory(self._run) if args.auto_find_batch_size else contextlib.nullcontext()
-        with telling:
+        setup, args, explaining = self._setup, self._setup.args, contextlib.nullcontext()
+        if args.auto_find_batch_size:
+            explaining = explain_evaluation_memory(args, setup.state.global_step, setup.model.params)
+        with explaining:
             metrics = self._hooks.evaluate()
         self._checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model)
         return metrics
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        """Metrics to log of the steps since the last log, beside loss, grad_norm and learning_rate."""
-        return task_metrics(self._run, steps, "train") if steps else {}
+        """Metrics to log of the steps since the last log, besides loss, grad_norm and learning_rate."""
+        if not steps:
+            return {}
+        setup = self._setup
+        numbers = {"tokens_seen": setup.progress.tokens_seen, "step": setup.state.global_step}
+        return task_metrics(setup.task, steps, "train", rollout=setup.rollout, **numbers)
 
     def _closing_metrics(
         self, train_loss: float, unreported: list, start: float, max_steps: int, first: int
     ) -> dict[str, float]:
         """The run's metrics, logged."""
-        run, args, state = self._run, self._run.args, self._run.state
-        rows = run.step_examples * max_steps
-        if isinstance(run.train_dataset, Dataset) and args.max_steps <= 0:
-            rows = len(run.train_dataset) * args.num_train_epochs
-        taken = state.global_step - first  # the time is that of this session, so are its steps
+        setup, args, state = self._setup, self._setup.args, self._setup.state
+        rows = setup.step_examples * max_steps
+        if isinstance(setup.train_dataset, Dataset) and args.max_steps <= 0:
+            rows = len(setup.train_dataset) * args.num_train_epochs
+        taken = state.global_step - first  # time and steps are both those of this session
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
@@ -265,29 +288,29 @@ class Training:
         return metrics
 
     def _best_params(self) -> dict[str, jax.Array] | None:
-        """The best checkpoint's weights where load_best_model_at_end asks for them."""
-        best = self._run.state.best_model_checkpoint
-        return weights_of(self._run, Path(best)) if self._run.args.load_best_model_at_end and best else None
+        """The best checkpoint's weights with load_best_model_at_end, else None."""
+        setup, best = self._setup, self._setup.state.best_model_checkpoint
+        if best is None or not setup.args.load_best_model_at_end:
+            return None
+        return weights_of(setup.model, Path(best), setup.args.seed, setup.sharding_plan)
 
     def _end(self, params: dict[str, jax.Array] | None) -> None:
-        """Take these weights, if any; leave only the best checkpoint where one may be; tell callbacks."""
-        run, best = self._run, self._run.state.best_model_checkpoint
+        """Take these weights, if any; with save_total_limit=1, keep only the best checkpoint; fire on_train_end."""
+        setup, best = self._setup, self._setup.state.best_model_checkpoint
         if params is not None:
-            run.model.params = params
-        if is_first() and run.args.save_total_limit == 1 and best is not None:
-            forget_all_but_best(run.args.output_dir, best)
+            setup.model.params = params
+        if is_first() and setup.args.save_total_limit == 1 and best is not None:
+            forget_all_but_best(setup.args.output_dir, best)
         if self._torch_model is not None:
-            give_back(run.model.backend, run.model.params, run.model.config, self._torch_model)
-        run.events.fire("on_train_end")
+            copy_back_to_torch(setup.model.backend, setup.model.params, setup.model.config, self._torch_model)
+        setup.events.fire("on_train_end")
 
 
-# ----------------------------------------------------------------------------------------------------
-# The training loop: steps, epochs and the events between them, in TRL's order.
-
+# The loop: steps, epochs and the events between them, in TRL's order.
 
 Metrics = dict[str, jax.Array]
 
-_MOST_ON_DEVICE = 100  # steps whose metrics may wait there, in a run that seldom logs
+_MOST_ON_DEVICE = 100  # steps whose metrics may stay on the device, in a run that seldom logs
 
 
 class Batches(Protocol):
@@ -299,7 +322,7 @@ class Batches(Protocol):
 
 @dataclass
 class Loop:
-    """One run. It computes nothing itself and calls the functions that it has.
+    """The loop of one train(), on plain functions: it computes nothing itself.
 
     Attributes:
         events: the callbacks, with args, state and control.
@@ -312,7 +335,7 @@ class Loop:
         save: writes a checkpoint from which another loop resumes at this `progress`.
         nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
         interrupts: signals that ask the run to end.
-        progress: where the run begins.
+        progress: where the loop begins, and how far it is.
     """
 
     events: Events
@@ -323,34 +346,34 @@ class Loop:
     learning_rate: Callable[[int], float]
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
-    save: Callable[[Progress], None]
+    save: Callable[[LoopProgress], None]
     nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
-    progress: Progress = field(default_factory=Progress)
+    progress: LoopProgress = field(default_factory=LoopProgress)
     _between_steps: bool = True
 
     def __post_init__(self) -> None:
-        self._saved_at = self.events.state.global_step  # what it begins with is no news
+        self._saved_at = self.events.state.global_step  # the starting point needs no checkpoint
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback says stop.
 
         Returns:
-            The mean loss over all steps, and the metrics of the steps since the last report. Where an evaluation came
-            after those there are none, as TRL's closing log line leaves them out then.
+            The mean loss over all steps, and the metrics of the steps since the last report. There are none if an
+            evaluation came after those steps, because TRL's closing log line leaves them out then.
 
         Raises:
             SystemExit: a signal asked for it.
         """
         try:
             self._epochs()
-        except Exception:  # whatever ended the run is raised again
-            # A callback asked for it and then raised. Not with other processes: saving takes all, and they go on.
+        except Exception:  # raised again
+            # A callback asked for a checkpoint and then raised. Saving takes all processes, and the others go on.
             if self._between_steps and self.events.control.should_save and not several():
                 self._save()
             raise
         self.nonfinite_guard.settle()
-        unreported = jax.device_get(self.progress.unreported)  # they stay there: it may still be saved
+        unreported = jax.device_get(self.progress.unreported)  # and kept: the progress may still be saved
         mean = (self.progress.loss_sum + _sum_of_losses(unreported)) / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
 
@@ -382,7 +405,7 @@ class Loop:
         for batch in () if progress.stop_training or progress.stop_epoch else self.batches:
             self._step(batch)
             self._report_evaluate_save()
-            self._heed_signals()
+            self._handle_signals()
             if events.control.should_epoch_stop or events.control.should_training_stop:
                 break
         progress.stop_epoch = False
@@ -390,10 +413,10 @@ class Loop:
         progress.epoch_over = True
         events.fire("on_epoch_end")
         self._report_evaluate_save()
-        self._heed_signals()
+        self._handle_signals()
 
     def _catch_up(self) -> None:
-        """Repeat the evaluation that the run before broke off."""
+        """Repeat the evaluation that was interrupted before the resume."""
         control, progress = self.events.control, self.progress
         if not progress.evaluation_due:
             return
@@ -401,8 +424,8 @@ class Loop:
         control.should_evaluate, control.should_save = True, progress.save_due
         control.should_epoch_stop |= progress.stop_epoch
         self._report_evaluate_save()
-        self._heed_signals()
-        control = self.events.control  # callbacks may have put another in its place
+        self._handle_signals()
+        control = self.events.control  # callbacks may have replaced it
         progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
 
     def _check_not_empty(self) -> None:
@@ -458,7 +481,8 @@ class Loop:
             self._save()
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate. For a signal, leave between two passes with a checkpoint from before, which has it repeated."""
+        """Evaluate. On a signal, leave between two passes with a checkpoint from before the evaluation, which repeats
+        it."""
         progress, before = self.progress, Snapshot(self.events)
         try:
             with self.interrupts.evaluating():
@@ -478,13 +502,13 @@ class Loop:
         self._between_steps, self._saved_at = True, self.events.state.global_step
         self.events.fire("on_save")
 
-    def _heed_signals(self) -> None:
-        """Leave where this process or another got a signal."""
+    def _handle_signals(self) -> None:
+        """Leave if this process or another got a signal."""
         self.interrupts.agree(self.events.state.global_step)
         self.leave_if_asked()
 
     def leave_if_asked(self) -> None:
-        """Between two steps: raise SystemExit where a signal came, after a checkpoint of the last step."""
+        """Between two steps: raise SystemExit if a signal came, after a checkpoint of the last step."""
         if self.interrupts.received is None:
             return
         if self.events.args.save_strategy != SaveStrategy.NO and self._saved_at != self.events.state.global_step:

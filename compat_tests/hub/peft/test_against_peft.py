@@ -129,7 +129,7 @@ def test_what_is_frozen_stays_and_padding_stays_zero(adapted):
     a = np.asarray(trainer.model.params["model.layers.{}.self_attn.q_proj.lora_A"])
     b = np.asarray(trainer.model.params["model.layers.{}.self_attn.q_proj.lora_B"])
     assert a.shape == (3, 7, 64) and not a[0].any() and not a[2, 4:].any() and a[1].all() and not b[2, :, 4:].any()
-    state = trainer.parts.run.progress.optimizer_state
+    state = trainer.parts.setup.progress.optimizer_state
     assert not set(trainer.model.frozen) & {str(path[-1].key) for path, _ in _leaves(state) if hasattr(path[-1], "key")}
 
 

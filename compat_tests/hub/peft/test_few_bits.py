@@ -40,7 +40,7 @@ def test_a_torch_model_in_few_bits_is_a_reference(checkpoint, tmp_path, bits):
     model, other = checkpoint(**WIDE), checkpoint(**WIDE, seed=5)
     theirs = trained(trl, model, tmp_path / "b", ref_model=loaded(other, **bits))
     trainer = make(trl_jax, model, tmp_path / "a", ref_model=loaded(other, **bits))
-    arrays = trainer.parts.run.reference.arrays
+    arrays = trainer.parts.setup.reference.arrays
     codes = [array for path, array in arrays.items() if path.endswith("q.weight.codes")]
     assert [array.dtype.name for array in codes] == ["uint8" if "load_in_4bit" in bits else "int8"]
     trainer.train()

@@ -252,7 +252,7 @@ def test_predictions_are_logits_of_the_texts(kind, name, checkpoint, tmp_path):
     measured, predicted = made.evaluate(), made.predict(made.eval_dataset)
     logits, labels = predicted.predictions, predicted.label_ids
     assert logits.shape[:2] == labels.shape and predicted.metrics["test_loss"] == pytest.approx(measured["eval_loss"])
-    ids = np.asarray(made.eval_dataset[0][made.parts.run.task.columns.texts[0]])
+    ids = np.asarray(made.eval_dataset[0][made.parts.setup.task.columns.texts[0]])
     whole = np.asarray(made.model(ids[None]).logits)[0, -len(ids) :]
     np.testing.assert_allclose(logits[0, : len(ids)], whole, atol=1e-4)
 
