@@ -346,7 +346,7 @@ def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, file
     for prefix in config.family.other_prefixes:
         if any(name.startswith(prefix) for name in files.shapes):
             tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, base, prefix)) for entry in tensor_map]
-    for known, prefix in () if config.arch.vision is None else config.vision.prefixes:
+    for known, prefix in () if config.vision_arch is None else config.vision.prefixes:
         if any(name.startswith(prefix) for name in files.shapes):
             tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, known, prefix)) for entry in tensor_map]
     first, *other = config.family.language_heads or ("",)
