@@ -66,10 +66,11 @@ def _compiled(run: tuple[str, str, str, str], topology: str, scratch: Path) -> d
         command += ["--teacher_model_name_or_path", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     told = [line for line in done.stdout.splitlines() if line.startswith("It ")]
-    failed = done.returncode != 0 or "by estimate alone" in told[-1]
+    said = (done.stderr.strip() or done.stdout).splitlines()
+    failed = done.returncode != 0 or not told
     return {
         "trainer": trainer, "family": family, "mesh": mesh, "flags": further, "s": time.perf_counter() - start,
-        "told": told[-1] if told else "", "failed": (done.stderr.strip().splitlines() or told)[-1] if failed else "",
+        "told": told[-1] if told else "", "failed": said[-1] if failed else "",
     }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def fresh(code: str) -> str:
 
 
 # Few models need them: they are imported with the first that does.
-OF_FEW = ("trl_jax.exported.aten", "trl_jax.exported.model", "trl_jax.exported.program")
+OF_FEW = ("trl_jax.exported.aten", "trl_jax.exported.program")
 
 
 @pytest.fixture(scope="module")

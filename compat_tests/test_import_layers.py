@@ -58,7 +58,7 @@ PURE_NEVER = {"flax", "models", "nn", "hub", "data", "tasks", "rollout"}
 # Used only where the user brings them: in these files, inside functions.
 BROUGHT = {"torch", "trl", "peft", "accelerate"}
 BRIDGES = (
-    "exported/export.py",
+    "exported/program.py",
     "hub/torch_bridge.py",
     "hub/torch_objects.py",
     "hub/torch_state.py",
@@ -257,8 +257,8 @@ def test_every_room_has_a_floor():
         ("trainer/sft_trainer.py", "from .reward_trainer import x", "one trainer must never import another"),
         ("trainer/base_trainer.py", "from . import reward_trainer", "base_trainer must not import"),
         ("trainer/online.py", "from trl_jax.trainer import grpo_trainer", "online must not import"),
-        ("exported/export.py", "import torch", "only inside functions of exported/export.py"),
-        ("hub/model.py", "def f():\n    import peft.utils", "only inside functions of exported/export.py"),
+        ("exported/program.py", "import torch", "only inside functions of exported/program.py"),
+        ("hub/model.py", "def f():\n    import peft.utils", "only inside functions of exported/program.py"),
         ("scripts/a.py", "from trl_jax.cli import main", "scripts (floor 10) must not import cli (floor 10)"),
     ],
 )
@@ -271,7 +271,7 @@ def test_the_checker_objects(file, source, why):
     ("file", "source"),
     [
         ("hub/a.py", "from trl_jax.data.batch import last_real_token"),
-        ("exported/export.py", "def f():\n    import torch"),
+        ("exported/program.py", "def f():\n    import torch"),
         ("training/update.py", "import transformers, jax, optax"),
         ("cli/main.py", "from trl_jax.scripts import reward"),
         ("trainer/sft_trainer.py", "from .base_trainer import BaseTrainer"),

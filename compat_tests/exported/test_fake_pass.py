@@ -11,8 +11,7 @@ from compat_tests.exported import configs
 torch = pytest.importorskip("torch")
 
 from trl_jax.exported import program  # noqa: E402
-from trl_jax.exported.export import fake_pass  # noqa: E402
-from trl_jax.exported.program import TorchModel  # noqa: E402
+from trl_jax.exported.program import TorchModel, fake_pass  # noqa: E402
 
 
 def load(folder) -> TorchModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.plan import trace
 from trl_jax.plan.chips import topology
+from trl_jax.plan.compile import Compiled
 from trl_jax.plan.plan import Plan, Run, plan
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.reward_trainer import RewardTrainer
@@ -119,6 +121,22 @@ def _memory(traced: Any) -> Any:
 def _held(arrays: Any) -> int:
     """Bytes of them that one device has."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+def with_figures(found: Plan, args: BaseConfig) -> Plan:
+    """The plan with made-up figures of a compiler: temporaries in proportion to the tokens of a pass."""
+    each = (2 if args.bf16 else 4) * (1_000 if args.gradient_checkpointing else 3_000)
+
+    def figures(arguments: int, tokens: int) -> Compiled:
+        return Compiled(0.0, arguments + each * tokens, True, None, arguments, each * tokens)
+
+    evaluation, generation = found.evaluation, found.generation
+    if evaluation is not None:
+        evaluation = evaluation._replace(compiled=figures(sum(evaluation.memory), evaluation.one.tokens))
+    if generation is not None:
+        generation = generation._replace(compiled=figures(0, generation.size.tokens))
+    step = figures(sum(found.memory), found.one.tokens)
+    return replace(found, compiled=step, evaluation=evaluation, generation=generation)
 
 
 def _letters(traced: Any) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from compat_tests import pages
-from compat_tests.data.loaders import example_loader
 from compat_tests.effort import only_thorough, thorough
 from compat_tests.plan.planned import LENGTH, LORA, PAIRS, alike
 from trl_jax.cli.main import main
@@ -21,7 +20,6 @@ from trl_jax.data.batch import Columns
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.plan import trace
 from trl_jax.plan.chips import topology
-from trl_jax.plan.estimate import head_flops
 from trl_jax.plan.plan import Run, plan
 from trl_jax.scripts import train
 from trl_jax.scripts.plan import text, without_part
@@ -57,8 +55,7 @@ def test_one_text_an_example_is_half_of_two(run, tmp_path):
     place = topology("h100:1")
     one = plan(run, config(tmp_path, batch_layout="padded"), place)
     two = plan(replace(run, trainer=None), config(tmp_path, RewardConfig, batch_layout="padded"), place)
-    assert two.tokens == 2 * one.tokens == 2 * 4 * 96 and two.flops == 2 * one.flops > 0
-    assert two.memory.kept == 2 * one.memory.kept > 0 and two.memory.parameters == one.memory.parameters
+    assert two.tokens == 2 * one.tokens == 2 * 4 * 96 and two.memory.parameters == one.memory.parameters
 
 
 def test_arguments_of_a_subclass_are_its_trainers(tmp_path):
@@ -100,23 +97,7 @@ def test_the_page_plans_it(checkpoint, monkeypatch, capsys, tmp_path):
     [block] = pages.blocks(Path(__file__).resolve().parents[2] / "docs" / "pages" / "plans.md", "python")
     code = block.code.replace("Qwen/Qwen3-0.6B", str(checkpoint())).replace("v5e:2x2", "h100:1")
     exec(code, {})
-    assert "It fits by estimate alone" in capsys.readouterr().out
-
-
-def test_a_language_models_head_is_counted_at_its_targets():
-    columns = Columns(("input_ids",), labels=("labels",))
-    loader = example_loader(
-        trace.longest(columns, 96, 4), columns, batch_size=2, accumulation=2, pad_token_id=0,
-        pad_to_multiple_of=128,
-    )  # fmt: skip
-    [step] = loader
-    table = types.SimpleNamespace(shape=(1000, 64))
-    arch = types.SimpleNamespace(vocab_size=1000, head_inputs=64)
-    frozen = {"adapter": types.SimpleNamespace(shape=(64, 4))}
-    once = 2 * 4 * 95 * 1000 * 64  # a text's first token is not predicted, and pads are not
-    assert head_flops(step.arrays, arch, {"embed": table}) == 4 * once
-    assert head_flops(step.arrays, arch, frozen) == 3 * once
-    assert head_flops(step.arrays._replace(targets=None), arch, {"embed": table}) == 0
+    assert "Whether it fits is unknown: weights" in capsys.readouterr().out
 
 
 # A line in the table is all that the commands need.
@@ -151,7 +132,7 @@ def test_the_command_plans_it(in_table, checkpoint, ratings, tmp_path, capsys):
     yaml = f"--config {tmp_path / 'plan.yaml'} --json {tmp_path / 'yaml.json'}"
     assert main(["plan", *flags.split(), *yaml.split()]) == 0
     found, same = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("flag", "yaml"))
-    assert found == same and found["tokens"] == 4 * 64 and found["flops"] > 0 and found["memory"]["kept"] > 0
+    assert found == same and found["tokens"] == 4 * 64 and found["memory"]["moments"] > 0
     assert main(["plan", "--trainer=pointwise", *flags.split(), "--dataset_name", str(ratings)]) == 0
     assert "(x2)" in capsys.readouterr().out  # 8 rows are two steps
 

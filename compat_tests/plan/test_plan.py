@@ -1,4 +1,4 @@
-"""Plans: the step of train() from a config.json alone, arithmetic next to the compiler, suggestions planned."""
+"""Plans: the step of train() from a config.json alone, the compiler's figures, and suggestions."""
 
 import importlib.util
 import json
@@ -9,13 +9,12 @@ import jax
 import pytest
 from datasets import Dataset
 
-from compat_tests.effort import only_thorough, thorough
-from compat_tests.plan.planned import LORA, NESTED, SIDES, alike
+from compat_tests.effort import only_thorough
+from compat_tests.plan.planned import LORA, NESTED, SIDES, alike, with_figures
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.plan import trace
 from trl_jax.plan.chips import CHIPS, Topology, topology
 from trl_jax.plan.compile import devices, of_refusal
-from trl_jax.plan.estimate import layers_alone
 from trl_jax.plan.plan import Run, plan, suggestions_for
 from trl_jax.scripts.plan import suggestions_text, text
 from trl_jax.trainer.reward_config import RewardConfig
@@ -55,40 +54,25 @@ def test_the_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, 
     found = alike(checkpoint(**kind), tmp_path, **({"bf16": False} | how))
     assert (found.trained < found.parameters / 4) == ("adapter" in how)
     assert f"({found.trained:,} trained)" in text(found) or "adapter" not in how
-    assert "Evaluation: a pass of" in text(found) and "as compiled" in text(found)
+    assert "Evaluation: a pass of" in text(found) and "in memory: peak" in text(found)
 
 
-def test_arithmetic_and_compiler_agree(bare, tmp_path):
+def test_arguments_and_compiler_agree(bare, tmp_path):
     args = config(tmp_path, batch_layout="padded", remat_policy="nothing_saveable")
     found = plan(bare(), args, topology("cpu:1"))
     own, told = found.memory, found.compiled
     assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
     held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
-    assert held < told.arguments < own.arguments + 64  # and the learning rate
+    assert held < told.arguments < held + own.batch + 64  # and the learning rate
     assert 0 <= found.peak - told.arguments - told.allocated < 4096 and found.fits is None and found.mesh == {}
-    assert told.cost.unknown == 0 and 0.8 < told.cost.flops / found.flops < 1.02  # a layer's last product is not redone
+    arch = find_checkpoint(str(tmp_path)).native.arch
+    matrices = found.parameters - arch.vocab_size * arch.hidden_size
+    attended = 4 * 2 * 96 * 96 * arch.num_layers * arch.num_heads * arch.head_dim
+    flops = 8 * 4 * 2 * 96 * matrices + 16 * attended  # forward, backward, and forward again
+    assert told.cost.unknown == 0 and 0.8 < told.cost.flops / flops < 1.02  # a layer's last product is not redone
     json.dumps(found.as_dict())
     assert "simulated devices have no memory limit" in text(found)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("model_type", ["llama", thorough("falcon_h1"), thorough("gemma4_text")])
-def test_arithmetic_and_compiler_agree_on_products_without_checkpointing(bare, tmp_path, model_type):
-    args = config(tmp_path, batch_layout="padded", gradient_checkpointing=False)
-    found = plan(bare(model_type, head="causal"), args, topology("cpu:1"))
-    assert 0.98 < found.compiled.cost.flops / found.flops < 1.02
-
-
-@pytest.mark.parametrize("remat_policy", ["nothing_saveable", thorough("dots_with_no_batch_dims_saveable")])
-@pytest.mark.parametrize("model_type", [thorough("gemma4_text"), "llama", thorough("gemma3_text")])
-def test_arithmetic_plans_no_less_memory_than_the_compiler(bare, tmp_path, model_type, remat_policy):
-    """Four of gemma4_text's runs are of one layer, which is never computed again; a block of llama's is planned for
-    longer rows than these."""
-    args = config(tmp_path, batch_layout="padded", remat_policy=remat_policy)
-    found = plan(bare(model_type, head="causal"), args, topology("cpu:1"))
-    assert 0.5 < found.compiled.temporary / found.memory.temporary < 1.1
-    arch = find_checkpoint(str(tmp_path)).native.arch
-    assert layers_alone(arch) == (4 if model_type == "gemma4_text" else 0)
 
 
 def test_streams_are_planned_as_worst_as_can_be(bare, tmp_path):
@@ -97,13 +81,14 @@ def test_streams_are_planned_as_worst_as_can_be(bare, tmp_path):
     assert "nothing was compiled" in str(found.why) and found.tokens == 4 * 2 * 96
 
 
-def test_without_a_compiler_arithmetic_is_what_there_is(bare, tmp_path):
+def test_without_a_compiler_only_arguments_are_counted(bare, tmp_path):
     found = plan(bare(), config(tmp_path, mesh_shape="fsdp:8"), topology("h100:8"))
     whole = plan(bare(), config(tmp_path), topology("h100:8"))
-    assert found.compiled is None and found.fits and found.layout == "shared" and found.mesh == {"fsdp": 8}
+    assert found.compiled is None and found.fits is None and found.layout == "shared" and found.mesh == {"fsdp": 8}
     assert found.memory.parameters < whole.memory.parameters / 4 and whole.memory.parameters == 4 * whole.parameters
-    assert found.memory.kept == whole.memory.kept and found.memory.gathered > 0 and found.flops == whole.flops
-    assert "It fits by estimate alone" in text(found) and "no GPU is needed" in text(found)
+    assert "Whether it fits is unknown: weights" in text(found) and "no GPU is needed" in text(found)
+    too_small = plan(bare(), config(tmp_path), small_chip(whole.memory.parameters))
+    assert too_small.fits is False and "It does not fit: weights, optimizer state and batch alone" in text(too_small)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +99,6 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
     found = plan(bare(model_type), config(tmp_path), topology("cpu:1"), compiles=False)
     rows = 4 * 2 * 96
     assert found.layout == layout and found.one.tokens == rows and found.memory.parameters == 4 * found.parameters
-    assert 6 * rows * 10_000 < found.flops < 8 * rows * 2 * found.parameters
 
 
 @pytest.mark.parametrize(
@@ -146,16 +130,17 @@ def test_real_rows_tell_the_lengths(bare, tmp_path):
 def test_what_an_evaluation_needs_counts_and_has_suggestions_of_its_own(bare, tmp_path):
     args = config(tmp_path, per_device_train_batch_size=1, per_device_eval_batch_size=64, eval_strategy="epoch")
     run, whole = bare(), plan(bare(), args, small_chip(10**12))
+    assert plan(run, config(tmp_path, per_device_train_batch_size=1), small_chip(10**12)).phases == whole.phases[:1]
+    whole = with_figures(whole, args)
     step, evaluation = whole.phases
     assert step.peak < evaluation.peak == whole.peak and whole.fits
-    assert plan(run, config(tmp_path, per_device_train_batch_size=1), small_chip(10**12)).phases == [step]
     place = small_chip((step.peak + evaluation.peak) // 2)
 
-    def planned(changed, compiles=True):
-        return plan(run, changed, place, compiles=compiles)
+    def planned(changed):
+        return with_figures(plan(run, changed, place), changed)
 
     found = planned(args)
-    assert found.fits is False and "It does not fit in evaluation by estimate alone" in text(found)
+    assert found.fits is False and "It does not fit in evaluation: " in text(found)
     suggestions = list(suggestions_for(args, found, planned))
     [suggestion] = [suggestion for suggestion in suggestions if "per_device_eval_batch_size" in suggestion.settings]
     assert suggestion.plan.fits and suggestion.settings["per_device_eval_batch_size"] < 64
@@ -170,19 +155,18 @@ def test_rows_without_a_test_split_are_refused_as_in_training(bare, tmp_path):
         plan(run, config(tmp_path, eval_strategy="epoch"), topology("h100:1"))
 
 
-def test_what_does_not_train_has_neither_gradients_nor_moments(bare, tmp_path):
+def test_what_does_not_train_has_no_moments(bare, tmp_path):
     how = {"head": "causal", "dtype": "bfloat16"}
     whole, halves, quarter = (
         plan(replace(bare(**how), **held), config(tmp_path), topology("h100:1"))
         for held in ({}, {"adapter": LORA}, {"adapter": LORA, "quantization": NESTED})
     )
     own = 4 * halves.trained
-    assert halves.memory.moments == 2 * own + 4 and halves.memory.gradients == own
+    assert halves.memory.moments == 2 * own + 4
     base = 2 * (whole.parameters - 64)  # the head trains
     assert base <= halves.memory.parameters - own < 1.05 * base
     assert quarter.memory.moments == halves.memory.moments
     assert quarter.memory.parameters < 0.75 * halves.memory.parameters
-    assert whole.flops * 3 / 4 < halves.flops < whole.flops
 
 
 def test_an_adapter_s_base_must_say_how_it_is_stored(bare, tmp_path):
@@ -227,28 +211,6 @@ def test_fewer_devices_than_are_simulated_are_refused():
         devices(topology("cpu:64"))
 
 
-def test_texts_over_two_devices_are_half_of_them_on_each(bare, tmp_path):
-    """But for the keys and values of a layer, of which each has all while it attends."""
-    whole, half = (
-        plan(bare(), config(tmp_path, mesh_shape=f"sequence:{n}", batch_layout="padded"), topology("h100:2"))
-        for n in (1, 2)
-    )
-    assert half.one.tokens == whole.one.tokens // 2 and half.one.length == whole.one.length
-    assert half.memory.kept == whole.memory.kept // 2
-    assert whole.memory.working // 2 < half.memory.working < whole.memory.working
-    assert half.flops == whole.flops // 2
-
-
-def test_what_is_offloaded_is_not_kept(bare, tmp_path):
-    how = {"remat_policy": "nothing_saveable"}
-    here, away = (
-        plan(bare(num_hidden_layers=6), config(tmp_path, activation_offloading=said, **how), topology("h100:1"))
-        for said in (False, True)
-    )
-    assert away.memory.kept * 3 == here.memory.kept
-    assert away.memory.working == here.memory.working and away.flops == here.flops
-
-
 def small_chip(size):
     return Topology("h100:4", "h100", (4,), CHIPS["h100"]._replace(memory=size))
 
@@ -263,11 +225,11 @@ def small_chip(size):
 def test_suggestions_are_planned_one_by_one_and_then_together(bare, tmp_path, share, wanted):
     args = config(tmp_path, gradient_checkpointing=False, max_length=512)
     checkpoint = bare()
-    whole = plan(checkpoint, args, small_chip(1)).peak
+    whole = with_figures(plan(checkpoint, args, small_chip(1)), args).peak
     place = small_chip(share * whole)
 
-    def planned(changed, compiles=True):
-        return plan(checkpoint, changed, place, compiles=compiles)
+    def planned(changed):
+        return with_figures(plan(checkpoint, changed, place), changed)
 
     found = list(suggestions_for(args, planned(args), planned))
     assert [next(iter(suggestion.settings)) for suggestion in found[: len(wanted)]][:5] == wanted[:5]
@@ -286,7 +248,7 @@ def test_suggestions_are_planned_one_by_one_and_then_together(bare, tmp_path, sh
 def test_a_tpu_that_is_not_there(bare, tmp_path):
     found = plan(bare(hidden_size=128), config(tmp_path, bf16=True), topology("v6e:1x1"))
     assert found.fits and found.layout == "shared" and found.compiled.cost.unknown == 0
-    assert 0.8 < found.compiled.cost.flops / found.flops < 1.02
+    assert found.compiled.cost.flops > 6 * found.tokens * found.parameters / 2
     assert found.bound.step > 0 and "a lower bound, not a forecast" in text(found)
     with pytest.raises(ValueError, match="--topology v6e:3x5: the TPU compiler does not know this shape"):
         devices(topology("v6e:3x5"))

@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from compat_tests.plan.planned import with_figures
 from trl_jax.cli.main import main
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Decoding
@@ -84,14 +85,13 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     whole = [compiled(call.traced, place) for call in calls.values()]
 
     found = plan(replace(bare, rows=trace.Rows(rows, None, real.processing_class)), args, place)
-    size, memory = found.generation.size, found.generation.memory
+    size = found.generation.size
     assert size.prompts == 2 and size.completions == 8 and size.new_places == 64
     assert found.generation.compiled.peak == max(one.peak for one in whole)
     assert found.compiled._replace(seconds=0) == compiled(step, place)._replace(seconds=0)
-    assert memory.cache == calls["next_tokens"].cache > calls["prefill"].cache
+    assert found.generation.cache == calls["next_tokens"].cache > calls["prefill"].cache
     assert found.unread == 4 * found.parameters and found.memory.parameters == 2 * found.unread
     assert found.generation.beside == found.unread + found.memory.moments
-    assert 0.6 < found.phases[1].estimated / found.phases[1].peak < 1.1
     assert f"Generation: 8 completions of 2 prompt(s), with room for {size.prompt_places} and 64 tokens" in text(found)
 
 
@@ -99,8 +99,8 @@ def test_evaluation_and_generation_are_phases(bare, tmp_path):
     args = config(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=32)
     found = plan(bare, args, topology("h100:1"))
     assert [phase.name for phase in found.phases] == ["a step", "evaluation", "generation"]
-    assert found.generation.size == Size.of(8, 4, 96, 40) and found.generation.evaluates and found.fits
-    assert "Evaluation: a pass of" in text(found) and "It fits by estimate alone" in text(found)
+    assert found.generation.size == Size.of(8, 4, 96, 40) and found.generation.evaluates
+    assert "Evaluation: a pass of" in text(found) and "Whether it fits is unknown: weights" in text(found)
     assert generations(args, found) == [{"per_device_eval_batch_size": 32 >> power} for power in range(1, 6)]
 
 
@@ -112,8 +112,6 @@ def test_sizes_are_of_the_planned_devices(bare, tmp_path, mesh, rows, share):
     many = plan(bare, args, topology("h100:8"))
     assert found.generation.size.completions == 4 and many.generation.size.completions == rows
     assert many.settings["generation_batch_size"] == rows
-    divided = 2 if "tensor" in mesh else 1  # each group of devices has a prompt's, and divides its heads
-    assert divided * many.generation.memory.cache == found.generation.memory.cache
     assert many.memory.parameters <= share * found.memory.parameters
 
 
@@ -126,23 +124,21 @@ def test_suggestions_keep_groups_and_generations_whole(bare, tmp_path):
     assert generations(args, found) == [{"steps_per_generation": parts} for parts in (4, 2, 1)]
     args.max_completion_length = 1024
     assert max_lengths(args) == [{"max_completion_length": 512}, {"max_completion_length": 256}]
-    smaller = plan(bare, args, topology("h100:1"))
-    assert smaller.generation.memory.cache > 10 * found.generation.memory.cache
 
 
 def test_a_generation_that_does_not_fit_is_made_smaller(bare, tmp_path):
     sizes = {"per_device_train_batch_size": 1, "steps_per_generation": 1024}
     args = config(tmp_path, max_completion_length=512, max_prompt_length=16, **sizes)
-    whole = plan(bare, args, topology("h100:1")).largest
+    whole = with_figures(plan(bare, args, topology("h100:1")), args).largest
     assert whole.name == "generation"
     place = topology("h100:1")._replace(chip=CHIPS["h100"]._replace(memory=0.7 * whole.peak))
 
-    def planned(changed, compiles=True):
-        return plan(bare, changed, place, compiles=compiles)
+    def planned(changed):
+        return with_figures(plan(bare, changed, place), changed)
 
     found = {suggestion.name: suggestion.plan.fits for suggestion in suggestions_for(args, planned(args), planned)}
     assert found["--steps_per_generation 512"] and found["--max_completion_length 256"] and found["--bf16 True"]
-    assert "It does not fit in generation by estimate alone" in text(planned(args))
+    assert "It does not fit in generation: " in text(planned(args))
 
 
 def test_prompts_of_any_length_have_no_plan(bare, tmp_path):
@@ -155,11 +151,11 @@ def test_prompts_of_any_length_have_no_plan(bare, tmp_path):
 
 def test_a_generation_beside_other_rows(bare, tmp_path):
     args = DPOConfig(str(tmp_path), max_length=64, bf16=True, report_to="none", use_cpu=True)
-    found = plan(replace(bare, generation=Size.parsed("64x100+33")), args, topology("h100:1"))
+    found = plan(replace(bare, generation=Size.parsed("64x100+33")), args, topology("cpu:1"))
     own = found.generation
     assert own.size == Size(64, 64, 128, 64) and found.unread == 0
-    assert own.beside == found.memory.moments + 4 * found.parameters and own.memory.copies > 0
-    assert own.memory.cache == 2 * 2 * 2 * 8 * 64 * (128 + 64)  # keys and values, bytes, heads, channels, tokens
+    assert own.beside == found.memory.moments + 4 * found.parameters
+    assert own.cache == 2 * 2 * 2 * 8 * 64 * (128 + 64)  # keys and values, bytes, heads, channels, tokens
     assert generations(args, found) == []
 
 
@@ -176,7 +172,7 @@ def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
     assert main(["plan", *flags.split(), "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["generation"]["size"]["completions"] == 128 and found["mesh"] == {"fsdp": 8}
-    assert found["scorer"] > 4 * 100_000 and "MiB of reward model in memory: estimated peak" in capsys.readouterr().out
+    assert found["scorer"] > 4 * 100_000 and "MiB of reward model in memory: at least" in capsys.readouterr().out
     score = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --generate 4x16+8"
     assert main(["plan", *score.split()]) == 2
     assert "cannot generate: it runs on the native backend with a 'score' head" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_the_cosine_is_trls(theirs):
 
 
 def test_the_cosine_by_hand(monkeypatch):
-    monkeypatch.setattr("trl_jax.rewards.accuracy_rewards.accuracy_reward", lambda completions, solution: completions)
+    monkeypatch.setattr("trl_jax.rewards.accuracy_reward", lambda completions, solution: completions)
     scaled = rewards.get_cosine_scaled_reward(100)
     ids = [[1] * length for length in (0, 50, 100, 0, 50, 100, 200, 5)]
     found = scaled(completions=[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, None], solution=[], completion_ids=ids)

@@ -31,7 +31,7 @@ def test_the_card_tells_what_was_done(checkpoint, tmp_path):
     assert str(tmp_path) not in card
     drawn = (tmp_path / "judge" / "training_loss.svg").read_text()
     xml.dom.minidom.parseString(drawn)
-    assert "steps 1 to 3" in drawn
+    assert drawn.count("<circle") == 3
 
 
 PAPERS = {"SFT": None, "DPO": "2305.18290", "KTO": "2402.01306"}
@@ -55,7 +55,7 @@ def test_a_card_has_trls_tags_and_names_the_methods_paper(kind, checkpoint, tmp_
 def test_each_checkpoint_brings_the_card_up_to_date_and_leaves_a_users_alone(checkpoint, tmp_path):
     config = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     make(trl_jax, checkpoint(**FACTS), tmp_path / "run", config=config).train()
-    assert "steps 1 to 2" in (tmp_path / "run" / "training_loss.svg").read_text()
+    assert (tmp_path / "run" / "training_loss.svg").read_text().count("<circle") == 2
     assert "| save_steps | 1 |" in (tmp_path / "run" / "README.md").read_text()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "README.md").write_text("mine")

@@ -32,10 +32,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl": ("trl_jax",),
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
     "trl.commands": (),
-    "trl.commands.cli_utils": ("trl_jax.scripts.utils", "trl_jax.scripts.old_arguments"),
+    "trl.commands.cli_utils": ("trl_jax.scripts.utils",),
     "trl.core": (),
     "trl.data_utils": ("trl_jax.data_utils",),
-    "trl.env_utils": ("trl_jax.scripts.old_arguments",),
+    "trl.env_utils": ("trl_jax.scripts.utils",),
     "trl.experimental": (),
     **{f"trl.experimental.{name}": (f"trl_jax.experimental.{name}",) for name in EXPERIMENTAL},
     **{
@@ -51,7 +51,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer": ("trl_jax.trainer",),
     "trl.trainer.callbacks": ("trl_jax.trainer.callbacks",),
     "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
-    "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.legacy.chat_templates", "trl_jax.trainer"),
+    "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.legacy.collators", "trl_jax.trainer"),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
 _PACKAGES = (

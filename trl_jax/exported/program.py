@@ -2,30 +2,236 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import copy
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.exported.aten import OPERATIONS, Node, Program
-from trl_jax.exported.export import fake_pass
-from trl_jax.exported.model import ExportedLm, ExportedScorer
+from trl_jax.core.outputs import TokenOutputs
+from trl_jax.exported.aten import OPERATIONS, Node, Program, run
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint import Placement
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.model_types import max_positions_of
-from trl_jax.hub.torch_bridge import operation_of, plain, recorded
+from trl_jax.hub.torch_bridge import of_rows, operation_of, plain, recorded, scanned
 from trl_jax.mesh.mesh import owned
+from trl_jax.models.encoder import valid_tokens
+from trl_jax.nn.head import outputs_of_logits, tempered
 
-# ----------------------------------------------------------------------------------------------------
-# The backend of transformers' own models: exported with torch once a kind of shape, and run on JAX.
+# The model: its computation is a program
+
+
+class Programs(Protocol):
+    """The programs of a model, by shape."""
+
+    def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
+        """The program for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
+
+
+class ExportedModel(nnx.Module):
+    """A model that is called as `Model` is: whose program gives rows `[R, T]` of tokens their logits.
+
+    Parameters keep the names they have in the model that was exported.
+    """
+
+    needs_valid = True  # its attention may see pads
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
+        self._programs, self._names = programs, tuple(shapes)
+        for name, part in _nested(shapes).items():
+            setattr(self, name, part)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        reads: jax.Array | None,
+        *,
+        targets: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        dtype: jnp.dtype = jnp.float32,
+        remat: bool = False,
+        dropout_key: jax.Array | None = None,
+        temperature: float = 1.0,
+    ) -> Any:
+        """The outputs at each read. `positions` are not used: the program works them out from the ids.
+
+        Args:
+            tokens: int32 `[R, T]`.
+            reads: int32 `[N]`, the places that are read, row * T + place in the row; None: all.
+            targets: int32 `[N]`, as in `Model`.
+            valid: bool `[R, T]`, False at pads; None means the first `lengths` of each row.
+            lengths: int32 `[R]`, the tokens of each row's text; None means all.
+            dtype: what matrix products are computed in.
+            remat: the backward pass recomputes each layer from its input.
+            dropout_key: turns dropout on, at the rates in the config.
+            temperature: divides the logits of a language model's head.
+        """
+        del positions
+        if not len(tokens):
+            return jnp.zeros(0)
+        rows = jnp.stack([tokens.astype(jnp.int32), valid_tokens(tokens, valid, lengths).astype(jnp.int32)])
+        training = dropout_key is not None
+        program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
+        logits = run(program, self._params(), rows, remat=remat, key=dropout_key)
+        return self.outputs(tempered(logits.astype(jnp.float32), temperature), reads, targets, tokens.shape[1])
+
+    @abc.abstractmethod
+    def outputs(
+        self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int
+    ) -> TokenOutputs | jax.Array:
+        """The outputs at `reads` `[N]` of rows of `length` tokens."""
+
+    def _params(self) -> dict[str, jax.Array]:
+        return {name: _at(self, name.split("."))[...] for name in self._names}
+
+
+class ExportedScorer(ExportedModel):
+    """A model with a score head: its program itself finds the token that a row is read at, and gives `[R, 1]`."""
+
+    def outputs(self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int) -> jax.Array:
+        return logits[:, 0][reads // length]
+
+
+class ExportedLm(ExportedModel):
+    """A causal language model: its program gives `[R, T, V]`."""
+
+    def outputs(
+        self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int
+    ) -> TokenOutputs | jax.Array:
+        flat = logits.reshape(-1, logits.shape[-1])
+        flat = flat if reads is None else flat[reads]
+        return flat if targets is None else outputs_of_logits(flat, targets)
+
+
+def _nested(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """`{"a.0.b": shape}` -> `{"a": nnx.Dict({"0": nnx.Dict({"b": Param})})}`."""
+    groups: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            groups.setdefault(first, {})[rest] = shape
+        else:
+            groups[first] = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return {name: nnx.Dict(_nested(part)) if isinstance(part, dict) else part for name, part in groups.items()}
+
+
+def _at(part: Any, path: list[str]) -> Any:
+    top, *rest = path
+    part = vars(part)[top]
+    for name in rest:
+        part = part[name]
+    return part
+
+
+# A forward pass of the torch module over tensors that have shapes and no data
+
+_TRACER = "torch._subclasses.fake_tensor"  # logs what it fails at as an error
+
+
+@dataclass(frozen=True)
+class FakePass:
+    """The operations of a forward pass, and which parameters it has a gradient for.
+
+    Attributes:
+        differentiable: the names of the parameters that the logits have a gradient for.
+        operations: each ATen operation with its arguments: numbers as they are, tensors by the order in which they
+            were made. Two passes with equal ones compute the same.
+    """
+
+    differentiable: frozenset[str]
+    operations: tuple[tuple, ...]
+
+
+def fake_pass(module: Any, rows: int, length: int, training: bool, head: str) -> FakePass | None:
+    """The forward pass over `[rows, length]` tokens; None where the code asks for numbers, as for a branch."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake, operations = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), []
+    try:
+        with _quiet():
+            with FakeCopyMode(fake):
+                copied = copy.deepcopy(of_rows(module, head))  # the module itself may remember tensors that it made
+            if copied.model._can_set_experts_implementation():
+                copied.model.set_experts_implementation("batched_mm")  # grouped_mm has no shapes in float32
+            copied.train(training)
+            names = {id(parameter): name for name, parameter in copied.model.named_parameters()}
+            with scanned(copied), fake, _recorder(operations, names):
+                logits = copied(torch.ones((2, rows, length), dtype=torch.int64))
+    except Exception:  # torch fails with errors of many types; who calls has another way
+        return None
+    return FakePass(frozenset(names[id(leaf)] for leaf in _leaves(logits)), tuple(operations))
+
+
+def _leaves(result: Any) -> Iterator[Any]:
+    """The tensors that backpropagation from a result ends at."""
+    seen, todo = set(), [result.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        todo.extend(following for following, _ in node.next_functions)
+
+
+def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
+    """A mode that notes every operation; `names` are those of tensors that there are before, by id."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten
+
+    made: dict[int, Any] = {}  # keeps tensors, so that no other gets the id of one
+
+    def told(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return repr(value)
+        if not isinstance(value, FakeTensor):  # a constant in the code
+            with unset_fake_temporarily():
+                return hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        made.setdefault(id(value), (len(made), value))
+        return names.get(id(value), made[id(value)][0])
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            flat, tree = tree_flatten((args, kwargs, result))
+            if func.namespace != "prim":  # questions, as for the device
+                operations.append((str(func), str(tree), *map(told, flat)))
+            return result
+
+    return Recorder()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger(_TRACER)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+# The backend of transformers' own models: torch exports one program for each kind of shape, and JAX runs it
 
 
 _MODELS = {"score": ExportedScorer, "lm": ExportedLm}

@@ -348,7 +348,7 @@ def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, file
 
     base = config.family.base_prefix
     of_text = occurring((base, prefix) for prefix in config.family.other_prefixes)
-    of_vision = () if config.arch.vision is None else occurring(config.vision.prefixes)
+    of_vision = () if config.vision_arch is None else occurring(config.vision.prefixes)
 
     def stored(entry: TensorEntry) -> TensorEntry:
         for known, prefix in of_vision if entry.path.startswith("vision.") else of_text:

@@ -21,6 +21,7 @@ from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 from trl_jax.hub.tensor_map import Names
 from trl_jax.hub.vision import VisionFamily, vision_families
+from trl_jax.models.arch import VisionArch
 from trl_jax.models.model import abstract
 
 # NativeConfig: a parsed config.json
@@ -55,7 +56,12 @@ class NativeConfig:
     def names(self) -> Names:
         """Our module names -> names on disk, for trunk and head."""
         names = self.family.names(self.arch) | dict(self.head.names)
-        return names if self.arch.vision is None else names | self.vision.names(self.arch.vision)
+        return names if self.vision_arch is None else names | self.vision.names(self.vision_arch)
+
+    @property
+    def vision_arch(self) -> VisionArch | None:
+        """The vision tower; None if only texts are computed, as in every encoder."""
+        return vars(self.arch).get("vision")
 
     @property
     def vision(self) -> VisionFamily:

@@ -190,7 +190,7 @@ class NativeBackend(Backend):
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
         config = read_native_config(folder, self.head)
-        if self.source.config.arch.vision is not None:
+        if self.source.config.vision_arch is not None:
             config = config.with_images()
         return load(config, dtype="auto", seed=seed, place=place)[0]
 

@@ -19,6 +19,7 @@ import huggingface_hub
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
+from trl_jax.core.curves import Curve, svg
 from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import as_token, masked, scrubbed
 from trl_jax.hub import fetch
@@ -158,7 +159,7 @@ def _run_section(folder: Path, run: Run | None) -> str:
     sections = [_table("Arguments", run.arguments), _table("Last metrics", run.metrics)]
     losses = [(step, loss) for step, loss in run.losses if math.isfinite(loss)]
     if len(losses) > 1:
-        write_whole(folder / CURVE, curve(losses))
+        write_whole(folder / CURVE, svg({"Training loss": [Curve("#48a", losses)]}))
         sections.insert(0, f"![Training loss]({CURVE})\n")
     return "\n" + "\n".join(section for section in sections if section)
 
@@ -172,20 +173,6 @@ def _table(title: str, rows: dict[str, object]) -> str:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
-
-
-def curve(losses: list[tuple[int, float]]) -> str:
-    """An SVG line plot of (step, loss); needs at least one point, all of them finite."""
-    last, low, high = losses[-1][0], min(loss for _, loss in losses), max(loss for _, loss in losses)
-    first, height, width = losses[0][0], 160, 480
-    points = " ".join(
-        f"{(step - first) / max(last - first, 1) * width:.1f},{(high - loss) / ((high - low) or 1) * height:.1f}"
-        for step, loss in losses
-    )
-    size = f'width="{width}" height="{height + 24}" font-family="sans-serif" font-size="12"'
-    caption = f'<text y="{height + 18}">loss {losses[0][1]:.4f} to {losses[-1][1]:.4f}, steps {first} to {last}</text>'
-    line = f'<polyline points="{points}" fill="none" stroke="#48a" stroke-width="1.5"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{line}{caption}</svg>\n'
 
 
 # Uploads: retried, optionally in the background; failures are recorded and logged

@@ -1,4 +1,4 @@
-"""Data collators, ConstantLengthDataset and formatting functions of TRL before 1.0."""
+"""Data collators, chat templates, ConstantLengthDataset and formatting functions of TRL before 1.0."""
 
 from __future__ import annotations
 
@@ -15,6 +15,29 @@ from trl_jax.data.batch import IGNORED
 from trl_jax.data.chat_templates import apply_chat_template
 from trl_jax.data.sft import AnswerMarks, answer_labels
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling, as_kind, padded
+
+__all__ = [
+    "ConstantLengthDataset",
+    "DataCollatorForCompletionOnlyLM",
+    "RewardDataCollatorWithPadding",
+    "SIMPLE_CHAT_TEMPLATE",
+    "SIMPLE_QUERY_CHAT_TEMPLATE",
+    "SIMPLE_SFT_CHAT_TEMPLATE",
+    "conversations_formatting_function",
+    "get_formatting_func_from_dataset",
+    "instructions_formatting_function",
+]
+
+# Chat templates that were in `trl.trainer.utils`
+
+# "User: ..." and "Assistant: ...", with an empty line after each message.
+SIMPLE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'] + '\\n\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+# The contents alone, with a space before each.
+SIMPLE_QUERY_CHAT_TEMPLATE = "{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
+SIMPLE_SFT_CHAT_TEMPLATE = SIMPLE_QUERY_CHAT_TEMPLATE + "{{ eos_token }}"
 
 
 class ConstantLengthDataset:

@@ -56,7 +56,7 @@ class Topology(NamedTuple):
     @property
     def platform(self) -> str:
         """JAX's name of the platform."""
-        if self.chip is None:
+        if self.kind == SIMULATED:
             return "cpu"
         return "gpu" if self.chip.axes == 1 else "tpu"
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from trl_jax.plan import gpu, hlo
-from trl_jax.plan.chips import Topology
+from trl_jax.plan.chips import Chip, Topology
 
 # libtpu queries which TPU the machine has. These answer on a machine without one; the compile target is independent.
 _NO_TPU_HERE = {
@@ -150,7 +151,7 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # The CPU compiler reports no peak, and a TPU's peak includes what is offloaded to the host.
-    summed = topology.chip is None or memory.host_temp_size_in_bytes > 0
+    summed = topology.platform == "cpu" or memory.host_temp_size_in_bytes > 0
     results = (
         memory.output_size_in_bytes - memory.alias_size_in_bytes
     )  # results that do not reuse the memory of a donated argument
@@ -159,3 +160,33 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     room = gpu.room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit
     fits = fits if room is None else peak <= room
     return Compiled(seconds, peak, fits, room, arguments, allocated, cost), program
+
+
+def on_device(leaves: Any) -> int:
+    """Bytes per device of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)
+    )
+
+
+class Bound(NamedTuple):
+    """Lower bounds in seconds on the time of a step, from the chip's peak compute, memory bandwidth and links."""
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def step(self) -> float:
+        return max(self)
+
+
+def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
+    """The bound of a compiled step whose results take `outputs` bytes per device.
+
+    It assumes products at peak bfloat16 speed; that arguments are read once, results written once, and temporaries
+    both; and collectives that use all links at once, in one direction.
+    """
+    moved = compiled.arguments + outputs + 2 * compiled.temporary
+    sent = sum(one.sent for one in compiled.cost.collectives)
+    return Bound(compiled.cost.flops / chip.flops, moved / chip.bandwidth, sent / (chip.links / 2))

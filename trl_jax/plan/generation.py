@@ -1,9 +1,9 @@
-"""Plan generation: made-up completions for online training, the memory of a generation, and its two programs."""
+"""Plan generation: made-up completions for online training, and the two programs of a generation."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,28 +31,14 @@ from trl_jax.generation.decode import begun as begun_decode
 from trl_jax.generation.generator import FIRST_PLACES, STEPS, Drawing, next_tokens, places
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.mesh.mesh import TENSOR
-from trl_jax.models.arch import LayerKind, turns_of
-from trl_jax.nn.cache import Cache, within
+from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
-from trl_jax.plan.compile import Compiled, compiled_program
-from trl_jax.plan.estimate import (
-    FLOAT32,
-    Map,
-    StepArguments,
-    attends,
-    attention_layers,
-    gathered,
-    layers_with,
-    on_device,
-    row_block,
-)
+from trl_jax.plan.compile import Compiled, compiled_program, on_device
 from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_written
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training.state import Setup
 
 TOKEN = 0  # the token id of made-up completions
-_SCORES = 4  # arrays of logits' size that sampling holds at once: logits, weights, exponentials and random bits
 
 
 # Rollouts with completions of the maximum length
@@ -154,7 +140,7 @@ def _no_logps(model: str, prompts: Ids, completions: Ids, completion_mask: Seque
     return [np.zeros(len(own), np.float32) for own in completions]
 
 
-# Memory
+# Sizes
 
 
 class Size(NamedTuple):
@@ -178,11 +164,10 @@ class Size(NamedTuple):
         prompts = -(-self.prompts * parts // shards) * shards
         return self._replace(prompts=prompts, completions=prompts * (group // parts))
 
-    def of_each(self, shards: int) -> Size:
-        """The size on one of `shards` devices."""
-        all_of_them = self.divided(shards)
-        sizes = {"prompts": all_of_them.prompts // shards, "completions": all_of_them.completions // shards}
-        return self._replace(**sizes)
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache can hold."""
+        return self.prompts * self.prompt_places + self.completions * self.new_places
 
     @classmethod
     def parsed(cls, text: str) -> Size:
@@ -198,32 +183,10 @@ class Size(NamedTuple):
         return cls.of(prompts, 1, length, new)
 
 
-class GenerationMemory(NamedTuple):
-    """Bytes per device.
-
-    parameters, moments: of the run, including a reference model.
-    copies: copies of the weights, cast to the compute dtype or split by layer.
-    cache: keys and values of all tokens.
-    prefill: memory of the prompts' pass, including their keys and values.
-    decode: memory of a decoding step, besides the cache.
-    """
-
-    parameters: int
-    moments: int
-    copies: int
-    cache: int
-    prefill: int
-    decode: int
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes."""
-        return self.parameters + self.moments + self.copies + max(self.prefill, self.cache + self.decode)
-
-
 class Generation(NamedTuple):
-    """The largest generation of a run, on one device.
+    """The largest generation of a run.
 
+    cache: bytes of the full cache, per device; None if it was not compiled.
     compiled: figures of the program that needs more memory, prefill or decode; None if nothing was compiled.
     decode: figures of the decoding program; None if it was not compiled.
     beside: bytes in memory that are not arguments of these programs.
@@ -231,56 +194,11 @@ class Generation(NamedTuple):
     """
 
     size: Size
-    memory: GenerationMemory
+    cache: int | None
     compiled: Compiled | None
     decode: Compiled | None
     beside: int
     evaluates: bool
-
-
-def cache_bytes(arch: Any, size: Size, dtype: str, tensor: int = 1) -> int:
-    """Bytes of a generation's cache: keys and values, once per prompt and once per completion, and the states of other
-    layers per completion. tensor: number of devices that heads are sharded over."""
-    keys_values = sum(_key_value_channels(arch, kind, tensor) * _tokens(size, window) for kind, window in _makers(arch))
-    inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
-    convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
-    windows, states = _recurrent_states(arch)
-    channels = keys_values + convolutions + windows * size.completions
-    return channels * jnp.dtype(dtype).itemsize + states * size.completions * FLOAT32
-
-
-def _makers(arch: Any) -> Iterator[tuple[LayerKind, int | None]]:
-    """The kind and the window of each layer that computes keys and values; None means no window."""
-    for run in arch.runs:
-        if attends(run.kind) and not run.kind.reuses:
-            for layers, window in turns_of(arch, run).parts:
-                yield from [(run.kind, window)] * len(layers)
-
-
-def _tokens(size: Size, window: int | None) -> int:
-    """Tokens that a layer with this window caches."""
-    return size.prompts * within(window, size.prompt_places) + size.completions * within(window, size.new_places)
-
-
-def _key_value_channels(arch: Any, kind: LayerKind, tensor: int) -> int:
-    """Channels of a token's keys and values in a layer, or of their latents, which are not sharded."""
-    if arch.latent is not None:
-        return arch.latent.key_rank + arch.rotary_dim
-    heads = arch.heads_of(kind)
-    return 2 * heads.count * heads.channels // (1 if heads.count % tensor else tensor)
-
-
-def _recurrent_states(arch: Any) -> tuple[int, int]:
-    """Numbers per completion that recurrent layers store: inputs of their convolutions, and their states."""
-    if arch.state_space is not None:
-        facts, layers = arch.state_space, layers_with(arch, "mamba")
-        channels = 2 * facts.groups * facts.state_dim + facts.heads * facts.head_dim
-        return layers * (facts.width - 1) * channels, layers * facts.heads * facts.state_dim * facts.head_dim
-    if arch.gated_delta is None:
-        return 0, 0
-    facts, layers = arch.gated_delta, layers_with(arch, "delta_net")
-    channels = 2 * facts.key_heads * facts.key_dim + facts.value_heads * facts.value_dim
-    return layers * (facts.width - 1) * channels, layers * facts.value_heads * facts.key_dim * facts.value_dim
 
 
 def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, topology: Topology) -> Weights:
@@ -295,45 +213,6 @@ def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype:
     layers = layer_shapes(graph, arrays) if by_layer else None
     shards = None if shards is None else replace(shards, by_layer=by_layer)
     return Weights(graph, arrays, layers, jnp.dtype(dtype), jnp.dtype(head_dtype), shards)
-
-
-def generation_memory(
-    arguments: StepArguments, arrays: dict[str, Any], weights: Weights, size: Size, arch: Any, maps: Sequence[Map]
-) -> GenerationMemory:
-    """Estimate the memory of a generation during training.
-
-    Args:
-        arrays: the policy's parameters, as shapes with shardings; `weights` was made from them.
-        size: on all devices together.
-    """
-    shards = weights.shards
-    size, tensor = (size, 1) if shards is None else (size.of_each(shards.count), shards.mesh.shape[TENSOR])
-    dtype, width = weights.dtype.name, weights.dtype.itemsize
-    tokens, outputs = size.prompts * size.prompt_places, max((each.used * each.outputs for each in maps), default=0)
-    growing = cache_bytes(arch, size._replace(prompts=0, new_places=size.new_places // 2), dtype, tensor)
-    layer = gathered(arguments, arch, width, gradients=False)
-    first = cache_bytes(arch, size._replace(new_places=FIRST_PLACES), dtype, tensor)
-    as_made = cache_bytes(arch, size._replace(completions=0), dtype, tensor)  # keys and values stacked by layer
-    activations = tokens * (2 * outputs * width + 2 * arch.hidden_size * FLOAT32)
-    block = row_block(size.prompts * arch.num_heads // tensor, size.prompt_places, width)
-    return GenerationMemory(
-        parameters=on_device((arguments.params, arguments.frozen)),
-        moments=on_device(arguments.state),
-        copies=_copies(arrays, weights),
-        cache=cache_bytes(arch, size, dtype, tensor),
-        prefill=first + as_made + layer + activations + block,
-        decode=max(growing, layer + _SCORES * size.completions * arch.vocab_size * FLOAT32),
-    )
-
-
-def _copies(arrays: dict[str, Any], weights: Weights) -> int:
-    def other(path: str) -> bool:
-        own, before = weights.arrays[path], arrays[path]
-        return own.dtype != before.dtype or on_device(own) != on_device(before)
-
-    cast = [weights.arrays[path] for path in arrays if other(path)]
-    layers = jax.tree.leaves(weights.layers)
-    return on_device(cast) + sum(leaf.size * leaf.dtype.itemsize for leaf in layers)
 
 
 # Programs
@@ -353,15 +232,15 @@ class Programs:
         self._size = size if weights.shards is None else size.divided(weights.shards.count)
         self._max_tokens = size.prompt_places + size.new_places
 
-    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None]:
-        """Figures of the program that needs more memory, prefill or decoding with a full cache; and of the latter, None
-        if prefill already does not fit."""
+    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None]:
+        """Figures of the program that needs more memory, prefill or decoding with a full cache; figures of the latter;
+        and bytes of the full cache per device. The last two are None if prefill already does not fit."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
-            return first, None
-        places = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
-        step = compiled_program(self.decode(places), topology)[0]
-        return max(first, step, key=lambda one: one.peak), step
+            return first, None, None
+        full = self._full(jax.tree.map(_placed, program.out_info[1], program.output_shardings[1]))
+        step = compiled_program(self.decode(full), topology)[0]
+        return max(first, step, key=lambda one: one.peak), step, on_device(full.cache.parts)
 
     def prefill(self) -> jax.stages.Traced:
         """Trace the pass over the prompts."""
@@ -374,18 +253,19 @@ class Programs:
             head_dtype=weights.head_dtype, by_layer=by_layer, shards=weights.shards,
         )  # fmt: skip
 
-    def decode(self, cache: Cache) -> jax.stages.Traced:
-        """Trace decoding steps with a full cache, sharded like `cache`, the output of prefill."""
+    def decode(self, full: Decoding) -> jax.stages.Traced:
+        """Trace decoding steps with a full cache."""
         weights, size = self._weights, self._size
         number, each = _ints(), _ints(size.completions)
         drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
         return next_tokens.trace(
-            weights.graph, weights.arrays, weights.layers, self._full(cache), Stops(_ints(1), number, number),
+            weights.graph, weights.arrays, weights.layers, full, Stops(_ints(1), number, number),
             self._noise(), drawing, number, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
             max_tokens=self._max_tokens, shards=weights.shards,
         )  # fmt: skip
 
     def _full(self, cache: Cache) -> Decoding:
+        """The state of decoding with a full cache, sharded like `cache`, the output of prefill."""
         size = self._size
         alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
         begin = partial(begun_decode, alive=alive, capacity=capacity, logps=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,10 +18,10 @@ from trl_jax.hub.peft_config import AdapterConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.attention import QUERY_BLOCK
-from trl_jax.plan import estimate, generation, trace
+from trl_jax.plan import generation, trace
 from trl_jax.plan.chips import Topology
-from trl_jax.plan.compile import Compiled, compiled, no_compiler
-from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights, cache_bytes, generation_memory
+from trl_jax.plan.compile import Bound, Compiled, bound, compiled, no_compiler, on_device
+from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
 from trl_jax.training.model import outlined
@@ -30,25 +30,40 @@ _BY_ROWS = f"plain XLA, per row, in blocks of {QUERY_BLOCK} queries"
 _ALONG_PACKED = "{}, along packed rows, in blocks of {} queries"
 
 
+class Memory(NamedTuple):
+    """Bytes per device of the arguments of a step or an evaluation, from their shapes and shardings.
+
+    parameters: including frozen ones and a reference model.
+    """
+
+    parameters: int
+    moments: int
+    batch: int
+
+    @classmethod
+    def of(cls, arguments: trace.StepArguments) -> Memory:
+        """The memory of these arguments."""
+        weights = (arguments.params, arguments.frozen)
+        return cls(on_device(weights), on_device(arguments.state), on_device(arguments.batch))
+
+
 class Evaluation(NamedTuple):
     """An evaluation during training: the pass of one device, its memory, and the compiler's figures."""
 
-    one: estimate.Pass
-    memory: estimate.Memory
+    one: trace.Pass
+    memory: Memory
     compiled: Compiled | None
 
 
 class Phase(NamedTuple):
     """A step, an evaluation or a generation of the run.
 
-    peak: peak bytes per device, according to the compiler if there is one, else estimated.
-    estimated: the estimate.
+    peak: peak bytes per device; if nothing was compiled, bytes of the arguments alone.
     fits: None if unknown.
     """
 
     name: str
     peak: int
-    estimated: int
     fits: bool | None
     compiled: Compiled | None
 
@@ -82,12 +97,11 @@ class Plan:
     lengths: dict[int, int]
     places: float
     tokens: float
-    one: estimate.Pass
-    memory: estimate.Memory
-    flops: int
+    one: trace.Pass
+    memory: Memory
     why: str | None
     compiled: Compiled | None
-    bound: estimate.Bound | None
+    bound: Bound | None
     settings: dict[str, Any] = field(default_factory=dict)
 
     evaluation: Evaluation | None = None
@@ -98,27 +112,29 @@ class Plan:
     @property
     def phases(self) -> list[Phase]:
         """The step and, if the run has them, the evaluation and the generation."""
-        phases = [self._phase("a step", self.memory.peak, self.compiled, self.unread)]
+        phases = [self._phase("a step", sum(self.memory), self.compiled, self.unread)]
         if self.evaluation is not None:
             own = self.evaluation
-            phases.append(self._phase("evaluation", own.memory.peak, own.compiled, self.unread))
+            phases.append(self._phase("evaluation", sum(own.memory), own.compiled, self.unread))
         if self.generation is not None:
             own = self.generation
-            phases.append(self._phase("generation", own.memory.peak, own.compiled, own.beside))
+            phases.append(
+                self._phase("generation", self.memory.parameters + self.memory.moments, own.compiled, own.beside)
+            )
         return phases
 
-    def _phase(self, name: str, estimated: int, compiled: Compiled | None, beside: int) -> Phase:
+    def _phase(self, name: str, arguments: int, compiled: Compiled | None, beside: int) -> Phase:
         """A phase, including the reward model.
 
         Args:
+            arguments: bytes of the arguments.
             beside: bytes in memory that are not in the compiled program.
         """
-        estimated, chip = estimated + self.scorer, self.topology.chip
-        peak = estimated if compiled is None else compiled.peak + beside + self.scorer
+        chip, peak = self.topology.chip, (arguments if compiled is None else compiled.peak + beside) + self.scorer
         fits = None if chip is None else peak <= chip.memory
-        if compiled is not None and fits:
-            fits = compiled.fits and (compiled.room is None or peak <= compiled.room)
-        return Phase(name, peak, estimated, fits, compiled)
+        if fits:
+            fits = compiled and compiled.fits and (compiled.room is None or peak <= compiled.room)
+        return Phase(name, peak, fits, compiled)
 
     @property
     def largest(self) -> Phase:
@@ -132,7 +148,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits; None for simulated devices, which have no memory limit."""
+        """Whether the run fits; None if nothing was compiled, and for simulated devices, which have no memory limit."""
         return self.largest.fits
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,7 +191,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     """Plan a run.
 
     Args:
-        compiles: False estimates without compiling.
+        compiles: False counts the arguments without compiling.
 
     Raises:
         ValueError: the trainer refuses the arguments, or there is neither a dataset nor a max_length.
@@ -199,7 +215,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     reference = trainer.parts.setup.reference
     task = trainer.parts.setup.task
     if reference is not None and not (task.compared or task.compares_distributions):
-        further["unread"] = estimate.on_device({path: arguments.frozen[path] for path in reference.arrays})
+        further["unread"] = on_device({path: arguments.frozen[path] for path in reference.arrays})
     sizes = [] if run.generation is None else [run.generation]
     if trainer.parts.setup.rollout is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
@@ -221,17 +237,12 @@ def _planned(
     topology: Topology,
     trainer: BaseTrainer,
     survey: trace.Survey,
-    arguments: estimate.StepArguments,
+    arguments: trace.StepArguments,
     remat: bool | str,
     compiles: bool,
 ) -> Plan:
     args, tx = trainer.args, trainer.parts.training.made_optimizer()
     result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
-    one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
-    causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
-    flops = estimate.flops(maps, survey.largest, arch, causal=causal, remat=remat)
-    flops += estimate.head_flops(survey.largest, arch, trainer.model.params)
-    flops += trace.reference_flops_of(trainer, survey.largest)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
@@ -239,23 +250,13 @@ def _planned(
         topology=topology,
         mesh=trace.mesh_of(trainer),
         layout=survey.layout,
-        attention=_attention(topology.platform, trainer, arch, survey.layout),
+        attention=_attention(topology.platform, trainer, survey.layout),
         remat=remat,
         lengths=survey.lengths,
         places=survey.places,
         tokens=survey.tokens,
-        one=one,
-        memory=estimate.memory(
-            arguments,
-            gradients,
-            one,
-            arch,
-            maps,
-            dtype=args.compute_dtype,
-            remat=remat,
-            platform=topology.platform,
-        ),  # fmt: skip
-        flops=flops // math.prod(trace.mesh_of(trainer).values()),
+        one=trace.one_pass(trainer, arguments),
+        memory=Memory.of(arguments),
         why=None,
         compiled=result,
         bound=_bound(topology, result, arguments),
@@ -263,9 +264,9 @@ def _planned(
     )
 
 
-def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> str:
+def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
     """Describe the attention kernel."""
-    args, backend = trainer.args, trainer.model.backend
+    args, backend, arch = trainer.args, trainer.model.backend, trace.arch_of(trainer)
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
         flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
@@ -278,38 +279,35 @@ def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> s
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
 
-def _evaluation(trainer: BaseTrainer, step: estimate.StepArguments, topology: Topology, compiles: bool) -> Evaluation:
+def _evaluation(trainer: BaseTrainer, step: trace.StepArguments, topology: Topology, compiles: bool) -> Evaluation:
     arguments = trace.evaluation_arguments(trainer, step, trace.largest_evaluated(trainer))
-    one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
-    memory = estimate.evaluation_memory(arguments, one, arch, maps, dtype=trainer.args.compute_dtype)
     result = compiled(trace.traced_evaluation(trainer, arguments), topology) if compiles else None
-    return Evaluation(one, memory, result)
+    return Evaluation(trace.one_pass(trainer, arguments), Memory.of(arguments), result)
 
 
 def _generation(
-    trainer: BaseTrainer, step: estimate.StepArguments, sizes: list[Size], topology: Topology, compiles: bool
+    trainer: BaseTrainer, step: trace.StepArguments, sizes: list[Size], topology: Topology, compiles: bool
 ) -> Generation:
     """Plan the largest of these generations; the second, if any, is that of an evaluation."""
     check_generates(trainer.model)
-    run, arch, dtype = trainer.parts.setup, trace.arch_of(trainer), trainer.args.compute_dtype
+    run, dtype = trainer.parts.setup, trainer.args.compute_dtype
     placed = step.frozen | step.params
     arrays = {path: placed[path] for path in run.model.arrays}
     with trace.on_device(trainer):
         head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
         weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology)
-        evaluates, size = max(enumerate(sizes), key=lambda one: cache_bytes(arch, one[1], dtype))
-        memory = generation_memory(step, arrays, weights, size, arch, trace.maps(trainer))
+        evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, size, vocabulary=run.vocab_size, exact=exact)
-        result, decode = programs.compiled(topology) if compiles else (None, None)
-    beside = estimate.on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
-    return Generation(size, memory, result, decode, beside, bool(evaluates))
+        result, decode, cache = programs.compiled(topology) if compiles else (None, None, None)
+    beside = on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
+    return Generation(size, cache, result, decode, beside, bool(evaluates))
 
 
-def _bound(topology: Topology, result: Compiled | None, arguments: estimate.StepArguments) -> estimate.Bound | None:
+def _bound(topology: Topology, result: Compiled | None, arguments: trace.StepArguments) -> Bound | None:
     if topology.chip is None or result is None or not result.fits:
         return None
-    return estimate.bound(topology.chip, result, estimate.on_device((arguments.params, arguments.state)))
+    return bound(topology.chip, result, on_device((arguments.params, arguments.state)))
 
 
 def _settings(args: BaseConfig) -> dict[str, Any]:
@@ -326,8 +324,7 @@ def _settings(args: BaseConfig) -> dict[str, Any]:
 
 # Suggestions: each is planned, none is guessed
 
-Planned = Callable[[BaseConfig, bool], Plan]  # (config, whether to compile) -> plan
-_SLACK = 1.1  # factor by which an estimate may be off after it is scaled to the compiled peak
+Planned = Callable[[BaseConfig], Plan]
 
 
 class Suggestion(NamedTuple):
@@ -353,7 +350,7 @@ def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[
 
     Args:
         plan: the plan of `args`, which does not fit.
-        planned: plans a config, with the compiler (True) or by estimate alone (False).
+        planned: plans a config.
     """
     together: dict[str, Any] = {}
     enough = False
@@ -365,7 +362,7 @@ def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[
     sizes_of = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
     sizes_of["generation"] = generations(args, plan)
     for sizes in (*(sizes_of[phase.name] for phase in plan.phases if phase.fits is False), max_lengths(args)):
-        suggestion = _largest(args, plan, sizes, planned)
+        suggestion = _largest(args, sizes, planned)
         if suggestion is not None:
             together |= suggestion.settings
             enough |= bool(suggestion.plan.fits)
@@ -431,22 +428,20 @@ def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
     return [{name: length} for length in lengths if length >= 256]
 
 
-def _largest(args: BaseConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
-    """The first of these that fits, else the last; None if there are none."""
-    suggestion, room, phase = None, plan.topology.chip.memory, plan.largest
-    if phase.compiled is not None and phase.compiled.room is not None:
-        room = phase.compiled.room
-    for settings in sizes:
-        scaled = planned(_changed(args, settings), False).largest.estimated * phase.peak / phase.estimated
-        if settings is sizes[-1] or scaled < room * _SLACK:
-            suggestion = _suggest(args, settings, planned)
-            if suggestion.plan.fits:
-                return suggestion
-    return suggestion
+def _largest(args: BaseConfig, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
+    """The first of these sizes, in decreasing order, that fits, else the last; None if there are none."""
+    tried = {}
+
+    def fits(number: int) -> bool:
+        tried[number] = _suggest(args, sizes[number], planned)
+        return bool(tried[number].plan.fits)
+
+    first = bisect.bisect_left(range(len(sizes)), True, key=fits)
+    return tried[min(first, len(sizes) - 1)] if sizes else None
 
 
 def _suggest(args: BaseConfig, settings: dict[str, Any], planned: Planned) -> Suggestion:
-    return Suggestion(settings, planned(_changed(args, settings), True))
+    return Suggestion(settings, planned(_changed(args, settings)))
 
 
 def _changed(args: BaseConfig, settings: dict[str, Any]) -> BaseConfig:

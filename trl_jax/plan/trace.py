@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +23,12 @@ from trl_jax.data.batch import Batch, Columns
 from trl_jax.data.loader import CHUNK_BATCHES, StepBatch
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint import Source
-from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
+from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import make_mesh, placed
-from trl_jax.plan import estimate, generation
+from trl_jax.plan import generation
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import devices
-from trl_jax.plan.estimate import Map, Pass, StepArguments, maps_of, reference_flops
 from trl_jax.plan.generation import begun
 from trl_jax.tasks.policy import RolloutTask
 from trl_jax.tasks.task import Task
@@ -254,6 +253,33 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
 # Shapes and programs
 
 
+class StepArguments(NamedTuple):
+    """The arguments of a step, as shapes with shardings."""
+
+    params: dict[str, jax.ShapeDtypeStruct]
+    state: Any
+    batch: Batch
+    frozen: dict[str, jax.ShapeDtypeStruct]
+
+
+class Pass(NamedTuple):
+    """The (packed) rows that one device computes at once, `[rows, length]`.
+
+    passes: per step.
+    striped: number of devices that tokens are sharded over.
+    """
+
+    passes: int
+    rows: int
+    length: int
+    striped: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a pass that one device computes."""
+        return self.rows * self.length // self.striped
+
+
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
     """The arguments of the compiled step, for a batch of the trainer's loader."""
     params, frozen, sharding_plan = trainer.model.params, trainer.parts.setup.frozen, trainer.sharding_plan
@@ -317,29 +343,6 @@ def arch_of(trainer: BaseTrainer) -> Any:
     return _source(trainer.model.backend).config.arch
 
 
-def maps(trainer: BaseTrainer) -> list[Map]:
-    """The matrices of the model's layers, including LoRA matrices."""
-    return _maps(trainer.model.backend, trainer.model.params)
-
-
-def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
-    source = _source(backend)
-    _, shapes = source.config.abstract
-    if isinstance(backend, LoraBackend):
-        shapes = shapes | backend.plan.shapes
-    return maps_of(shapes, source.config.arch, trained)
-
-
-def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
-    """FLOPs of the reference model in a step; 0 without one."""
-    if trainer.parts.setup.reference is None:
-        return 0
-    backend = trainer.parts.setup.reference.backend
-    arch = _source(backend).config.arch
-    heads = 2 if trainer.parts.setup.task.compares_distributions else 1  # its head is recomputed in the backward pass
-    return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal, heads=heads)
-
-
 @contextmanager
 def on_device(trainer: BaseTrainer) -> Iterator[None]:
     """A context in which tracing and compiling target the run's device."""
@@ -364,14 +367,4 @@ def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
     """The rows that one device computes at once, from the sharding of the batch."""
     tokens = arguments.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
-    mesh = mesh_of(trainer)
-    return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
-
-
-def gradients(trainer: BaseTrainer, arguments: StepArguments) -> int:
-    """Bytes of gradients per device."""
-    params, sharding_plan = arguments.params, trainer.sharding_plan
-    if sharding_plan is None:
-        return estimate.on_device(params)
-    places = sharding_plan.gradients(params)
-    return estimate.on_device({path: placed(params[path], place) for path, place in places.items()})
+    return Pass(passes, math.prod(rows), length, mesh_of(trainer).get("sequence", 1))

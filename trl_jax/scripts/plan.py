@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trl_jax.config.base import BaseConfig
     from trl_jax.plan.chips import Topology
     from trl_jax.plan.compile import Compiled
-    from trl_jax.plan.plan import Plan, Run, Suggestion
+    from trl_jax.plan.plan import Phase, Plan, Run, Suggestion
 
 
 # Arguments that affect neither the memory nor the time of a step or an evaluation.
@@ -74,8 +74,8 @@ def main(
     if plan_args.generate is not None:
         run = replace(run, generation=Size.parsed(plan_args.generate))
 
-    def planned(args: BaseConfig, compiles: bool = True) -> Any:
-        return plan(run, args, target, compiles=compiles)
+    def planned(args: BaseConfig) -> Any:
+        return plan(run, args, target)
 
     result = planned(training_args)
     print(text(result), flush=True)
@@ -249,17 +249,12 @@ def _head(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    compiled, memory = plan.compiled, plan.memory
-    sizes = {name: _size(value) for name, value in memory._asdict().items()}
-    rows = [
-        ("bytes per device", "estimate", "compiler"),
-        *((f"  {name}", sizes[name], "") for name in ("parameters", "moments", "batch")),
-        ("arguments of the step", _size(memory.arguments), _size(compiled and compiled.arguments)),
-        *((f"  {name}", sizes[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
-        ("temporaries", _size(memory.temporary), _size(compiled and compiled.temporary)),
-        ("peak", _size(memory.peak), _size(compiled and compiled.peak)),
-    ]
-    return "\n".join(f"{name:<26}{one:>12}{other:>12}".rstrip() for name, one, other in rows)
+    rows, compiled = {f"  {name}": count for name, count in plan.memory._asdict().items()}, plan.compiled
+    if compiled is not None:
+        rows["arguments of the step"], rows["temporaries"] = compiled.arguments, compiled.temporary
+        rows["peak"] = compiled.peak
+    lines = [f"{name:<26}{_size(count):>12}".rstrip() for name, count in rows.items()]
+    return "\n".join(["bytes per device", *lines])
 
 
 def _collectives(plan: Plan) -> str:
@@ -282,11 +277,10 @@ def _sent(compiled: Compiled | None, per: str) -> str:
 
 def _work(plan: Plan) -> str:
     cost, bound = plan.compiled and plan.compiled.cost, plan.bound
-    lines = [f"Matrix products: an estimated {_flops(plan.flops)} per device"]
+    lines = [f"A step computes {plan.places:,.0f} tokens, {plan.tokens:,.0f} of them text."]
     if cost is not None:
         least = f" (a lower bound: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
-        lines[0] += f", {_flops(cost.flops)} as compiled{least}"
-    lines[0] += f"; a step computes {plan.places:,.0f} tokens, {plan.tokens:,.0f} of them text."
+        lines[0] += f" Matrix products: {_flops(cost.flops)} per device{least}."
     if bound is not None:
         parts = ", ".join(f"{name} {_seconds(value)}" for name, value in bound._asdict().items())
         least = f"A step takes at least {_seconds(bound.step)} according to the chip's published figures"
@@ -300,23 +294,26 @@ def _evaluation(plan: Plan) -> str:
     if plan.evaluation is None:
         return ""
     one, phase = plan.evaluation.one, plan.phases[1]
-    measured = "" if phase.compiled is None else f", {_size(phase.peak)} as compiled"
     return (
         f"Evaluation: a pass of {one.rows} x {one.length:,} tokens per device, with the optimizer state in memory: "
-        f"estimated peak {_size(phase.estimated)}{measured}."
+        f"{_peak(phase)}."
     )
+
+
+def _peak(phase: Phase) -> str:
+    return f"{'at least' if phase.compiled is None else 'peak'} {_size(phase.peak)}"
 
 
 def _generation(plan: Plan) -> str:
     if plan.generation is None:
         return ""
-    (size, memory, *_), phase = plan.generation, plan.phases[-1]
-    measured = "" if phase.compiled is None else f", {_size(phase.peak)} as compiled"
+    (size, cache, *_), phase = plan.generation, plan.phases[-1]
+    cached = "" if cache is None else f" a cache of {_size(cache)} per device,"
     scorer = f" and {_size(plan.scorer)} of reward model" if plan.scorer else ""
     told = (
         f"Generation: {size.completions} completions of {size.prompts} prompt(s), with room for "
-        f"{size.prompt_places:,} and {size.new_places:,} tokens: a cache of {_size(memory.cache)} per device, with the "
-        f"optimizer state{scorer} in memory: estimated peak {_size(phase.estimated)}{measured}."
+        f"{size.prompt_places:,} and {size.new_places:,} tokens:{cached} with the optimizer "
+        f"state{scorer} in memory: {_peak(phase)}."
     )
     sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "per token of each completion")
     return f"{told}\n{sent}" if sent else told
@@ -325,12 +322,15 @@ def _generation(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """One sentence: whether the run fits, and how much memory it needs."""
     chip, compiled = plan.topology.chip, plan.largest.compiled
-    if plan.fits is None:
+    if chip is None:
         return "Whether it fits is unknown: simulated devices have no memory limit."
+    held = f"weights, optimizer state and batch alone take {_size(plan.peak)} of {_size(chip.memory)}"
+    if plan.fits is None:
+        return f"Whether it fits is unknown: {held}. {plan.why}."
     word = "It fits" if plan.fits else "It does not fit"
     word += f" in {plan.largest.name}" if not plan.fits and plan.largest.name != "a step" else ""
     if compiled is None:
-        return f"{word} by estimate alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
+        return f"{word}: {held}."
     room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that a program may use"
     return f"{word}: {_size(plan.peak)} of {room}."
 

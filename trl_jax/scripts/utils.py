@@ -24,12 +24,15 @@ from trl_jax.legacy.arguments import is_of_training, modern_flags
 from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
 
 __all__ = [
+    "DPOScriptArguments",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "SFTScriptArguments",
     "ScriptArguments",
     "TrlParser",
     "get_dataset",
     "init_zero_verbose",
+    "strtobool",
 ]
 
 WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}  # for values in --help
@@ -337,3 +340,39 @@ def init_zero_verbose() -> None:
 
 def _log_warning(message, category, filename, lineno, file=None, line=None) -> None:
     logging.warning("%s:%s: %s: %s", filename, lineno, category.__name__, message)
+
+
+# Names that scripts of 2024 imported from `trl.commands.cli_utils` and `trl.env_utils`
+
+_REENTRANT = {"help": "For gradient_checkpointing_kwargs, which have no effect here."}
+
+
+@dataclass
+class SFTScriptArguments(ScriptArguments):
+    """The dataset arguments of an SFT script in TRL 0.8 to 0.11."""
+
+    dataset_name: str | None = field(
+        default="timdettmers/openassistant-guanaco",
+        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file."},
+    )
+    gradient_checkpointing_use_reentrant: bool = field(default=False, metadata=_REENTRANT)
+
+
+@dataclass
+class DPOScriptArguments(ScriptArguments):
+    """The dataset arguments of a DPO script in TRL 0.8 to 0.11."""
+
+    sanity_check: bool = field(default=False, metadata={"help": "For scripts that then use only a few rows."})
+    gradient_checkpointing_use_reentrant: bool = field(default=False, metadata=_REENTRANT)
+
+
+def strtobool(val: str) -> bool:
+    """Parse a boolean.
+
+    Raises:
+        ValueError: the text is not a boolean.
+    """
+    for truth, texts in ((True, "y yes t true on 1"), (False, "n no f false off 0")):
+        if val.lower() in texts.split():
+            return truth
+    raise ValueError(f"Invalid truth value {val!r}: expected yes or no, true or false, on or off, 1 or 0.")

@@ -10,13 +10,14 @@ import numpy as np
 from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
-from trl_jax.legacy import chat_templates
 from trl_jax.trainer.model_config import ModelConfig
 
 # Other names that TRL had in this module once.
-_COLLATORS = ("ConstantLengthDataset", "DataCollatorForCompletionOnlyLM", "RewardDataCollatorWithPadding")
-_TEMPLATES = dict.fromkeys(chat_templates.__all__, chat_templates.__name__)
-__getattr__ = fetching(__name__, _TEMPLATES | dict.fromkeys(_COLLATORS, "trl_jax.trainer"))
+_OLD = (
+    "ConstantLengthDataset", "DataCollatorForCompletionOnlyLM", "RewardDataCollatorWithPadding",
+    "SIMPLE_CHAT_TEMPLATE", "SIMPLE_QUERY_CHAT_TEMPLATE", "SIMPLE_SFT_CHAT_TEMPLATE",
+)  # fmt: skip
+__getattr__ = fetching(__name__, dict.fromkeys(_OLD, "trl_jax.legacy.collators"))
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
