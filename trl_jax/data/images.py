@@ -17,7 +17,7 @@ class ImagePatches(NamedTuple):
     places: int32 `[P, 2]`, row and column of each patch.
     spans: int32 `[P, 2]`, first and end of the patches that each patch attends to.
     groups: int32 `[F, K]`, the patches of each feature.
-    tokens: int32 `[N]`, the feature of each image token, in the order of the text; F + i is separator i.
+    tokens: int32 `[N]`, the feature of each image token, in the order of the text; -2 - i is separator i.
     windows: as `spans`, for layers that attend within windows; None without such layers.
     table, table_weights: as in `Images`, `[P, N]`; None without.
     grid: int32 `(frames, rows, columns)` of the image tokens, for positions with several axes; None for other models.
@@ -70,7 +70,7 @@ def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes:
     Args:
         shards: the images of each shard, in order; none of the shards may be without images unless `sizes` says what
             they are padded to, and at least one image must exist.
-        at: `Images.at`, int32 `[R, T]`, with features counted per shard as `feature_index` does.
+        at: int32 `[R, T]`, the features of tokens as `feature_index` gives them, counted within each shard.
         sizes: what to pad to; None: as small as `sizes_of` makes them.
 
     Raises:
@@ -82,7 +82,7 @@ def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes:
         raise ValueError(f"images with {least.patches} patches and {least.features} features do not fit into {sizes}.")
     joined = [_joined(images, sizes, next(image for images in shards for image in images)) for images in shards]
     stacked = {name: np.stack([one[name] for one in joined]) for name in joined[0]}
-    return Images(at=np.asarray(at, np.int32), **stacked)
+    return Images(at=np.where(at < -1, sizes.features - 2 - at, at).astype(np.int32), **stacked)
 
 
 def _joined(images: Sequence[ImagePatches], sizes: Sizes, example: ImagePatches) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _padded(arrays: list[np.ndarray], length: int, example: np.ndarray, fill: in
 
 
 def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePatches], first: int = 0) -> np.ndarray:
-    """The feature of each token of a text, int32 `[T]`; -1 for tokens that are no images.
+    """The feature of each token of a text, int32 `[T]`; -1 for tokens that are no images, -2 - i for separator i.
 
     Args:
         tokens: ids `[T]`, in which `image_token` takes the place of each feature.
@@ -136,8 +136,14 @@ def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePa
     found = np.full(len(tokens), -1, np.int32)
     starts = np.cumsum([first, *(len(image.groups) for image in images)])[:-1]
     if images:
-        found[places] = np.concatenate([image.tokens + start for image, start in zip(images, starts, strict=True)])
+        parts = [_moved(image.tokens, start) for image, start in zip(images, starts, strict=True)]
+        found[places] = np.concatenate(parts)
     return found
+
+
+def _moved(features: np.ndarray, first: int) -> np.ndarray:
+    """Indices of features that begin at `first`; those of separators and text stay."""
+    return np.where(features >= 0, features + first, features)
 
 
 def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImagePatches]) -> np.ndarray:

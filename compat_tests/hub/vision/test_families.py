@@ -31,6 +31,9 @@ def case(request, tmp_path_factory):
     with torch.no_grad():
         for parameter in model.parameters():  # biases, norms and learned vectors are zeros and ones
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.02))
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[2] in case.buffers:
+                buffer.fill_(case.buffers[name.rpartition(".")[2]])
     model.save_pretrained(folder)
     native = read_native_config(folder, "lm").with_images()
     return case, model, folder, native, *load_native(native, dtype="float32", seed=0)
@@ -62,14 +65,15 @@ def of_transformers(case, model, rows):
 
 
 def gradients(model, folder):
-    """The gradients of transformers' model, by name on disk."""
-    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """The gradients of transformers' model, by name on disk; buffers have none."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for tensor in tensors.values():
+            tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         model.save_pretrained(folder)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name])
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])
     return load_file(folder / "model.safetensors")
 
 

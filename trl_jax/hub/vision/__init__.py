@@ -53,6 +53,8 @@ class VisionFamily:
             ValueError: names the unsupported key or value of `vision_config`.
         """
         whole = config_object(raw, source)
+        if whole.vision_config is None:
+            raise ValueError(f"{source}: vision_config is null, so the model has no vision tower. Train it on texts.")
         section = {key: value for key, value in whole.vision_config.to_dict().items() if key not in _OF_ANY_CONFIG}
         reader = ConfigReader(section, f"{source}: vision_config")
         vision = self.arch(reader, whole)
