@@ -49,7 +49,10 @@ def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBacken
 # NativeBackend
 
 
-_BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_scalar")
+_BUFFERS = (
+    ".correction_bias", ".activation.beta", ".activation.eps", ".layer_scalar", ".input_min", ".input_max",
+    ".output_min", ".output_max", ".connector.shift", ".connector.scale",
+)  # fmt: skip
 
 
 class NativeBackend(Backend):

@@ -89,6 +89,22 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """A matrix whose rows are stored on disk as `count` matrices of equal size, (count, rows / count, in)."""
+
+    count: int
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.count, ours[0] // self.count, *ours[1:])
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(-1, *tensor.shape[2:])
+
+    def rows(self, array: Any) -> Any:
+        return array
+
+
+@dataclass(frozen=True)
 class PerHead:
     """Query, key or value (`which` is 0, 1 or 2) in a tensor that stores all three for each head."""
 

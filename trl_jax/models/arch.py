@@ -98,6 +98,10 @@ class Arch:
     - kinds: None if all layers attend and, if there are experts, all have them.
     - mlp_scales: multiply the MLP's gate before the activation, and the MLP's output.
     - layer_scalar: each layer ends by scaling the residual stream by a number that is not trained.
+    - rope_sections: the rotated channels of a head consist of this many equal sections, each with pairs of its own.
+    - clipped_maps: inputs and outputs of the linear maps of attention and MLP are clipped to limits of the checkpoint.
+    - image_attention: for each layer, whether the tokens of an image also attend to the tokens of the image that follow
+      them (see `nn.text_order.tokens_ahead`); None: in no layer.
     - tied_embeddings: the language model head uses the embedding table. Its logits are multiplied by `logit_scale` and
       then become `logit_softcap * tanh(logits / logit_softcap)`.
     - vision: the tower and connector that compute image features; None for text alone.
@@ -115,6 +119,7 @@ class Arch:
     windows: tuple[int | None, ...]
     rotary_dim: int
     rope_interleaved: bool = False
+    rope_sections: int = 1
     block: str = "pre"
     last_norm: bool = True
     norm: str = "rms"
@@ -123,11 +128,13 @@ class Arch:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    clipped_maps: bool = False
     qk_norm: str | None = None
     qk_norm_kind: str = "rms"
     qk_norm_after_rope: bool = False
     v_norm: bool = False
     chunks: tuple[int | None, ...] | None = None
+    image_attention: tuple[bool, ...] | None = None
     attention_scales: tuple[float, ...] | None = None
     gated_attention: bool = False
     softcap: float | None = None
@@ -196,6 +203,8 @@ class Connector:
     """How the outputs of a vision tower become the features that take the place of token embeddings.
 
     - group: outputs per feature, concatenated or, if `pooled`, averaged.
+    - scale: multiplies the group. standardized: the checkpoint then has a shift and a scale for each channel, which are
+      not trained.
     - norm: a key of nn.layers.NORMS, applied to each output, or to their concatenation if `norm_grouped`; None: no
       norm.
     - merged: whether a linear map without bias reduces the concatenation to the width of one output.
@@ -206,6 +215,8 @@ class Connector:
     out_size: int
     group: int = 1
     pooled: bool = False
+    scale: float = 1.0
+    standardized: bool = False
     norm: str | None = None
     norm_eps: float = 1e-6
     norm_grouped: bool = False

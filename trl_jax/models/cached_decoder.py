@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.models.arch import Run, Turns, turns_of
-from trl_jax.models.decoder import Decoder, last_layer, of_run, read, whole_layer
+from trl_jax.models.decoder import Decoder, Features, last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.cache import Cache, Kept
 
@@ -33,6 +33,7 @@ def with_keys(
     dtype: jnp.dtype = jnp.float32,
     max_tokens: int | None = None,
     angles: dict[str, jax.Array] | None = None,
+    features: Features | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
     """Hidden states `[N, D]`, and what the cache keeps of these tokens. The latter has one entry per cache part (see
     models/arch.py), with a leading layer axis; if `layers` are given, one entry per layer without that axis. Layers
@@ -45,18 +46,19 @@ def with_keys(
         cache: what the tokens follow, in the same parts as the result; None at the start of the texts.
         layers: the parameters of each layer, already sliced from its stack; None scans over the stacks.
         angles: `decoder.angles` for these positions; None computes it here.
+        features: as in `Decoder.__call__`, at the start of the texts; tokens with a cache are no images.
     """
     shared = AttentionInputs(decoder.arch.head_dim**-0.5, places=None if cache is None else cache.places)
     shared = shared._replace(**(angles or {}))
     if cache is None:
-        shared = shared._replace(lengths=reads % tokens.shape[1] + 1)
-    h, shared, by_layer = decoder.begin(shared, tokens, positions, longest, max_tokens, dtype)
+        shared = shared._replace(lengths=reads % tokens.shape[1] + 1, ahead=decoder.image_ahead(features, None))
+    h, shared, by_layer = decoder.begin(shared, tokens, positions, longest, max_tokens, dtype, features=features)
     parts = repeat(None) if cache is None else iter(cache.parts)
     kept, last = [], {}
     for run in decoder.arch.runs:
         graph, state = nnx.split(vars(decoder)[run.name])
         earlier = last[run.kind.heads] if run.kind.reuses else None
-        layer = partial(_run_layer, graph, f"{decoder.NAME}.{run.name}", shared, earlier, dtype)
+        layer = partial(_run_layer, graph, f"{decoder.NAME}.{run.name}", shared, earlier, dtype, features)
         turns = turns_of(decoder.arch, run)
         scan = _scan_layers if cache is None or run.kind.reuses else _scan_turns
         walk = partial(scan, state, turns) if layers is None else partial(_unrolled, layers)
@@ -68,14 +70,22 @@ def with_keys(
 
 
 def _run_layer(
-    graph: nnx.GraphDef, stack: str, shared: AttentionInputs, earlier: Any, dtype: jnp.dtype, h: jax.Array, slices: Any
+    graph: nnx.GraphDef,
+    stack: str,
+    shared: AttentionInputs,
+    earlier: Any,
+    dtype: jnp.dtype,
+    features: Features | None,
+    h: jax.Array,
+    slices: Any,
 ) -> tuple[jax.Array, Kept | None]:
     """Run one layer; returns what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
     state, inputs, own_cache = slices
     reused, cache = earlier or (None, own_cache)
-    inputs = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
-    out = nnx.merge(graph, whole_layer(state, stack))(h, inputs, dtype=dtype)
-    return out.h, out.kept if earlier is None else None
+    own = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
+    out = nnx.merge(graph, whole_layer(state, stack))(h, own, dtype=dtype)
+    h = out.h if inputs.number is None else features.added(out.h, inputs.number)
+    return h, out.kept if earlier is None else None
 
 
 def _scan_layers(

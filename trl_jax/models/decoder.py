@@ -25,7 +25,7 @@ from trl_jax.nn.linear import Embedding, Linear, dropout_or_none
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.recurrent import GatedDeltaNet, GatedShortConvolution, Mamba2, ParallelMixers
 from trl_jax.nn.rope import Rope, rope_angles
-from trl_jax.nn.text_order import previous_tokens, text_order
+from trl_jax.nn.text_order import previous_tokens, text_order, tokens_ahead
 from trl_jax.nn.virtual_tokens import VirtualRows
 
 # Image features
@@ -130,6 +130,7 @@ class Decoder(nnx.Module):
             features: take the place of the embeddings of image tokens; None for text alone.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
+        ahead = self.image_ahead(features, packed)
         if stripes is not None:  # padding goes to the end: no token attends to it, and it attends to nothing
             assert reads is not None and valid is None
             tokens, positions, packed, router_token_count = jax.tree.map(
@@ -137,7 +138,8 @@ class Decoder(nnx.Module):
             )
             if features is not None:
                 features = features._replace(at=stripes.local(features.at, fill=-1))
-        shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
+        ahead = ahead if stripes is None or ahead is None else stripes.local(ahead)
+        shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes, ahead=ahead)
         longest = _longest(length, reads, lengths, packed)
         keys, router_keys = (
             None if key is None else jax.random.split(key, self.arch.num_layers) for key in (dropout_key, router_key)
@@ -145,22 +147,21 @@ class Decoder(nnx.Module):
         h, shared, by_layer = self.begin(
             shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise, features
         )
-        numbers = None if features is None or features.deep is None else jnp.arange(self.arch.num_layers)
         sums, reusable = [], {}
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
             reused = reusable[run.kind.heads] if run.kind.reuses else None
 
             def layer(h, slices, graph=graph, run=run, reused=reused):
-                state, inputs, key, router_key, number = slices
+                state, inputs, key, router_key = slices
                 block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
                 own = shared.of_layer(inputs)._replace(reused=reused)
                 options = {"key": key, "router_key": router_key, "router_token_count": router_token_count}
                 out = block(h, own, dtype=dtype, **options)
-                h = out.h if number is None else features.added(out.h, number)
+                h = out.h if inputs.number is None else features.added(out.h, inputs.number)
                 return h, (out.sums, out.kept if run.kind.reused else None)
 
-            slices = (state, *of_run((by_layer, keys, router_keys, numbers), run))
+            slices = (state, *of_run((by_layer, keys, router_keys), run))
             h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
             if run.kind.reused:
                 reusable[run.kind.heads] = last_layer(run_kept)
@@ -189,8 +190,22 @@ class Decoder(nnx.Module):
             shared = shared._replace(virtual=tokens - self.first_virtual)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise, features)
-        embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
-        return h, shared, by_layer._replace(embedded=embedded)
+        embedded = None
+        if self.layer_embed is not None:
+            text = tokens  # in the table of these embeddings, image tokens are padding
+            if features is not None:
+                text = jnp.where(features.at >= 0, self.arch.padding_idx, tokens)
+            embedded = self.layer_embed(text, h, dtype)
+        deep = features is not None and features.deep is not None
+        numbers = jnp.arange(self.arch.num_layers) if deep else None
+        return h, shared, by_layer._replace(embedded=embedded, number=numbers)
+
+    def image_ahead(self, features: Features | None, packed: Packed | None) -> jax.Array | None:
+        """`AttentionInputs.ahead` of whole rows (not yet striped); None if no image's tokens attend to each other in
+        both directions."""
+        if features is None or self.arch.image_attention is None:
+            return None
+        return tokens_ahead(features.at >= 0, packed)
 
     def angles(self, positions: jax.Array, longest: jax.Array | int) -> dict[str, jax.Array]:
         """`cos` and `sin` of `AttentionInputs`, for each kind of rope; empty if no layer uses one."""
@@ -241,7 +256,8 @@ class Decoder(nnx.Module):
         recurrent = arch.gated_delta or arch.state_space
         if recurrent is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))
-        return shared, LayerInputs(rope_numbers(arch.ropes), scale, window, chunk)
+        within = None if shared.ahead is None else jnp.asarray(arch.image_attention)
+        return shared, LayerInputs(rope_numbers(arch.ropes), scale, window, chunk, image_attention=within)
 
 
 def _longest(length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None) -> jax.Array | int:
@@ -368,7 +384,7 @@ def _mixer(
 def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
     if kind.experts and not arch.experts.beside_mlp:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
-    maps = {"activation": arch.activation, "gated": arch.gated, "bias": arch.mlp_bias}
+    maps = {"activation": arch.activation, "gated": arch.gated, "bias": arch.mlp_bias, "clipped": arch.clipped_maps}
     return MLP(arch.hidden_size, kind.mlp_size or arch.mlp_size, scales=arch.mlp_scales, **maps)
 
 

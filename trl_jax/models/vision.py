@@ -11,7 +11,7 @@ from flax import nnx
 
 from trl_jax.core.outputs import Images, Packed
 from trl_jax.models.arch import Connector, VisionArch
-from trl_jax.models.decoder import Block, Features, apply, checkpointed, rope_inputs, stacked, whole_layer
+from trl_jax.models.decoder import Block, Features, apply, checkpointed, rope_inputs, scaled, stacked, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.layers import ACTIVATIONS, Norm
 from trl_jax.nn.linear import Embedding, Linear
@@ -40,9 +40,8 @@ class VisionTower(nnx.Module):
         `arch.deepstack`; `dtype` and `remat` as in `Decoder.__call__`."""
         arch, layers = self.arch, self.arch.layers
         h = self._embedded(images, dtype)
-        shared = AttentionInputs(
-            layers.head_dim**-0.5, **rope_inputs(layers.ropes, images.places, layers.rotary_dim, 0)
-        )
+        scale = layers.head_dim**-0.5 if layers.attention_scales is None else layers.attention_scales[0]
+        shared = AttentionInputs(scale, **rope_inputs(layers.ropes, images.places, layers.rotary_dim, 0))
         ranges = [Packed(images.first, images.end, None)]
         numbers = jnp.zeros(layers.num_layers, jnp.int32)
         if arch.full_layers is not None:
@@ -90,8 +89,14 @@ class Projector(nnx.Module):
         inner, hidden = size if arch.merged else whole, arch.hidden_size
         self.up = None if hidden is None else Linear(inner, hidden, bias=arch.bias, axes=("mlp", ""))
         self.down = Linear(hidden or inner, arch.out_size, bias=arch.bias, axes=("embed", "mlp" if hidden else ""))
-        shape = (arch.separators, arch.out_size)
-        self.separators = nnx.Param(jnp.zeros(shape, jnp.float32), axes=("", "embed")) if arch.separators else None
+        shape, axes = (arch.out_size,), ("embed",)
+        if arch.separators != 1:  # checkpoints have a single one as a vector
+            shape, axes = (arch.separators, *shape), ("", *axes)
+        self.separators = nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes) if arch.separators else None
+        self.shift, self.scale = (
+            nnx.Param(jnp.full(size, value, jnp.float32), axes=("norm",)) if arch.standardized else None
+            for value in (0.0, 1.0)
+        )
 
     def __call__(self, h: jax.Array, groups: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
         """Hidden states `[S, P, D]` to features `[S, F, out]`, float32; `groups` `[S, F, K]` as in `Images`."""
@@ -100,6 +105,9 @@ class Projector(nnx.Module):
             h = apply(self.norm, h)
         x = jax.vmap(lambda of_shard, index: of_shard[index])(h, groups)
         x = x.mean(axis=2) if arch.pooled else x.reshape(*groups.shape[:2], -1)
+        x = scaled(x, arch.scale)
+        if arch.standardized:
+            x = (x - jax.lax.stop_gradient(self.shift[...])) * jax.lax.stop_gradient(self.scale[...])
         if arch.norm_grouped:
             x = apply(self.norm, x)
         x = apply(self.merge, x.astype(dtype))
@@ -108,7 +116,8 @@ class Projector(nnx.Module):
         features = self.down(x).astype(jnp.float32)
         if self.separators is None:
             return features
-        extra = jnp.broadcast_to(self.separators[...], (len(features), *self.separators.shape))
+        separators = self.separators[...].reshape(arch.separators, -1)
+        extra = jnp.broadcast_to(separators, (len(features), *separators.shape))
         return jnp.concatenate([features, extra], axis=1)
 
 

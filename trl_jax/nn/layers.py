@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.linear import Dropout, Embedding, Linear
+from trl_jax.nn.linear import ClippedLinear, Dropout, Embedding, Linear
 
 # MLPs
 
@@ -73,7 +73,7 @@ class ClampedSwiGLU:
 
 class MLP(nnx.Module):
     """`down(activation(up(x)))`, or gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202).
-    `scales` multiply the outputs of gate and down."""
+    `scales` multiply the outputs of gate and down; `clipped` as in `Arch.clipped_maps`."""
 
     def __init__(
         self,
@@ -84,10 +84,12 @@ class MLP(nnx.Module):
         gated: bool = True,
         bias: bool = False,
         scales: tuple[float, float] = (1.0, 1.0),
+        clipped: bool = False,
     ):
-        self.gate = Linear(features, hidden, bias=bias, axes=("mlp", "embed")) if gated else None
-        self.up = Linear(features, hidden, bias=bias, axes=("mlp", "embed"))
-        self.down = Linear(hidden, features, bias=bias, axes=("embed", "mlp"))
+        linear = ClippedLinear if clipped else Linear
+        self.gate = linear(features, hidden, bias=bias, axes=("mlp", "embed")) if gated else None
+        self.up = linear(features, hidden, bias=bias, axes=("mlp", "embed"))
+        self.down = linear(hidden, features, bias=bias, axes=("embed", "mlp"))
         self.activation, self.scales = XIELU() if activation == XIELU_NAME else ACTIVATIONS[activation], scales
 
     def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:

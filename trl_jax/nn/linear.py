@@ -44,6 +44,25 @@ class Linear(nnx.Module):
         return (weight, bias) if self.lora is None else self.lora.folded(weight, bias)
 
 
+class ClippedLinear(Linear):
+    """A linear map whose inputs and outputs are clipped to limits of the checkpoint, scalars that are not trained."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, axes: tuple[str, str] = ("", "")):
+        super().__init__(in_features, out_features, bias=bias, axes=axes)
+        self.input_min, self.input_max, self.output_min, self.output_max = (
+            nnx.Param(jnp.full((), limit, jnp.float32), axes=()) for limit in (-jnp.inf, jnp.inf) * 2
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = super().__call__(_clipped(x, self.input_min, self.input_max))
+        return _clipped(y, self.output_min, self.output_max)
+
+
+def _clipped(x: jax.Array, low: nnx.Param, high: nnx.Param) -> jax.Array:
+    low, high = (jax.lax.stop_gradient(limit[...]).astype(x.dtype) for limit in (low, high))
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
 class Embedding(nnx.Module):
     """Token ids `[...]` to embeddings `[..., D]` in `dtype`, with an optional adapter `lora`.
 

@@ -151,16 +151,26 @@ def rope_angles(
     return jnp.stack(cosines), jnp.stack(sines)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False, sections: int = 1) -> jax.Array:
     """Rotate the first `2 * cos.shape[-1]` channels of `[R, T, heads, C]` and keep the others.
 
-    Channel k is paired with channel k + half of them; if interleaved, 2k with 2k + 1.
+    Channel k is paired with channel k + half of them; if interleaved, 2k with 2k + 1. With more than one of the equal
+    `sections`, channels are paired within theirs.
     """
     turned, kept = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
+    elif sections > 1:
+        halves = turned.reshape(*x.shape[:-1], sections, 2, -1)
+        first, second = (halves[..., half, :].reshape(*x.shape[:-1], -1) for half in range(2))
     else:
         first, second = jnp.split(turned, 2, axis=-1)
     pair = first * cos - second * sin, second * cos + first * sin
-    turned = jnp.stack(pair, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    if interleaved:
+        turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
+    elif sections > 1:
+        halves = (half.reshape(*x.shape[:-1], sections, -1) for half in pair)
+        turned = jnp.stack(tuple(halves), axis=-2).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate(pair, axis=-1)
     return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)

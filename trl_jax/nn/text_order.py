@@ -1,4 +1,5 @@
-"""Reordering packed rows for layers that must read each text in order: convolutions and recurrent layers."""
+"""The order of tokens in packed rows, for layers that must read each text in order (convolutions and recurrent layers)
+and for attention within images."""
 
 from __future__ import annotations
 
@@ -67,14 +68,9 @@ def _branches(packed: Packed) -> tuple[jax.Array, ...]:
     if packed.context is not None:
         context, end = packed.context, packed.context_end
     if packed.prompt is not None:
-        first_answer = (place < packed.prompt) & (packed.first < length)
-        stop = jnp.zeros_like(place).at[packed.prompt].max(jnp.where(first_answer, packed.end, 0), mode="drop")
-        stop = stop.at[packed.prompt].get(mode="fill", fill_value=0)  # end of the prompt that two completions share
-        second_answer = (stop > 0) & (place >= stop)
-        answer = first_answer | second_answer
+        head, backwards, answer, stop = _completions(packed)
         context, end = jnp.where(answer, packed.prompt, context), jnp.where(answer, stop, end)
-        head = jnp.where(first_answer, packed.prompt - 1, jnp.where(second_answer, stop, head))
-        along = jnp.where(first_answer, -place, place)
+        along = jnp.where(backwards, -place, place)
     branch = context < end
     order = jnp.lexsort((along, jnp.where(branch, 1 + head, 0), jnp.where(branch, context, head))).astype(jnp.int32)
     inverse = jnp.zeros_like(place).at[order].set(place)
@@ -86,6 +82,20 @@ def _branches(packed: Packed) -> tuple[jax.Array, ...]:
         moved(head), jnp.where(branch, moved(context), length), jnp.where(branch, 1 + moved(end - 1), length)
     )  # fmt: skip
     return order, inverse, *(x[order] for x in (first, context, end))
+
+
+def _completions(packed: Packed) -> tuple[jax.Array, ...]:
+    """For one row with prompts that two completions share: for each token, the first token in the order of its text, of
+    its completion if it belongs to one and of the text otherwise; whether it belongs to a completion in reverse order,
+    and to any completion; and the end of its prompt, or 0."""
+    length = len(packed.first)
+    place = jnp.arange(length, dtype=jnp.int32)
+    backwards = (place < packed.prompt) & (packed.first < length)
+    stop = jnp.zeros_like(place).at[packed.prompt].max(jnp.where(backwards, packed.end, 0), mode="drop")
+    stop = stop.at[packed.prompt].get(mode="fill", fill_value=0)
+    behind = (stop > 0) & (place >= stop)
+    head = jnp.where(backwards, packed.prompt - 1, jnp.where(behind, stop, packed.first))
+    return head, backwards, backwards | behind, stop
 
 
 def _gathered(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -115,3 +125,27 @@ def _places_before(packed: Packed, count: int) -> jax.Array:
     while len(found) < count:
         found.append(jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=length))(last, found[-1]))
     return jnp.stack(found[::-1], axis=-1)
+
+
+# Images
+
+
+def tokens_ahead(image: jax.Array, packed: Packed | None) -> jax.Array:
+    """How many tokens that follow a token in its text belong to the same image, int32 `[R, T]`.
+
+    Consecutive image tokens of a text are one image. The first token of a completion does not continue an image of the
+    prompt that it shares with another completion.
+
+    Args:
+        image: bool `[R, T]`, which tokens belong to images.
+        packed: the layout of rows of several texts; None if each row is one text.
+    """
+    places = jnp.broadcast_to(jnp.arange(image.shape[1], dtype=jnp.int32), image.shape)
+    joined, backwards = image[:, 1:] & image[:, :-1], False
+    if packed is not None:
+        head, backwards = (packed.first, False) if packed.prompt is None else jax.vmap(_completions)(packed)[:2]
+        joined &= head[:, 1:] == head[:, :-1]
+    last, first = (jnp.pad(~joined, ((0, 0), side), constant_values=True) for side in ((0, 1), (1, 0)))
+    end = jax.lax.cummin(jnp.where(last, places, image.shape[1]), axis=1, reverse=True)
+    start = jax.lax.cummax(jnp.where(first, places, 0), axis=1)
+    return jnp.where(backwards, places - start, end - places)

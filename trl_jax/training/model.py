@@ -99,7 +99,8 @@ def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint:
             "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
             "not seem to be a vision-language model. Please check your model and dataset."
         )
-    if checkpoint.native is None or checkpoint.adapter is not None:
+    native = checkpoint.native
+    if native is None or checkpoint.adapter is not None or (native.has_vision_family and not native.vision.rows):
         raise ValueError(
             f"{checkpoint.name}: rows with images are not supported yet for this checkpoint. Use a checkpoint of a "
             "vision-language model without an adapter, and pass the adapter as peft_config."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Case:
     processed: what the processor returns for each image.
     tokens: the number of image tokens of each image.
     options: more inputs of transformers' model, from the token ids `[R, T]`.
+    buffers: values of transformers' buffers, by the end of their names.
     """
 
     config_class: str
@@ -34,6 +35,7 @@ class Case:
     processed: list[dict[str, np.ndarray]]
     tokens: list[int]
     options: Any = None
+    buffers: dict[str, float] = field(default_factory=dict)
 
 
 def pixels(*shape: int) -> np.ndarray:
@@ -43,6 +45,26 @@ def pixels(*shape: int) -> np.ndarray:
 
 def _types(ids: np.ndarray) -> dict[str, np.ndarray]:
     return {"mm_token_type_ids": (ids == IMAGE).astype(np.int64)}
+
+
+def _token_types(ids: np.ndarray) -> dict[str, np.ndarray]:
+    return {"token_type_ids": (ids == IMAGE).astype(np.int64)}
+
+
+def _tiled(count: int, height: int, width: int) -> dict[str, np.ndarray]:
+    """`count` tiles of 28 x 28 pixels, the whole picture included, padded to 5 tiles."""
+    tiles = np.pad(pixels(1, count, 3, 28, 28), ((0, 0), (0, 5 - count), (0, 0), (0, 0), (0, 0)))
+    return {"pixel_values": tiles, "image_sizes": np.array([[height, width]])}
+
+
+def _placed(rows: int, columns: int) -> dict[str, np.ndarray]:
+    """Patches of 4 x 4 pixels with their columns and rows, padded to 32."""
+    places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(1, -1, 2)
+    missing = ((0, 0), (0, 32 - rows * columns), (0, 0))
+    return {
+        "pixel_values": np.pad(np.abs(pixels(1, rows * columns, 48)), missing),
+        "image_position_ids": np.pad(places, missing, constant_values=-1),
+    }
 
 
 def _grid(frames: int, rows: int, columns: int, channels: int) -> dict[str, np.ndarray]:
@@ -64,8 +86,58 @@ _QWEN3_TOWER = {
     "num_position_embeddings": 26,  # a table of 5 x 5 and a row that is never read
 }  # fmt: skip
 _QWEN3_IMAGES = [_grid(1, 6, 8, 96), _grid(1, 10, 4, 96), _grid(1, 2, 2, 96)]
+SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "image_size": 28, "patch_size": 7,
+}  # fmt: skip
+GEMMA4_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2,
+}  # fmt: skip
+GEMMA4_TEXT = TEXT | {
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 
 CASES = {
+    "gemma3": Case(
+        "Gemma3Config",
+        {
+            "vision_config": SIGLIP | {"image_size": 42, "vision_use_head": False},
+            "text_config": TEXT | {
+                "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "mm_tokens_per_image": 9,
+            "image_token_index": IMAGE,
+        },
+        [{"pixel_values": pixels(1, 3, 42, 42) + number} for number in range(3)],
+        [9, 9, 9],
+        _token_types,
+    ),
+    "gemma4": Case(
+        "Gemma4Config",
+        {
+            "vision_config": GEMMA4_TOWER | {"use_clipped_linears": True, "standardize": True},
+            "text_config": GEMMA4_TEXT | {"use_bidirectional_attention": "vision"},
+            "image_token_id": IMAGE,
+        },
+        [_placed(8, 4), _placed(2, 6), _placed(4, 4)],
+        [8, 3, 4],
+        _types,
+        {"input_min": -1.5, "input_max": 1.2, "output_min": -0.3, "output_max": 0.4, "std_bias": 0.3, "std_scale": 1.7},
+    ),
+    "gemma4 with embeddings of layers": Case(
+        "Gemma4Config",
+        {
+            "vision_config": GEMMA4_TOWER,
+            "text_config": GEMMA4_TEXT | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+            "image_token_id": IMAGE,
+        },
+        [_placed(8, 4), _placed(2, 6), _placed(4, 4)],
+        [8, 3, 4],
+        _types,
+    ),
     "llava": Case(
         "LlavaConfig",
         {
@@ -78,6 +150,28 @@ CASES = {
         },
         [{"pixel_values": pixels(1, 3, 28, 28) + number} for number in range(3)],
         [16, 16, 16],
+    ),
+    "llava with siglip": Case(
+        "LlavaConfig",
+        {
+            "vision_config": SIGLIP,
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_index": IMAGE,
+            "vision_feature_select_strategy": "full",
+        },
+        [{"pixel_values": pixels(1, 3, 28, 28) + number} for number in range(3)],
+        [16, 16, 16],
+    ),
+    "llava_next": Case(
+        "LlavaNextConfig",
+        {
+            "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+            "text_config": {"model_type": "mistral", "sliding_window": None, **TEXT},
+            "image_token_index": IMAGE,
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        [_tiled(3, 20, 100), _tiled(3, 100, 30), _tiled(5, 60, 60)],
+        [16 + 2 * 9, 16 + 8 * 3, 16 + 8 * 9],
     ),
     "qwen2_5_vl": Case(
         "Qwen2_5_VLConfig",

@@ -36,6 +36,7 @@ class VisionFamily:
         modules: (prefix of `names`, how transformers' modules are called instead).
         expansion: an image, the image token and transformers' config object -> the text that takes the place of the
             image token in a text.
+        rows: whether texts with placeholders can be expanded, so that trainers take rows with images.
         image_token: the attribute of the config that holds the id of image tokens.
     """
 
@@ -49,6 +50,7 @@ class VisionFamily:
     prefixes: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     expansion: Callable[[ImagePatches, str, Any], str] = lambda image, token, config: token * len(image.tokens)
+    rows: bool = True
     image_token: str = "image_token_id"
 
     def module(self, name: str) -> str:
@@ -65,6 +67,8 @@ class VisionFamily:
             ValueError: names the unsupported key or value of `vision_config`.
         """
         whole = config_object(raw, source)
+        if whole.vision_config is None:
+            raise ValueError(f"{source}: vision_config is null, so the model has no vision tower. Train it on texts.")
         section = {key: value for key, value in whole.vision_config.to_dict().items() if key not in _OF_ANY_CONFIG}
         reader = ConfigReader(section, f"{source}: vision_config")
         vision = self.arch(reader, whole)

@@ -14,7 +14,7 @@ from trl_jax.hub.vision import VisionFamily
 from trl_jax.models.arch import Arch, Connector, VisionArch
 from trl_jax.nn.layers import ACTIVATIONS
 
-CLIP = "clip_vision_model"
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
 def tower(config: ConfigReader, *, layers: int | None = None) -> Arch:
@@ -46,7 +46,15 @@ def layers_read(config: ConfigReader, selected: Any) -> int:
     return selected if selected > 0 else count + 1 + selected
 
 
-def _arch(config: ConfigReader, whole: Any) -> VisionArch:
+def require_tower(config: ConfigReader, whole: Any, *known: str) -> None:
+    """ValueError unless the tower is one of these model types."""
+    found = whole.vision_config.model_type
+    if found not in known:
+        raise config.wrong("model_type", found, f"{' or '.join(map(repr, known))}, which are computed here")
+
+
+def arch(config: ConfigReader, whole: Any) -> VisionArch:
+    require_tower(config, whole, CLIP, SIGLIP)
     clip = whole.vision_config.model_type == CLIP
     patch, image, channels = config.size("patch_size"), config.size("image_size"), config.size("num_channels", 3)
     text = whole.text_config.hidden_size
@@ -101,7 +109,7 @@ def tower_names(arch: VisionArch, prefix: str) -> Names:
     }
 
 
-def _names(arch: VisionArch) -> Names:
+def names(arch: VisionArch) -> Names:
     return tower_names(arch, "vision_tower.") | {
         "vision.connector.up": "multi_modal_projector.linear_1",
         "vision.connector.down": "multi_modal_projector.linear_2",
@@ -118,5 +126,5 @@ PREFIXES = (
 )
 
 FAMILIES = (
-    VisionFamily("llava", _arch, _names, _patches, prefixes=PREFIXES, modules=MODULES, image_token="image_token_index"),
+    VisionFamily("llava", arch, names, _patches, prefixes=PREFIXES, modules=MODULES, image_token="image_token_index"),
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from trl_jax.core.outputs import RowView
 from trl_jax.mesh.mesh import platform
 from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.inputs import AttentionInputs
@@ -16,7 +17,7 @@ from trl_jax.nn.attention.packed import attend_by_text, attend_packed, attend_ro
 from trl_jax.nn.attention.ranges import SAVED, by_text, by_token
 from trl_jax.nn.cache import KeysValues, of_prompts
 from trl_jax.nn.layers import Norm
-from trl_jax.nn.linear import Dropout, Linear
+from trl_jax.nn.linear import ClippedLinear, Dropout, Linear
 from trl_jax.nn.rope import rotate
 from trl_jax.nn.virtual_tokens import Prefix
 
@@ -32,14 +33,14 @@ class Attention(nnx.Module):
     prefix: Prefix | None
 
     def __init__(self, arch, kind):
-        heads, makes = arch.heads_of(kind), not kind.reuses
+        heads, makes, linear = arch.heads_of(kind), not kind.reuses, ClippedLinear if arch.clipped_maps else Linear
         size_q, size_k = arch.num_heads * heads.channels, heads.count * heads.channels
-        self.q = Linear(arch.hidden_size, size_q, bias=arch.qkv_bias, axes=("heads", "embed"))
+        self.q = linear(arch.hidden_size, size_q, bias=arch.qkv_bias, axes=("heads", "embed"))
         gate = Linear(arch.hidden_size, size_q, bias=arch.qkv_bias, axes=("heads", "embed"))
         self.gate = gate if arch.gated_attention else None
-        k, v = (Linear(arch.hidden_size, size_k, bias=arch.qkv_bias, axes=("kv", "embed")) for _ in range(2))
+        k, v = (linear(arch.hidden_size, size_k, bias=arch.qkv_bias, axes=("kv", "embed")) for _ in range(2))
         self.k, self.v = k if makes else None, v if makes and not heads.values_are_keys else None
-        self.o = Linear(size_q, arch.hidden_size, bias=arch.o_bias, axes=("embed", "heads"))
+        self.o = linear(size_q, arch.hidden_size, bias=arch.o_bias, axes=("embed", "heads"))
         self.sinks = nnx.Param(jnp.zeros(arch.num_heads, jnp.float32), axes=("heads",)) if arch.sinks else None
         self.q_norm = _head_norm(arch, arch.num_heads, heads.channels)
         self.k_norm = _head_norm(arch, heads.count, heads.channels) if makes else None
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
             y = norm(y)
         if inputs.cos is not None:
             cos, sin = (angle[..., : self.channels // 2] for angle in (inputs.cos, inputs.sin))
-            y = rotate(y, cos, sin, interleaved=arch.rope_interleaved)
+            y = rotate(y, cos, sin, interleaved=arch.rope_interleaved, sections=arch.rope_sections)
         return norm(y) if per_head and arch.qk_norm_after_rope else y
 
 
@@ -161,6 +162,7 @@ def attend(
     if platform() == "tpu" and causal:
         return _with_wide_values(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     plain = causal and softcap is None and sinks is None and inputs.window is None and inputs.striped is None
+    plain = plain and inputs.ahead is None
     if plain and v_RSKC.shape == k_RSKC.shape and cudnn.attends_packed(q_RTHC, packed):
         return cudnn.attend_cudnn_packed(q_RTHC, k_RSKC, v_RSKC, packed, scale=inputs.scale)
     return _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
@@ -188,11 +190,17 @@ def _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal
     lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text gets one zero token
     rows = inputs._replace(valid=None if causal else inside.at[:, 0].set(True), striped=None)
     if inputs.window is not None and inputs.window.ndim:  # a window per query
-        of_text = by_text(jax.lax.stop_gradient(inputs.window[..., None].astype(jnp.float32)), texts)
-        rows = rows._replace(window=of_text[..., 0].astype(jnp.int32))
+        rows = rows._replace(window=_numbers_by_text(inputs.window, texts))
+    if inputs.ahead is not None:
+        rows = rows._replace(ahead=_numbers_by_text(inputs.ahead, texts))
     qkv = (by_text(y, texts) for y in (q_RTHC, k_RSKC, v_RSKC))
     out = attend_padded(*qkv, rows, causal=causal, lengths=lengths, **scores)
     return checkpoint_name(by_token(out, texts), SAVED)
+
+
+def _numbers_by_text(numbers: jax.Array, texts: RowView) -> jax.Array:
+    """Whole numbers per token, int32 `[R, T]`, as `by_text` arranges them."""
+    return by_text(jax.lax.stop_gradient(numbers[..., None].astype(jnp.float32)), texts)[..., 0].astype(jnp.int32)
 
 
 # Decoding with a cache. M = (completions per prompt) x (query heads per key head).
@@ -289,11 +297,11 @@ def attend_padded(
     """Attention `[R, T, H, C]` on rows of one text each. S = T, or the tokens of all devices if they are striped.
 
     Queries are processed in blocks. Causal blocks use only the keys up to their own end, so the upper triangle is never
-    computed. GPUs use a cuDNN kernel for plain causal attention.
+    computed, except with `inputs.ahead`. GPUs use a cuDNN kernel for plain causal attention.
 
     Args:
-        inputs: scale, window, valid and striped are used.
-        causal: queries attend to themselves and what precedes them; otherwise in both directions.
+        inputs: scale, window, ahead, valid and striped are used.
+        causal: queries attend to themselves, what precedes them, and what `ahead` adds; otherwise in both directions.
         bias: (start, end of a block of queries) -> `[R, K, G, T, S]`, added to the scores before scaling.
         softcap: scores become `softcap * tanh(scores / softcap)` before masking.
         sinks: float32 `[H]`, an extra score per head that joins the softmax's sum but carries no value (OpenAI 2025,
@@ -303,7 +311,7 @@ def attend_padded(
     """
     scale, striped = inputs.scale, inputs.striped
     plain = causal and bias is None and softcap is None and sinks is None and v_RSKC.shape == k_RSKC.shape
-    plain = plain and inputs.valid is None and inputs.window is None
+    plain = plain and inputs.valid is None and inputs.window is None and inputs.ahead is None
     if plain and dropout is None and striped is None and cudnn.attends(q_RTHC):
         return cudnn.attend_cudnn(q_RTHC, k_RSKC, v_RSKC, scale=scale, lengths=lengths)
     rows, length, heads, channels = q_RTHC.shape
@@ -314,25 +322,28 @@ def attend_padded(
         end = min(start + QUERY_BLOCK, length)
         places_T = jnp.arange(start, end) if striped is None else striped.places(start, end)
         last = end * (1 if striped is None else striped.devices) if causal else k_RSKC.shape[1]
-        mask = _mask(places_T, last, causal, inputs._replace(window=_window(inputs, start, end)))
+        last = last if inputs.ahead is None else k_RSKC.shape[1]
+        window, ahead = (_of_queries(each, start, end) for each in (inputs.window, inputs.ahead))
+        mask = _mask(places_T, last, causal, inputs._replace(window=window, ahead=ahead))
         block_dropout, block_bias = dropout and dropout.fold(start), bias and bias(start, end)
         qkv = q_RTKGC[:, start:end], k_RSKC[:, :last], v_RSKC[:, :last]
         blocks.append(_softmax_average(*qkv, mask, scale, block_bias, softcap, sinks_KG11, block_dropout))
     return jnp.concatenate(blocks, axis=1).reshape(rows, length, heads, -1)
 
 
-def _window(inputs: AttentionInputs, start: int, end: int) -> jax.Array | None:
-    """The window of these queries, broadcastable to `[R, K, G, T, S]`."""
-    window = inputs.window
-    return window if window is None or window.ndim == 0 else window[:, None, None, start:end, None]
+def _of_queries(numbers: jax.Array | None, start: int, end: int) -> jax.Array | None:
+    """The numbers of these queries, broadcastable to `[R, K, G, T, S]`; a scalar or None stays."""
+    return numbers if numbers is None or numbers.ndim == 0 else numbers[:, None, None, start:end, None]
 
 
 def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs) -> jax.Array:
     """Which keys in `[0, last)` the queries at these positions attend to: bool, broadcastable to `[R, K, G, T, S]`."""
     distance_TS = places_T[:, None] - jnp.arange(last)
     mask = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
+    if causal and inputs.ahead is not None:
+        mask = -distance_TS <= inputs.ahead
     if inputs.window is not None:
-        mask = mask & (jnp.abs(distance_TS) < inputs.window)
+        mask = mask & ((distance_TS if causal else jnp.abs(distance_TS)) < inputs.window)
     if inputs.valid is not None:
         valid = inputs.valid[:, None, None, None, :last]
         # Padding attends to itself so that no softmax is empty; bidirectionally, it can attend to any real token.

@@ -21,6 +21,8 @@ class LayerInputs(NamedTuple):
 
     rope: int32, index of the layer's rope. scale: float32. window, chunk: int32. None if all layers are alike.
     embedded: `[R, T, P]`, the layer's own token embeddings; None if there are none.
+    number: int32, the index of the layer, if image features are added after layers; else None.
+    image_attention: bool, as in `Arch`; None if no layer has it.
     """
 
     rope: jax.Array | None = None
@@ -28,6 +30,8 @@ class LayerInputs(NamedTuple):
     window: jax.Array | None = None
     chunk: jax.Array | None = None
     embedded: jax.Array | None = None
+    number: jax.Array | None = None
+    image_attention: jax.Array | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -38,6 +42,8 @@ class AttentionInputs(NamedTuple):
         no positions.
     query_scale: float32 `[R, T, 1, 1]`, multiplies the queries, or None.
     window: int32 scalar, or `[R, T]` per query; a query at t attends to keys s with |t - s| < window. None: no limit.
+    ahead: int32 `[R, T]`, how many of the tokens after it in its text a causal query attends to as well, whatever the
+        window (see `tokens_ahead`). None: none.
     in_text: int32 `[R, T]`, position of each token in its text, if layers attend within chunks; else None.
     valid: bool `[R, T]`, keys that may be attended to. None for packed rows, and for causal attention with padding only
         on the right.
@@ -62,6 +68,7 @@ class AttentionInputs(NamedTuple):
     sin: jax.Array | None = None
     query_scale: jax.Array | None = None
     window: jax.Array | None = None
+    ahead: jax.Array | None = None
     in_text: jax.Array | None = None
     valid: jax.Array | None = None
     packed: Packed | None = None
@@ -86,6 +93,8 @@ class AttentionInputs(NamedTuple):
             inputs = inputs._replace(scale=layer.scale)
         if layer.embedded is not None:
             inputs = inputs._replace(embedded=layer.embedded)
+        if self.ahead is not None:
+            inputs = inputs._replace(ahead=jnp.where(layer.image_attention, self.ahead, 0))
         if layer.chunk is not None:  # a chunk is a window per query that reaches back to the start of the chunk
             return inputs._replace(window=self.in_text % layer.chunk + 1)
         return inputs if layer.window is None else inputs._replace(window=layer.window)

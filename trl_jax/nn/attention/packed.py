@@ -29,7 +29,7 @@ def attend_packed(
 ) -> jax.Array:
     """Attention `[R, T, H, C]` within packed rows; T must be a multiple of BLOCK.
 
-    Tokens that attend to nothing get zeros. Reads scale, packed, window and striped of `inputs`; if tokens are striped,
+    Tokens that attend to nothing get zeros. Reads scale, packed, window, ahead and striped of `inputs`; if tokens are striped,
     S counts those of all devices. `sinks` as in `attend_padded`.
 
     Raises:
@@ -39,6 +39,8 @@ def attend_packed(
     if length % BLOCK:
         raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it.")
     ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
+    if inputs.ahead is not None:
+        ranges = _with_ahead(ranges, inputs, k_RSKC.shape[1])
     k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (k_RSKC, v_RSKC))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
     return _run_kernel(q_RTHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores)
@@ -67,7 +69,8 @@ def attend_by_text(
     if inputs.window is not None:
         nearest = jnp.minimum(nearest, inputs.window - 1)
     inside = slots < count * length
-    ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + 1)))
+    following = 1 if inputs.ahead is None else 1 + inputs.ahead
+    ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + following)))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
     return _run_kernel(q_RTHC, k_SKC, v_SKC, ranges, length, **scores)
 
@@ -90,6 +93,8 @@ def attend_rows(
     packed = Packed(jnp.where(inside, 0, length + missing), jnp.where(inside, places + 1, length + missing), None)
     if inputs.window is not None and inputs.window.ndim:
         inputs = inputs._replace(window=jnp.pad(inputs.window, ((0, 0), (0, missing)), constant_values=1))
+    if inputs.ahead is not None:
+        inputs = inputs._replace(ahead=jnp.pad(inputs.ahead, ((0, 0), (0, missing))))
     qkv = (jnp.pad(y, ((0, 0), (0, missing), (0, 0), (0, 0))) for y in (q_RTHC, k_RTKC, v_RTKC))
     return attend_packed(*qkv, inputs._replace(packed=packed), softcap=softcap, sinks=sinks)[:, :length]
 
@@ -123,8 +128,7 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
     if window is None:
         return KeyRanges(first, end) if context is None else KeyRanges(*context, first, end)
     window = window.reshape(-1) if window.ndim else window
-    blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
-    place = (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
+    place = _places(rows, queries, striped)
     nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)
     if context is not None:  # the first token of a branch follows the last token of its context
         begin, branch = context
@@ -136,6 +140,27 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
     before, position = place < prompt, end - 1 - place
     second = prompt + jnp.maximum(position - window + 1, 0)
     return KeyRanges(nearest, jnp.where(before, jnp.minimum(last, prompt), last), jnp.where(before, second, end), end)
+
+
+def _places(rows: int, queries: int, striped: Striped | None) -> jax.Array:
+    """The places of all queries, counted along all rows: int32 `[N]`."""
+    blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
+    return (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
+
+
+def _with_ahead(ranges: KeyRanges, inputs: AttentionInputs, length: int) -> KeyRanges:
+    """Extend key ranges to the tokens that `inputs.ahead` adds; what follows in a completion in reverse order is on
+    its left."""
+    packed, ahead = inputs.packed, inputs.ahead
+    left = 0
+    if packed.prompt is not None:
+        rows, queries = packed.first.shape
+        prompt = packed.prompt + jnp.arange(rows, dtype=jnp.int32)[:, None] * length
+        backwards = _places(rows, queries, inputs.striped).reshape(rows, queries) < prompt
+        left, ahead = jnp.where(backwards, ahead, 0).reshape(-1), jnp.where(backwards, 0, ahead)
+    if packed.context is None:
+        return ranges._replace(first=ranges.first - left, end=ranges.end + ahead.reshape(-1))
+    return ranges._replace(second_end=ranges.second_end + ahead.reshape(-1))
 
 
 # Block-sparse attention in plain XLA: blocks without any visible key are skipped in both passes
