@@ -1,5 +1,5 @@
 """One small file a model_type: the meaning of its config (`arch`) and the names of its modules on disk (`names`).
-Those that see or hear, too, share one: `beside_towers`.
+Those that see or hear, too, share one: `vlm_text`.
 """
 
 from __future__ import annotations

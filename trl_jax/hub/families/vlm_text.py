@@ -107,10 +107,10 @@ def _family(
     )  # fmt: skip
 
 
-def _renormalised(config: ConfigReader) -> Arch:
+def _renormalized(config: ConfigReader) -> Arch:
     """qwen3_moe, whose experts' weights always sum to 1."""
     found = qwen3_moe.arch(config)
-    return replace(found, experts=replace(found.experts, renormalised=True))
+    return replace(found, experts=replace(found.experts, renormalized=True))
 
 
 def _unscaled(config: ConfigReader) -> Arch:
@@ -162,7 +162,7 @@ FAMILIES = (
         **_GATED_DELTA,
     ),
     _family("qwen3_vl", "Qwen3VL", {"qwen3_vl_text": qwen3.arch}, llama.names, _VISUAL),
-    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalised}, qwen3_moe.names, _VISUAL),
+    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalized}, qwen3_moe.names, _VISUAL),
     _family("smolvlm", "SmolVLM", _LLAMAS, llama.names, _IDEFICS),
     _family("vipllava", "VipLlava", _LLAMAS, llama.names, _LLAVA),
 )  # fmt: skip
