@@ -182,7 +182,7 @@ def test_the_functions_arguments_are_trls(name):
     assert mine == wanted
 
 
-def test_no_adapter_and_no_quantisation():
+def test_no_adapter_and_no_quantization():
     plain = trl_jax.ModelConfig()
     assert get_peft_config(plain) is None and get_quantization_config(plain) is None
     adapter = get_peft_config(trl_jax.ModelConfig(use_peft=True, lora_r=4, lora_task_type="SEQ_CLS", use_rslora=True))

@@ -568,11 +568,11 @@ def test_every_name_of_transformers_has_its_fate():
      "take 2."),
     ("lion_8bit", "kept in full precision, 4 bytes a parameter; the numbers are those of the 32-bit twin."),
 ])  # fmt: skip
-def test_an_optimiser_that_is_not_quite_the_same_says_so(name, told):
+def test_an_optimizer_that_is_not_quite_the_same_says_so(name, told):
     assert verdict(optim=name) == ([], [f"optim={name!r}: {told}"])
 
 
-def test_every_optimiser_that_needs_no_note_has_none():
+def test_every_optimizer_that_needs_no_note_has_none():
     silent = [name for name in OPTIMIZERS if verdict(optim=name) == ([], [])]
     assert silent == ["adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
                       "adamw_anyprecision", "adafactor", "sgd", "adagrad", "rmsprop", "rmsprop_bnb",

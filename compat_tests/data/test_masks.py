@@ -29,7 +29,7 @@ def ready(dataset, **asked):
     return prepare(dataset, tiny_tokenizer(), **{"max_length": None, "num_proc": None, "name": "train"} | asked)
 
 
-def tokenised(side="right", **padding):
+def tokenized(side="right", **padding):
     """Rows as a script of 2023 made them, and how many tokens each has."""
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
@@ -47,13 +47,13 @@ def tokenised(side="right", **padding):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_padded_rows_are_what_unpadded_ones_are(form, side, caplog):
-    plain = list(ready(form(tokenised())))
+    plain = list(ready(form(tokenized())))
     assert plain == [
         {"chosen_ids": row["input_ids_chosen"], "rejected_ids": row["input_ids_rejected"], "margin": 0.5}
-        for row in tokenised()
+        for row in tokenized()
     ]
     assert caplog.messages == []
-    padded = ready(form(tokenised(side, padding="max_length", max_length=96)), max_length=90)
+    padded = ready(form(tokenized(side, padding="max_length", max_length=96)), max_length=90)
     assert list(padded) == plain and all(row.keys() == {*reward.IDS, "margin"} for row in plain)
     told = [message for message in caplog.messages if "padding" in message]
     assert len(told) == 1

@@ -148,7 +148,7 @@ def test_row03_a_dtype_that_is_not_read(dtype, width, good, tmp_path):
         trainer(folder, tmp_path)
 
 
-def test_row03_a_quantised_checkpoint(good, tmp_path):
+def test_row03_a_quantized_checkpoint(good, tmp_path):
     folder = copied(good, tmp_path, quantization_config={"quant_method": "fp8"})
     with refuses(f"{folder / 'config.json'}: the weights are quantized (quant_method='fp8')", "Use the unquantized"):
         trainer(folder, tmp_path)

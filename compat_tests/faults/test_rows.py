@@ -130,7 +130,7 @@ class Counting:
 
 @both
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
-def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenised(form, kind, monkeypatch):
+def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenized(form, kind, monkeypatch):
     tokenizer = tiny_tokenizer(chat_template=True)
     rows = preference_rows(6, "chat" if kind == "chat" else kind)
     wanted = list(ready(form(rows), tokenizer, max_length=60))
@@ -146,7 +146,7 @@ def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenised(form, k
 
 
 @both
-def test_without_max_length_all_of_it_is_tokenised(form):
+def test_without_max_length_all_of_it_is_tokenized(form):
     text = long_text(50_000)
     [row] = ready(form([{"chosen": text, "rejected": "b"}]))
     assert row["chosen_ids"] == tiny_tokenizer()(text + "</s>")["input_ids"]

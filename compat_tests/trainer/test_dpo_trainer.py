@@ -253,7 +253,7 @@ def test_a_stream_trains(model, tmp_path):
         make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True}, train_dataset=stream)
 
 
-def test_tokenised_rows_are_taken_as_they_are(model, tmp_path):
+def test_tokenized_rows_are_taken_as_they_are(model, tmp_path):
     first = make(trl_jax, model, tmp_path).train_dataset
     ids = first.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
     again = make(trl_jax, model, tmp_path, train_dataset=ids).train_dataset

@@ -247,7 +247,7 @@ def test_how_generations_were_cut_and_ended(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "text"), [
-    ({"normalize_reward": True}, "normalise in the reward function"),
+    ({"normalize_reward": True}, "normalize in the reward function"),
     ({"non_eos_penalty": True}, "use missing_eos_penalty, which is taken off the score"),
     ({"stop_token": "period"}, "stop_token='period': wanted 'eos'. Of other tokens, use generation_kwargs="),
     ({"stop_token_id": 2, "generation_kwargs": {}}, "stop_token_id=2 beside generation_kwargs: use"),

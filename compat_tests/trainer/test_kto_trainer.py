@@ -83,7 +83,7 @@ def test_prepared_rows_are_trls(checkpoint, tmp_path, rows, config):
     assert estimates == ("KL_completion_ids" in ours.column_names)
 
 
-def test_rows_that_are_tokenised_are_taken_as_they_are(model, tmp_path):
+def test_rows_that_are_tokenized_are_taken_as_they_are(model, tmp_path):
     prepared = make(trl_jax, model, tmp_path).train_dataset
     ids = prepared.select_columns(["prompt_ids", "completion_ids", "label"])
     found = make(trl_jax, model, tmp_path, train_dataset=ids).train_dataset

@@ -1,4 +1,4 @@
-"""Every optimiser beside torch's, transformers' or its paper, step by step; adaptive schedules beside theirs."""
+"""Every optimizer beside torch's, transformers' or its paper, step by step; adaptive schedules beside theirs."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def run(side: str, script: str, flags: list[str], steps: int) -> Record:
 # Comparison of two records
 
 _SAME = 1e-3  # relative; a smaller difference of losses is rounding, from sums in a different order
-_PANELS = {"loss": "loss (grey: TRL, blue: trl_jax)", "grad_norm": "gradient norm", "reward": "reward"}
+_PANELS = {"loss": "loss (gray: TRL, blue: trl_jax)", "grad_norm": "gradient norm", "reward": "reward"}
 _COLORS = ("#8c959f", "#1f6feb")
 
 

@@ -65,7 +65,7 @@ def _sum_rows(values: np.ndarray) -> np.ndarray:
 
 
 def _sum_columns(values: np.ndarray) -> np.ndarray:
-    """Sum `[n, F]` over the first axis: `[F]`; neighbouring columns are contiguous."""
+    """Sum `[n, F]` over the first axis: `[F]`; neighboring columns are contiguous."""
     columns = values.shape[1]
     together = columns - columns % (_INTERLEAVED if columns < _LANES else _INTERLEAVED * _LANES)
     return np.concatenate([_cascade(values[:, :together]), _sum_interleaved(values[:, together:])])

@@ -66,9 +66,7 @@ _TABLE = (
     TrainerNames("reward", "RewardTrainer", "RewardConfig", "pairs", "train a reward model on preference pairs"),
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
     TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs"),
-    TrainerNames(
-        "kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on completions labelled good or bad"
-    ),
+    TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on completions labeled good or bad"),
     TrainerNames("orpo", "ORPOTrainer", "ORPOConfig", "pairs", "train on preference pairs without a reference model"),
     TrainerNames("cpo", "CPOTrainer", "CPOConfig", "pairs", "the same with the CPO, SimPO or AlphaPO loss"),
     TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model online with reward functions"),

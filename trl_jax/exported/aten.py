@@ -127,7 +127,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring nodes of one layer; `needs` are the values they read from before, `gives` those read after."""
+    """Neighboring nodes of one layer; `needs` are the values they read from before, `gives` those read after."""
 
     nodes: tuple[Node, ...]
     layer: str | None
@@ -621,7 +621,7 @@ POINTWISE = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Matrix products, convolutions, normalisation: what takes the time.
+# Matrix products, convolutions, normalization: what takes the time.
 
 
 def _addmm(bias, a, b, *, beta=1, alpha=1):
@@ -645,7 +645,7 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 
 
 def _layer_norm(x, shape, weight, bias, eps):
-    """The normalised array, its mean, and one over its standard deviation."""
+    """The normalized array, its mean, and one over its standard deviation."""
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axes, keepdims=True)

@@ -278,7 +278,7 @@ def _node(node: Any, layer: str | None) -> Node:
 
 
 def _layer(node: Any, before: str | None) -> str | None:
-    """The outermost numbered submodule the node belongs to; where torch noted none, that of its neighbour."""
+    """The outermost numbered submodule the node belongs to; where torch noted none, that of its neighbor."""
     stack = node.meta.get("nn_module_stack", {})
     if not any(key.startswith("L__self__") for key in stack):
         return before

@@ -503,7 +503,7 @@ class RepetitionPenalty(NamedTuple):
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         places = jnp.arange(history.ids.shape[1])
         counts_RT = (places >= history.pads[:, None]) & (places < history.lengths)
-        return _penalised(history, counts_RT, self.penalty, scores_RV)
+        return _penalized(history, counts_RT, self.penalty, scores_RV)
 
 
 class PromptRepetitionPenalty(NamedTuple):
@@ -514,13 +514,13 @@ class PromptRepetitionPenalty(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         places = jnp.arange(history.ids.shape[1])
-        return _penalised(history, places < history.lengths - history.new, self.penalty, scores_RV)
+        return _penalized(history, places < history.lengths - history.new, self.penalty, scores_RV)
 
 
-def _penalised(history: History, counts_RT: jax.Array, penalty: Number, scores_RV: jax.Array) -> jax.Array:
+def _penalized(history: History, counts_RT: jax.Array, penalty: Number, scores_RV: jax.Array) -> jax.Array:
     counts_RT = jnp.broadcast_to(counts_RT, history.ids.shape)
-    penalised_RV = jnp.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
-    return jnp.where(seen(history.ids, counts_RT, scores_RV.shape[-1]), penalised_RV, scores_RV)
+    penalized_RV = jnp.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
+    return jnp.where(seen(history.ids, counts_RT, scores_RV.shape[-1]), penalized_RV, scores_RV)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size", "of_prompt"))

@@ -197,9 +197,9 @@ class Scorer:
 
     def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of the texts to score, as in training: texts end with EOS, conversations as in their template."""
-        from trl_jax.data.reward import tokenise
+        from trl_jax.data.reward import tokenize_pairs
 
-        ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
+        ids = list(tokenize_pairs([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
         limit = self.model.max_positions
         if limit is not None and max(map(len, ids)) > limit:
             raise ValueError(

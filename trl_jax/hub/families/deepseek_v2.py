@@ -36,7 +36,7 @@ def _experts(config: ConfigReader) -> Experts:
         count=count,
         top_k=config.size("num_experts_per_tok"),
         size=size,
-        renormalised=False,
+        renormalized=False,
         shared_size=size * config.size("n_shared_experts"),
         shared_gated=False,
         float32_router=True,

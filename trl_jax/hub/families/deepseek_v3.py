@@ -54,7 +54,7 @@ def read_experts(config: ConfigReader) -> Experts:
         count=count,
         top_k=config.size("num_experts_per_tok"),
         size=size,
-        renormalised=config.flag("norm_topk_prob", True),
+        renormalized=config.flag("norm_topk_prob", True),
         shared_size=size * config.size("n_shared_experts"),
         shared_gated=False,
         scores="sigmoid",

@@ -26,7 +26,7 @@ def _experts(config: ConfigReader) -> Experts:
         count=config.size("moe_num_experts"),
         top_k=config.size("moe_k"),
         size=size,
-        renormalised=True,
+        renormalized=True,
         shared_size=size * shared or None,
         shared_gated=False,
         float32_router=True,

@@ -99,7 +99,7 @@ def _experts(config: ConfigReader) -> Experts | None:
             config.value(key)
         return None
     count, top_k, size = (config.size(key) for key in names)
-    return Experts(count, top_k, size, renormalised=True, beside_mlp=True)
+    return Experts(count, top_k, size, renormalized=True, beside_mlp=True)
 
 
 def _kinds(config: ConfigReader, base: Arch, types: list[str], heads: dict[str, Heads]) -> tuple[LayerKind, ...]:

@@ -33,7 +33,7 @@ def arch(config: ConfigReader) -> Arch:
             count=config.size("num_local_experts"),
             top_k=config.size("num_experts_per_tok"),
             size=base.mlp_size,
-            renormalised=True,
+            renormalized=True,
             bias=True,
             swiglu=ClampedSwiGLU(config.number("swiglu_alpha"), config.number("swiglu_limit")),
         ),

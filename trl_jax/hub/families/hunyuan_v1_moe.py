@@ -17,7 +17,7 @@ def arch(config: ConfigReader) -> Arch:
         count=config.size("num_experts"),
         top_k=_top_k(config, base.num_layers),
         size=base.mlp_size,
-        renormalised=True,
+        renormalized=True,
         shared_size=base.mlp_size,
         shared_gated=False,
     )

@@ -23,7 +23,7 @@ def arch(config: ConfigReader) -> Arch:
         count=config.size("num_local_experts"),
         top_k=config.size("num_experts_per_tok"),
         size=base.mlp_size,
-        renormalised=False,
+        renormalized=False,
         shared_size=base.mlp_size,
         shared_gated=False,
         scores="sigmoid",

@@ -16,7 +16,7 @@ def arch(config: ConfigReader) -> Arch:
         count=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),
         size=base.mlp_size,
-        renormalised=config.flag("norm_topk_prob"),
+        renormalized=config.flag("norm_topk_prob"),
     )
     clip = config.optional_number("clip_qkv")
     return replace(base, mlp_bias=False, qk_norm="full", clip_qkv=clip, experts=experts)

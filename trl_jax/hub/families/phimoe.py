@@ -32,7 +32,7 @@ def _experts(config: ConfigReader, size: int) -> Experts:
     mixer = SparseMixer(config.number("router_jitter_noise"), config.number("input_jitter_noise"))
     count = config.size("num_local_experts", minimum=2)
     config.refuse("num_experts", count)  # which TRL's load-balancing loss asks for, so people add it
-    return Experts(count, top_k=2, size=size, renormalised=False, sparse_mixer=mixer)
+    return Experts(count, top_k=2, size=size, renormalized=False, sparse_mixer=mixer)
 
 
 FAMILY = Family(

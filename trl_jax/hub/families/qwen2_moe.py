@@ -32,7 +32,7 @@ def read_experts(config: ConfigReader, shared_size: int | None = None) -> Expert
         count=config.size("num_local_experts", config.size("num_experts")),  # transformers writes the one or the other
         top_k=config.size("num_experts_per_tok"),
         size=config.size("moe_intermediate_size"),
-        renormalised=config.flag("norm_topk_prob"),
+        renormalized=config.flag("norm_topk_prob"),
         shared_size=shared_size,
     )
 

@@ -1,4 +1,4 @@
-"""qwen2_5_vl: a tower with rotary positions in two dimensions, windows, and a merger of neighbouring patches."""
+"""qwen2_5_vl: a tower with rotary positions in two dimensions, windows, and a merger of neighboring patches."""
 
 from __future__ import annotations
 
