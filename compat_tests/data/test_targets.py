@@ -166,9 +166,12 @@ def test_digests_see_labels_and_documents():
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1, 2], r"Row 1 of the prepared train_dataset, column 'labels': .* of 2.*the 3 ids of input_ids"),
-        ([1, 2, 10], r"Row 1 .*column 'labels': found 10 \(int\), wanted token ids from 0 to 9, or -100"),
-        ([1, -1, 2], r"found -1"),
+        (
+            [1, 2],
+            r"Row 1 of the prepared train_dataset, .*'labels': must have 3 labels, one for each id of input_ids, got 2",
+        ),
+        ([1, 2, 10], r"Row 1 .*column 'labels': must be token ids from 0 to 9, or -100 .*, got 10"),
+        ([1, -1, 2], r"column 'labels': must be token ids from 0 to 9, or -100 .*, got -1"),
     ],
 )
 def test_labels_that_cannot_be_are_named(labels, message):

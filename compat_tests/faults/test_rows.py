@@ -100,7 +100,9 @@ def test_what_an_error_may_show(text, shown):
 
 def test_half_a_character_names_its_row_and_column():
     half = "good \ud83d"
-    text = r"column 'rejected': found a lone surrogate at character 5, at the end of 'good \ud83d', wanted Unicode"
+    text = (
+        r"column 'rejected': found a lone surrogate at character 5, at the end of 'good \ud83d', which is not valid U"
+    )
     with pytest.raises(ValueError, match=re.escape(f"Row 1 of train_dataset, {text}")):
         list(ready(stream([GOOD, {"chosen": "a", "rejected": half}])))
     messages = [{"role": "user", "content": half}]

@@ -367,7 +367,10 @@ def test_env_tells_none(told, monkeypatch):
 
 
 def test_old_names_and_other_arguments(kind, told, tmp_path):
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(TypeError, match="are one argument") as refused:
+    with (
+        warnings.catch_warnings(record=True) as seen,
+        pytest.raises(TypeError, match="are the same argument") as refused,
+    ):
         kind.config(str(tmp_path), push_to_hub_token=marker("old"), hub_token=marker("hub"))
     assert_untold(told(full_text(refused.value), *(str(each.message) for each in seen)))
 

@@ -89,7 +89,7 @@ def test_keywords_of_earlier_releases(folder, tmp_path):
     texts = [str(warning.message) for warning in told]
     for said in ("max_seq_length is an argument of SFTConfig now: use SFTConfig(max_length=...).",
                  "packing is an argument of SFTConfig now: use SFTConfig(packing=...).",
-                 "dataset_batch_size has no effect any more; leave it out: TRL no longer has it."):  # fmt: skip
+                 "dataset_batch_size no longer has an effect; leave it out: TRL no longer has it."):  # fmt: skip
         assert said in texts
     assert (trainer.args.max_length, trainer.args.seed, trainer.args.packing) == (16, 3, True)
     assert trainer.train_dataset.column_names == ["input_ids", "labels", "seq_lengths"]

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     if not Path(args.script).is_file():
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     if args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1.")
+        raise ValueError(f"--steps must be at least 1, got {args.steps}.")
     records = {}
     for side in SIDES:
         print(f"{args.steps} steps under {side} ...", file=sys.stderr, flush=True)

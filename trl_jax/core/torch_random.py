@@ -42,7 +42,7 @@ def torch_sum(values: np.ndarray, axis: int | None = None) -> np.ndarray:
     if axis is None:
         return _sum_rows(values.reshape(1, -1))[0]
     if axis != 1 or values.ndim not in (2, 3):
-        raise ValueError(f"axis={axis} with {values.ndim} axes: expected axis 1 of two or three.")
+        raise ValueError(f"axis must be 1, of two or three axes, got axis={axis} of {values.ndim}.")
     if values.ndim == 2 or values.shape[2] == 1:
         return _sum_rows(values.reshape(values.shape[:2])).reshape(values.shape[:1] + values.shape[2:])
     return np.stack([_sum_columns(part) for part in values])

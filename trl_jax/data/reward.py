@@ -361,8 +361,8 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
         row = int(np.argmax(runs != 1))
         found = "zeros between ones" if runs[row] else "nothing but zeros"
         raise ValueError(
-            f"Row {first + row} of {where}, column {mask!r}: found {found}, wanted ones for the text and zeros for "
-            f"padding before or after it. Remove everything that is not text from {column!r}."
+            f"Row {first + row} of {where}, column {mask!r}: must be ones for the text and zeros for padding "
+            f"before or after it, got {found}. Remove everything that is not text from {column!r}."
         )
     ends = np.append(0, np.cumsum(np.bincount(rows[keeps], minlength=len(lengths))))
     values = lists.flatten().cast(pa.int64()).filter(pa.array(keeps))
@@ -371,17 +371,17 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
 
 def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
     """Whether the mask keeps each token of a block: bool `[tokens]`, rows concatenated."""
-    wanted, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
+    valid, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
     if not checks.is_list(lists.type):
-        raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), wanted)
+        raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), valid)
     found = pc.list_value_length(lists).fill_null(-1).to_numpy(zero_copy_only=False)
     if (found != lengths).any():
         row = int(np.argmax(found != lengths))
         if found[row] < 0:
-            raise checks.cell_error(f"Row {first + row} of {where}", mask, None, wanted)
+            raise checks.cell_error(f"Row {first + row} of {where}", mask, None, valid)
         raise ValueError(
-            f"Row {first + row} of {where}, column {mask!r}: found {found[row]:,} values, wanted "
-            f"{lengths[row]:,}, one for each token {of}."
+            f"Row {first + row} of {where}, column {mask!r}: must have {lengths[row]:,} values, one for each "
+            f"token {of}, got {found[row]:,}."
         )
     values = lists.flatten()
     good = np.zeros(len(values), bool)
@@ -391,7 +391,7 @@ def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, w
     if not good.all():
         bad = int(np.argmin(good))
         row = first + int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
-        raise checks.cell_error(f"Row {row} of {where}", mask, values[bad].as_py(), wanted)
+        raise checks.cell_error(f"Row {row} of {where}", mask, values[bad].as_py(), valid)
     return marks == 1
 
 
@@ -506,7 +506,7 @@ def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.n
 
 def check_margin(block: pa.Table, first: int, where: str) -> None:
     """Raise ValueError for a row without a finite margin."""
-    check_numbers(block, "margin", first, where, "a finite number: give every row a margin, or drop the column")
+    check_numbers(block, "margin", first, where, "a finite number in every row (or drop the column)")
 
 
 def empty_texts(block: pa.Table) -> np.ndarray:

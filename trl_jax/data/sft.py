@@ -276,8 +276,8 @@ def _given_labels(block: pa.Table, lengths: np.ndarray, first: int, where: str) 
     if (found != lengths).any():
         row = int(np.argmax(found != lengths))
         raise ValueError(
-            f"Row {first + row} of {where}, column 'labels': found {found[row]:,} values, wanted {lengths[row]:,}, one "
-            "per token of 'input_ids': its id, or -100 if it is not a target."
+            f"Row {first + row} of {where}, column 'labels': must have {lengths[row]:,} values, one per token of "
+            f"'input_ids' (its id, or -100 if it is not a target), got {found[row]:,}."
         )
     return lists.flatten().to_numpy(zero_copy_only=False)
 
@@ -288,8 +288,8 @@ def _check_documents(
     """Raise ValueError for a packed row whose document lengths do not add up to its tokens, or that is too long."""
     for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
         if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
-            wanted = f"the number of tokens of each document in the row, {tokens:,} in total"
-            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, wanted)
+            valid = f"the number of tokens of each document in the row, {tokens:,} in total"
+            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, valid)
         if max_length is not None and tokens > max_length:
             raise ValueError(
                 f"Row {row} of {where} is already packed (it has 'seq_lengths') and has {tokens:,} tokens, more than "
@@ -357,8 +357,8 @@ def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format
         if row_format.kind == "conversations":
             messages = _as_messages(messages, where)
         if not chat.is_messages(messages):
-            wanted = "a non-empty list of messages, each with a 'role'"
-            raise checks.cell_error(where, row_format.kind, messages, wanted)
+            valid = "a non-empty list of messages, each with a 'role'"
+            raise checks.cell_error(where, row_format.kind, messages, valid)
         chat.check_unicode(messages, row_format.kind, where)
         checks.check_no_media(messages, f"{where}, column {row_format.kind!r}")
         talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
@@ -710,7 +710,7 @@ def check_lengths(packing: bool, strategy: str, max_length: int | None, truncati
     if packing and max_length is None:
         raise ValueError("When packing is enabled, `max_length` can't be `None`. Pass the length of a packed row.")
     if packing and strategy not in STRATEGIES:
-        raise ValueError(f"packing_strategy={strategy!r}: wanted one of {', '.join(STRATEGIES)}.")
+        raise ValueError(f"packing_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}.")
     if truncation_mode not in ("keep_start", "keep_end"):
         raise ValueError(f"Unsupported truncation mode: {truncation_mode}, expected 'keep_start' or 'keep_end'")
 

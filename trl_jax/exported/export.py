@@ -1,4 +1,4 @@
-"""A forward pass of a torch module over tensors that have shapes and no numbers."""
+"""A forward pass of a torch module with fake tensors, which have shapes but no values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from trl_jax.hub.torch_bridge import of_rows, scanned
 
-_TRACER = "torch._subclasses.fake_tensor"  # logs what it fails at as an error
+_TRACER = "torch._subclasses.fake_tensor"  # logs failures as errors
 
 
 @dataclass(frozen=True)
 class FakePass:
-    """The operations of a forward pass, and which parameters it has a gradient for.
+    """The operations of a forward pass, and the parameters that get a gradient.
 
     Attributes:
-        differentiable: the names of the parameters that the logits have a gradient for.
-        operations: each ATen operation with its arguments: numbers as they are, tensors by the order in which they
-            were made. Two passes with equal ones compute the same.
+        differentiable: names of the parameters that the logits depend on differentiably.
+        operations: the ATen operations with their arguments; tensors are numbered in order of creation. Two passes with
+            equal operations compute the same.
     """
 
     differentiable: frozenset[str]
@@ -30,7 +30,7 @@ class FakePass:
 
 
 def fake_pass(module: Any, rows: int, length: int, training: bool, head: str) -> FakePass | None:
-    """The forward pass over `[rows, length]` tokens; None where the code asks for numbers, as for a branch."""
+    """The forward pass over `[rows, length]` tokens; None if the code depends on values, for example in a branch."""
     import torch
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -39,20 +39,20 @@ def fake_pass(module: Any, rows: int, length: int, training: bool, head: str) ->
     try:
         with _quiet():
             with FakeCopyMode(fake):
-                copied = copy.deepcopy(of_rows(module, head))  # the module itself may remember tensors that it made
+                copied = copy.deepcopy(of_rows(module, head))  # the module may cache tensors
             if copied.model._can_set_experts_implementation():
                 copied.model.set_experts_implementation("batched_mm")  # grouped_mm has no shapes in float32
             copied.train(training)
             names = {id(parameter): name for name, parameter in copied.model.named_parameters()}
             with scanned(copied), fake, _recorder(operations, names):
                 logits = copied(torch.ones((2, rows, length), dtype=torch.int64))
-    except Exception:  # torch fails with errors of many types; who calls has another way
+    except Exception:  # torch raises many types; the caller has a fallback
         return None
     return FakePass(frozenset(names[id(leaf)] for leaf in _leaves(logits)), tuple(operations))
 
 
 def _leaves(result: Any) -> Iterator[Any]:
-    """The tensors that backpropagation from a result ends at."""
+    """The leaf tensors of the autograd graph of a result."""
     seen, todo = set(), [result.grad_fn]
     while todo:
         node = todo.pop()
@@ -65,15 +65,15 @@ def _leaves(result: Any) -> Iterator[Any]:
 
 
 def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
-    """A mode that notes every operation; `names` are those of tensors that there are before, by id."""
+    """A dispatch mode that records every operation; `names` maps ids of existing tensors to names."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten
 
-    made: dict[int, Any] = {}  # keeps tensors, so that no other gets the id of one
+    made: dict[int, Any] = {}  # keeps tensors alive, so that their ids stay unique
 
-    def told(value: Any) -> Any:
+    def recorded(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return repr(value)
         if not isinstance(value, FakeTensor):  # a constant in the code
@@ -86,8 +86,8 @@ def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             flat, tree = tree_flatten((args, kwargs, result))
-            if func.namespace != "prim":  # questions, as for the device
-                operations.append((str(func), str(tree), *map(told, flat)))
+            if func.namespace != "prim":  # queries, such as the device
+                operations.append((str(func), str(tree), *map(recorded, flat)))
             return result
 
     return Recorder()

@@ -1,4 +1,4 @@
-"""A model whose computation is a program that was exported elsewhere."""
+"""An nnx module that runs an exported program as its forward pass."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Programs(Protocol):
     """The programs of a model, by shape."""
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """The program for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
+        """The program for `[rows, length]` tokens, with matrix products in `dtype`, and with dropout if `training`."""
 
 
 class ExportedModel(nnx.Module):
-    """A model that is called as `Model` is: whose program gives rows `[R, T]` of tokens their logits.
+    """A model with the call signature of `Model`, whose program computes the logits of rows `[R, T]` of tokens.
 
-    Parameters keep the names they have in the model that was exported.
+    Parameters have the names of the exported model.
     """
 
-    needs_valid = True  # its attention may see pads
+    needs_valid = True  # its attention may otherwise see pads
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
         self._programs, self._names = programs, tuple(shapes)
@@ -49,18 +49,18 @@ class ExportedModel(nnx.Module):
         dropout_key: jax.Array | None = None,
         temperature: float = 1.0,
     ) -> Any:
-        """The outputs at each read. `positions` are not used: the program works them out from the ids.
+        """The outputs at each read. `positions` is not used: the program computes them from the ids.
 
         Args:
             tokens: int32 `[R, T]`.
-            reads: int32 `[N]`, the places that are read, row * T + place in the row; None: all.
+            reads: int32 `[N]`, flat indices (row * T + place) of the tokens to read; None means all.
             targets: int32 `[N]`, as in `Model`.
             valid: bool `[R, T]`, False at pads; None means the first `lengths` of each row.
-            lengths: int32 `[R]`, the tokens of each row's text; None means all.
-            dtype: what matrix products are computed in.
-            remat: the backward pass recomputes each layer from its input.
-            dropout_key: turns dropout on, at the rates in the config.
-            temperature: divides the logits of a language model's head.
+            lengths: int32 `[R]`, the length of each row's text; None means T.
+            dtype: of matrix products.
+            remat: recompute each layer from its input in the backward pass.
+            dropout_key: turns on dropout, at the config's rates.
+            temperature: the logits are divided by it.
         """
         del positions
         if not len(tokens):
@@ -82,14 +82,14 @@ class ExportedModel(nnx.Module):
 
 
 class ExportedScorer(ExportedModel):
-    """A model with a score head: its program itself finds the token that a row is read at, and gives `[R, 1]`."""
+    """A model with a score head. Its program finds the token to read in each row and returns `[R, 1]`."""
 
     def outputs(self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int) -> jax.Array:
         return logits[:, 0][reads // length]
 
 
 class ExportedLm(ExportedModel):
-    """A causal language model: its program gives `[R, T, V]`."""
+    """A causal language model. Its program returns `[R, T, V]`."""
 
     def outputs(
         self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int

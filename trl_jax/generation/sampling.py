@@ -133,7 +133,7 @@ def _check_count(name: str, count: Any) -> None:
 def _forced(name: str, length: int, ids: Any, text: Text) -> Processor:
     listed = _ids(ids)
     if not 0 <= listed.min() <= listed.max() < text.vocabulary:
-        raise ValueError(f"`{name}` is {ids}: wanted ids of the vocabulary, 0 to {text.vocabulary - 1}.")
+        raise ValueError(f"`{name}` must be token ids from 0 to {text.vocabulary - 1}, got {ids}.")
     return ForcedTokens(jnp.int32(length), listed)
 
 
@@ -141,8 +141,8 @@ def _exponential_decay(options: Options, text: Text) -> Processor:
     start, factor = options.exponential_decay_length_penalty
     if not text.eos or factor <= 0:
         raise ValueError(
-            f"`exponential_decay_length_penalty` is ({start}, {factor}) and `eos_token_id` is {list(text.eos)}: wanted "
-            "a factor above 0 and at least one EOS id. Set eos_token_id, or leave the penalty out."
+            "`exponential_decay_length_penalty` must have a factor above 0, and `eos_token_id` at least one id, got "
+            f"({start}, {factor}) and {list(text.eos)}. Set eos_token_id, or leave the penalty out."
         )
     return ExponentialDecay(jnp.int32(start), jnp.float32(np.log(factor)), _ids(text.eos))
 

@@ -38,7 +38,7 @@ class ReferenceFreeConfig(BaseConfig):
 
 
 # ----------------------------------------------------------------------------------------------------
-# ORPOConfig: the arguments of odds ratio preference optimisation.
+# ORPOConfig: the arguments of odds ratio preference optimization.
 
 
 @dataclass(repr=False)
@@ -47,6 +47,6 @@ class ORPOConfig(ReferenceFreeConfig):
 
     beta: float = arg(
         0.1,
-        help="Factor of the odds ratio, which is added to the negative log-likelihood; lambda in the paper.",
+        help="Weight of the odds ratio loss, which is added to the negative log-likelihood (lambda in the paper).",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )

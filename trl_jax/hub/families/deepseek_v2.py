@@ -1,4 +1,4 @@
-"""deepseek_v2: latent attention; experts by a softmax, and one for every token."""
+"""deepseek_v2: latent attention, and softmax-routed experts with a shared one."""
 
 from __future__ import annotations
 

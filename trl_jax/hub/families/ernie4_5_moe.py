@@ -1,4 +1,4 @@
-"""ernie4_5_moe: ernie4_5 with experts in some layers, and others that see every token."""
+"""ernie4_5_moe: ernie4_5 with experts in some layers, and shared experts."""
 
 from __future__ import annotations
 

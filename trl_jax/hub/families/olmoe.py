@@ -11,7 +11,7 @@ from trl_jax.models.arch import Arch, Experts
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config)
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
     experts = Experts(
         count=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),

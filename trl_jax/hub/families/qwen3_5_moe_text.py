@@ -1,4 +1,4 @@
-"""qwen3_5_moe_text: qwen3_5_text with experts in every layer, one of them for every token."""
+"""qwen3_5_moe_text: qwen3_5_text with experts in every layer, one of them shared."""
 
 from __future__ import annotations
 
