@@ -53,7 +53,7 @@ RUNS = {
     "ragged shared": Run(RAGGED | {"batch_layout": "shared"}, rows={"margin": True}),
     "ragged padded": Run(RAGGED | {"batch_layout": "padded", "center_rewards_coefficient": 0.1}),
     "margin": Run(rows={"margin": True}),
-    "centred": Run({"center_rewards_coefficient": 0.1, "weight_decay": 0.3}),
+    "centered": Run({"center_rewards_coefficient": 0.1, "weight_decay": 0.3}),
     "cosine": Run({"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.3}),
     "chat": Run({}, "qwen3", {"tokenizer": {"chat_template": True}}, {"kind": "chat_prompt"}),
     "bfloat16": Run({"bf16": True}),

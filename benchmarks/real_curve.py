@@ -128,7 +128,7 @@ def train(
     trainer.save_model(str(out / "final"))
     steps = [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)]
     costs = {
-        "import s": imported - start, "read, tokenise and load s": built - imported,
+        "import s": imported - start, "read, tokenize and load s": built - imported,
         "train() to first step s": clock.times[0] - built, "process to first step s": clock.times[0] - start,
         "train s": trained - built, "evaluate s": evaluated - trained, "step s": common.spread(steps),
         "train after first step, steps/s": len(steps) / sum(steps), "memory after import MB": after_import,

@@ -42,7 +42,7 @@ def downloaded_gguf(scratch: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantised to float32 by transformers, with the tokenizer that the file describes."""
+    """Dequantized to float32 by transformers, with the tokenizer that the file describes."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -85,7 +85,7 @@ def package_of(side: str) -> Any:
 def dataset(
     model: Path, config: dict, *, kind: str, data: Path, pairs: int, length: int, batch: int, grouped: bool
 ) -> Any:
-    """Tokenised pairs, whole batches of them; `grouped`: those of like length in one batch, of 50 drawn together."""
+    """Tokenized pairs, whole batches of them; `grouped`: those of like length in one batch, of 50 drawn together."""
     import numpy as np
     from datasets import Dataset
 

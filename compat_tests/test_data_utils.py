@@ -87,7 +87,9 @@ def test_a_template_is_applied_as_trl_applies_it(theirs, tokenizer, row):
 def test_rows_without_a_form(tokenizer):
     with pytest.raises(KeyError, match="Invalid keys in the example"):
         data_utils.apply_chat_template({"completion": ANSWER}, tokenizer)
-    with pytest.raises(ValueError, match="Invalid role in the last message: system; wanted user, tool or assistant."):
+    with pytest.raises(
+        ValueError, match="Invalid role in the last message: system. It must be user, tool or assistant."
+    ):
         data_utils.apply_chat_template({"prompt": say(("system", "x"))}, tokenizer)
 
 
@@ -182,7 +184,7 @@ def test_the_functions_arguments_are_trls(name):
     assert mine == wanted
 
 
-def test_no_adapter_and_no_quantisation():
+def test_no_adapter_and_no_quantization():
     plain = trl_jax.ModelConfig()
     assert get_peft_config(plain) is None and get_quantization_config(plain) is None
     adapter = get_peft_config(trl_jax.ModelConfig(use_peft=True, lora_r=4, lora_task_type="SEQ_CLS", use_rslora=True))
@@ -262,7 +264,10 @@ def test_a_trainer_grows_the_model_it_loads(checkpoint, tmp_path):
 def test_a_program_cannot_grow():
     backend = ExportedBackend.__new__(ExportedBackend)
     backend.name, backend.vocab_size = "exported", 5
-    with pytest.raises(ValueError, match="embeds 5 tokens, wanted 6. Resize the checkpoint with transformers' resize"):
+    with pytest.raises(
+        ValueError,
+        match="cannot resize its embedding from 5 to 6 tokens. Resize the checkpoint with transformers' resize",
+    ):
         backend.resized(6)
 
 

@@ -36,8 +36,8 @@ FLOORS = {
     "cli": 10,
 }
 # These share a floor, and the first calls the second.
-NEIGHBOURS = {("cli", "scripts"), ("hub", "generation"), ("hub", "exported"), ("exported", "hub")}
-NEIGHBOURS |= {("trainer", "legacy"), ("legacy", "trainer")}
+NEIGHBORS = {("cli", "scripts"), ("hub", "generation"), ("hub", "exported"), ("exported", "hub")}
+NEIGHBORS |= {("trainer", "legacy"), ("legacy", "trainer")}
 NEVER = {
     "core": "jax jaxlib flax optax transformers",
     "rewards": "jax jaxlib flax optax transformers core",
@@ -149,7 +149,7 @@ def _own(found: Import, file: str, room: str, below: list[str]) -> str | None:
         return _between_trainers(file, below) if room == "trainer" else None
     if other in NEVER.get(room, "").split():
         return f"{room} must never import {other}"
-    if FLOORS[other] < FLOORS[room] or (room, other) in NEIGHBOURS:
+    if FLOORS[other] < FLOORS[room] or (room, other) in NEIGHBORS:
         return None
     return f"{room} (floor {FLOORS[room]}) must not import {other} (floor {FLOORS[other]})"
 

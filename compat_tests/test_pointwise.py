@@ -323,11 +323,17 @@ def without(column: str) -> dict:
 BAD = [
     (without("rating"), "train_dataset needs the columns ['prompt', 'completion', 'rating']; ['rating'] are missing"),
     (without("prompt"), "train_dataset needs the columns ['prompt', 'completion', 'rating']; ['prompt'] are missing"),
-    (rated(1)[0] | {"rating": "good"}, "Row 0 of train_dataset, column 'rating': found 'good' (str), wanted a finite"),
-    (rated(1)[0] | {"rating": None}, "Row 0 of train_dataset, column 'rating': found None, wanted a finite number"),
-    (rated(1)[0] | {"rating": float("inf")}, "Row 0 of train_dataset, column 'rating': found inf (float), wanted a"),
-    (rated(1)[0] | {"completion": None}, "Row 0 of train_dataset, column 'completion': found None, wanted a string"),
-    (rated(1)[0] | {"prompt": [1]}, "Row 0 of train_dataset, column 'prompt': found [1] (list), wanted a string"),
+    (
+        rated(1)[0] | {"rating": "good"},
+        "Row 0 of train_dataset, column 'rating': must be a finite number, got 'good' (str)",
+    ),
+    (rated(1)[0] | {"rating": None}, "Row 0 of train_dataset, column 'rating': must be a finite number, got None"),
+    (
+        rated(1)[0] | {"rating": float("inf")},
+        "Row 0 of train_dataset, column 'rating': must be a string, got inf (float)",
+    ),
+    (rated(1)[0] | {"completion": None}, "Row 0 of train_dataset, column 'completion': must be a string, got None"),
+    (rated(1)[0] | {"prompt": [1]}, "Row 0 of train_dataset, column 'prompt': must be a string, got [1] (list)"),
 ]
 
 
@@ -355,7 +361,7 @@ def test_a_number_that_is_optional_may_be_missing_and_is_checked_where_it_is_not
 
     rows = list(make(kind=OptionalTrainer, rows=form([without("rating")]), config={"max_steps": 1}).train_dataset)
     assert rows[0]["input_ids"] and "rating" not in rows[0]
-    with pytest.raises(ValueError, match=re.escape("column 'rating': found 'good' (str), wanted a finite")):
+    with pytest.raises(ValueError, match=re.escape("column 'rating': must be a finite number, got 'good' (str)")):
         row = rated(1)[0] | {"rating": "good"}
         list(make(kind=OptionalTrainer, rows=form([row]), config={"max_steps": 1}).train_dataset)
 

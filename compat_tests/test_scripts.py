@@ -23,7 +23,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "run_all"))
 # What these do usually has tests beside TRL of its own: parity/test_curve.py, trainer/test_trainer_evaluate.py,
 # trainer/test_overriding.py, trainer/test_trainer_train.py and data/test_preference.py.
-SELDOM = {"margins", "own_metrics", "subclassed", "callbacks", "old_helpers", "old_tokenised"}
+SELDOM = {"margins", "own_metrics", "subclassed", "callbacks", "old_helpers", "old_tokenized"}
 # What TRL 1.16 wants written for what a script says.
 SINCE = {
     "old_keywords": {
@@ -36,12 +36,12 @@ SINCE = {
         "tokenizer=tokenizer": "processing_class=tokenizer",
         ", max_length=64": "",
     },
-    "old_tokenised": {
+    "old_tokenized": {
         ', padding="max_length", max_length=96': "",  # TRL 1.16 reads no masks
         ", save_safetensors=True": "",
         "tokenizer=tokenizer": "processing_class=tokenizer",
-        "rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)": (
-            "rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)\n"
+        "rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)": (
+            "rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)\n"
             "rows = rows.rename_columns({f'input_ids_{side}': f'{side}_ids' for side in ('chosen', 'rejected')})\n"
             "rows = rows.select_columns(['chosen_ids', 'rejected_ids'])"
         ),

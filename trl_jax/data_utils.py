@@ -70,7 +70,7 @@ def apply_chat_template(
     """
     names_found = {name for name in _COLUMNS if name in example}
     if names_found not in _FORMATS:
-        raise KeyError(f"Invalid keys in the example: {names_found}; wanted one of {_FORMATS}.")
+        raise KeyError(f"Invalid keys in the example: {names_found}. They must be one of {_FORMATS}.")
     options = {"tools": tools or None, "tokenize": False, **example.get("chat_template_kwargs", {}), **template_kwargs}
     render = partial(render_messages, processing_class, **options)
     label = {"label": example["label"]} if "label" in names_found else {}

@@ -43,7 +43,7 @@ WANTED = {
     "Mine.compute_loss": (CHANGED, "It uses torch"), "Mine.helper": (WORKS, ""),
     "Mine.training_step": (REFUSED, "which trl_jax never calls"),
     "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),
-    "SFTConfig(optim='lomo')": (REFUSED, "the nearest that is: adafactor"),
+    "SFTConfig(optim='lomo')": (REFUSED, "the closest supported optimizer is adafactor"),
     "SFTConfig(learing_rate=0.001)": (REFUSED, "did you mean learning_rate?"),
     "SFTConfig(use_liger_kernel=True)": (CHANGED, "has no effect in trl_jax"),
     "SFTConfig(packing_strategy='wrapped')": (WORKS, ""), "SFTConfig(packing=...)": (WORKS, ""),

@@ -131,11 +131,11 @@ def test_env_block(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, message", [
     ("siez: 1", "{path}: unknown key siez: did you mean size?"),
-    ("- 1", "{path} contains a list: expected flags as keys, such as `max_steps: 10`."),
-    ("", "{path} contains a NoneType: expected flags as keys, such as `max_steps: 10`."),
-    ("env: 3", "{path}: env=3 is a int: expected names and values."),
-    ("on: true", "{path}: the keys [True] are not text: expected names of flags."),
-    ("kind: z", "kind: 'z' in the config file; expected one of ['x', 'y']."),
+    ("- 1", "{path} must have flags as keys, such as `max_steps: 10`, got a list."),
+    ("", "{path} must have flags as keys, such as `max_steps: 10`, got a NoneType."),
+    ("env: 3", "{path}: env must be names and values, got env=3."),
+    ("on: true", "{path}: keys must be names of flags, got [True]."),
+    ("kind: z", "kind in the config file must be one of ['x', 'y'], got 'z'."),
 ])  # fmt: skip
 def test_bad_yaml(tmp_path, text, message):
     path = yaml_file(tmp_path, text)
@@ -384,18 +384,18 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (
             ["--optim", "lomo"],
-            f"optim='lomo' {NOT_HERE}; the nearest that is: adafactor.",
+            f"optim='lomo' {NOT_HERE}; the closest supported optimizer is adafactor.",
         ),
         (
             ["--evaluation_strategy", "steps", "--eval_strategy", "no"],
-            "evaluation_strategy='steps' and eval_strategy='no' are one argument. Leave evaluation_strategy out.",
+            "evaluation_strategy='steps' and eval_strategy='no' are the same argument. Leave evaluation_strategy out.",
         ),
         (
             ["--activation_offloading", "--gradient_checkpointing", "false", "--optim_target_modules", "q_proj"],
             (
-                f"optim_target_modules='q_proj' {NOT_HERE}: it belongs to GaLore and APOLLO; leave it out. "
-                "activation_offloading=True has the host keep what gradient_checkpointing=True keeps, and "
-                "gradient_checkpointing is False. Set it to True."
+                f"optim_target_modules='q_proj' {NOT_HERE}: it is for GaLore and APOLLO, which are not supported; "
+                "leave it out. activation_offloading=True requires gradient_checkpointing=True, whose saved "
+                "activations it moves to the host, got False."
             ),
         ),
     ],
@@ -516,8 +516,8 @@ def test_folders(tmp_path, pairs, streaming):
             None,
             ValueError,
             (
-                "dataset file notes.txt ends in '.txt': expected .jsonl, .json, .parquet, .csv, or one of these with "
-                ".gz."
+                "The suffix of a dataset file must be .jsonl, .json, .parquet, .csv, or one of these with .gz, got "
+                "notes.txt."
             ),
         ),
         (

@@ -175,4 +175,4 @@ def test_bad_words(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "none.py")]) == 2
     (tmp_path / "script.py").write_text("print(1)")
     assert main(["compare", "--steps", "0", str(tmp_path / "script.py")]) == 2
-    assert "--steps 0: expected at least 1." in capsys.readouterr().err
+    assert "--steps must be at least 1, got 0." in capsys.readouterr().err

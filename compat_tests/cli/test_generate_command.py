@@ -105,7 +105,7 @@ def test_lines_of_stdin_go_to_stdout(folder, monkeypatch, capsys):
         (["--temperature"], "--temperature has no value."),
         (["--do_sample", "--temperature", "-1"], "`temperature` (=-1.0) has to be a strictly positive float"),
         (["--num_beams", "3"], "num_beams=3 is not in this release of trl_jax: there is no beam search"),
-        (["--batch_size", "0"], "--batch_size 0: expected at least 1."),
+        (["--batch_size", "0"], "--batch_size must be at least 1, got 0."),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
@@ -116,7 +116,7 @@ def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"txt": "a"}, "in.jsonl, line 2 has the columns txt: expected prompt or messages or text."),
+        ({"txt": "a"}, "in.jsonl, line 2 must have the column prompt or messages or text, got txt."),
         ({"prompt": "a", "completion": "b"}, "line 2 already has a column 'completion', where the result would go"),
         ({"prompt": ""}, "line 2 has an empty prompt. Write at least one word, or remove the row."),
         ({"prompt": 3}, "line 2: the prompt must be a string, or messages"),

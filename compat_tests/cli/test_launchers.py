@@ -72,7 +72,10 @@ def test_one_of_torchruns_processes_trains(given, tmp_path, monkeypatch, capsys)
     launched = run(launcher, given, tmp_path / "launched")
     assert sorted(line for line in launched.splitlines() if line.startswith("begun")) == ["begun 0", "begun 1"]
     assert losses(launched) == losses(alone) and len(losses(alone)) == 2
-    assert launched.count("2 processes were started; one drives all devices of a host, so the others have ended") == 1
-    assert "1 x 4 rows, where 2 processes would have had 2 x 4. Set per_device_train_batch_size=8" in launched
+    assert (
+        launched.count("2 processes were started. One process drives all devices of a host, so the others have ended")
+        == 1
+    )
+    assert "1 x 4 rows instead of 2 x 4. Set per_device_train_batch_size=8" in launched
     weights = [(tmp_path / way / "model.safetensors").read_bytes() for way in ("alone", "launched")]
     assert weights[0] == weights[1]

@@ -73,7 +73,7 @@ def test_mistakes_are_told_in_a_line(checkpoint, capsys):
 
 def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint, tmp_path):
     """A new argument belongs into one of the two."""
-    honoured = """
+    honored = """
         max_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
         optim optim_args lr_scheduler_type lr_scheduler_kwargs train_sampling_strategy learning_rate weight_decay
         adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps neftune_noise_alpha bf16 fp16 tf32
@@ -98,7 +98,7 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
     """
     tables = [names.load_config().argument_table() for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.how in ("native", "mapped")}
-    assert known == NO_PART | set(honoured.split()) and not NO_PART & set(honoured.split())
+    assert known == NO_PART | set(honored.split()) and not NO_PART & set(honored.split())
     quiet = RewardConfig(str(tmp_path), eval_strategy="steps", max_length=64)
     assert without_part(quiet) == ["output_dir"]
 

@@ -75,10 +75,10 @@ def test_without_an_output_rows_go_to_stdout(folder, tmp_path, capsys):
     [
         (
             '{"txt": "a"}',
-            "in.jsonl, line 1 has the columns txt: expected text, messages, chosen and rejected, or prompt and one",
+            "in.jsonl, line 1 must have the columns text, messages, chosen and rejected, or prompt and one",
         ),
         ("{", "line 1 is not JSON: Expecting property name enclosed in double quotes in column 2. Expected one row"),
-        ("[1]", 'line 1 contains a list: expected a row, such as {"text": "..."}.'),
+        ("[1]", 'line 1 must be a row, such as {"text": "..."}, got a list.'),
     ],
 )
 def test_lines_that_are_no_rows(folder, tmp_path, capsys, line, text):

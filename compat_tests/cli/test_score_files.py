@@ -155,9 +155,9 @@ def test_files_of_the_users_own_are_not_taken_for_a_runs(name, overwrite, scored
     [
         (
             lambda row: {"chosen": row["chosen"], "rejected": row["rejected"]},
-            "chosen_reward is None, expected a score.",
+            "chosen_reward must be a score, got None.",
         ),
-        (lambda row: row | {"rejected_reward": None}, "rejected_reward is None, expected a score."),
+        (lambda row: row | {"rejected_reward": None}, "rejected_reward must be a score, got None."),
         (lambda row: row | {"chosen": "other"}, "does not match"),
     ],
 )
@@ -198,8 +198,12 @@ def test_any_text_that_json_can_hold_is_scored_and_gone_on_with(scored, tmp_path
             "is nested too deeply for Python's JSON parser.",
         ),
         (b'{"text": "a", "b": 1' + b"0" * 5000 + b"}", "is not JSON: Exceeds the limit"),
-        (b'{"text": 5}', "column 'chosen': found 5 (int), wanted a string"),
-        (b"{}", "has the columns (none): expected text, messages"),
+        (
+            b'{"text": 5}',
+            "column 'chosen': must be a string, or a non-empty list of messages, each with a 'role' and a 'content', "
+            "got 5 (int)",
+        ),
+        (b"{}", "must have the columns text, messages"),
     ],
 )
 def test_a_bad_row_is_named_before_any_is_scored(line, told_of, scored, tmp_path, monkeypatch):
@@ -226,7 +230,7 @@ def test_a_score_that_is_no_number_is_not_written(scored, tmp_path, monkeypatch)
     monkeypatch.setattr(score.Scorer, "_ids", lambda self, row: [[1]])
     monkeypatch.setattr(PreTrainedModel, "__call__", lambda *given: ScoreOutput([[float("nan")]] * len(given[1])))
     status, told = scored([{"text": "a"}])
-    assert status == 2 and "in.jsonl, line 1: reward is nan, expected a finite number." in told
+    assert status == 2 and "in.jsonl, line 1: reward must be finite, got nan." in told
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl"]
 
 

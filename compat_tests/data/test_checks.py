@@ -15,6 +15,9 @@ from trl_jax.data.reward import prepare
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}
 IDS = {"chosen_ids": [5, 6], "rejected_ids": [7]}
+NUMBER = "must be a finite number in every row (or drop the column)"
+IDS_WANTED = "must be a list of at least one token id"
+TEXT_OR_MESSAGES = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
 def ready(dataset, tokenizer=None, max_length=None, name="train", num_proc=None):
@@ -71,7 +74,7 @@ def test_max_length_that_removes_every_row():
 )
 def test_text_that_is_none(form, row, column):
     good = GOOD | {key: "p" for key in row if key == "prompt"}
-    text = f"Row 2 of train_dataset, column '{column}': found None, wanted a string, or a non-empty list of"
+    text = f"Row 2 of train_dataset, column '{column}': must be {TEXT_OR_MESSAGES}, got None."
     refuses(form([good, good, row]), text)
 
 
@@ -79,11 +82,11 @@ def test_text_that_is_none(form, row, column):
 def test_what_is_neither_text_nor_messages(form):
     refuses(
         form([{"chosen": 5, "rejected": 6}]),
-        "Row 0 of train_dataset, column 'chosen': found 5 (int), wanted a str",
+        f"Row 0 of train_dataset, column 'chosen': must be {TEXT_OR_MESSAGES}, got 5 (int).",
     )
     refuses(
         form([{"chosen": CHAT, "rejected": []}]),
-        "column 'rejected': found [] (list), wanted a string, or a non-empty",
+        f"column 'rejected': must be {TEXT_OR_MESSAGES}, got [] (list).",
     )
     unknown = [{"from": "human", "value": "hi"}]
     refuses(form([{"chosen": unknown, "rejected": unknown}]), "each with a 'role' and a 'content'")
@@ -99,7 +102,7 @@ def test_text_and_conversation_in_one_row(form):
 
 def test_rows_are_counted_across_processes():
     rows = preference_rows(7) + [{"chosen": None, "rejected": "b"}]
-    refuses(table(rows), "Row 7 of train_dataset, column 'chosen': found None", num_proc=2)
+    refuses(table(rows), "Row 7 of train_dataset, column 'chosen': must be a string", num_proc=2)
 
 
 @both
@@ -119,22 +122,22 @@ def test_a_stream_that_loses_a_column():
 @both
 @pytest.mark.parametrize("margin", [None, float("nan"), float("inf"), -float("inf"), 1e39])
 def test_margins_that_are_no_numbers(form, margin):
-    text = f"Row 1 of train_dataset, column 'margin': found {margin!r}"
+    text = f"Row 1 of train_dataset, column 'margin': {NUMBER}, got {margin!r}"
     refuses(form([GOOD | {"margin": 1.0}, GOOD | {"margin": margin}]), text)
     refuses(
         form([IDS | {"margin": 1.0}, IDS | {"margin": margin}]),
-        "wanted a finite number: give every row a margin",
+        "must be a finite number in every row (or drop the column)",
     )
 
 
 @both
 @pytest.mark.parametrize("margin", ["1.5", [1.0], None])
 def test_margins_of_another_type(form, margin):
-    refuses(form([GOOD | {"margin": margin}]), f"Row 0 of train_dataset, column 'margin': found {margin!r}")
+    refuses(form([GOOD | {"margin": margin}]), f"Row 0 of train_dataset, column 'margin': {NUMBER}, got {margin!r}")
 
 
 def test_a_margin_in_some_rows_only():
-    refuses(table([GOOD | {"margin": 1.0}, GOOD]), "Row 1 of train_dataset, column 'margin': found None")
+    refuses(table([GOOD | {"margin": 1.0}, GOOD]), "Row 1 of train_dataset, column 'margin': must be a finite number")
     refuses(stream([GOOD | {"margin": 1.0}, GOOD]), "Row 1 of train_dataset lacks the columns ['margin']")
     refuses(
         stream([GOOD, GOOD | {"margin": 1.0}]),
@@ -153,17 +156,17 @@ def test_margins_that_are_numbers(form, margin):
 def test_rows_without_ids(form, column):
     for found in ([], None):
         rows = [IDS, IDS, IDS | {column: found}]
-        refuses(form(rows), f"Row 2 of train_dataset, column '{column}': found {found}")
-        refuses(form(rows), "wanted a list of at least one token id")
+        refuses(form(rows), f"Row 2 of train_dataset, column '{column}': {IDS_WANTED}, got {found}")
+        refuses(form(rows), "must be a list of at least one token id")
 
 
 @both
 def test_ids_that_are_no_ints(form):
-    where = "Row 0 of train_dataset, column 'chosen_ids': found "
-    refuses(form([IDS | {"chosen_ids": "abc"}]), where + "'abc' (str), wanted a list of at least one token id")
-    refuses(form([IDS | {"chosen_ids": [1.5, 2.0]}]), where + "1.5 (float), wanted nothing but ints")
-    refuses(form([IDS | {"chosen_ids": [3, None]}]), where + "None, wanted nothing but ints")
-    refuses(form([IDS | {"chosen_ids": [[3], [4]]}]), where + "[3] (list), wanted nothing but ints")
+    where = "Row 0 of train_dataset, column 'chosen_ids': must be a list of "
+    refuses(form([IDS | {"chosen_ids": "abc"}]), where + "at least one token id, got 'abc' (str)")
+    refuses(form([IDS | {"chosen_ids": [1.5, 2.0]}]), where + "ints, got 1.5 (float)")
+    refuses(form([IDS | {"chosen_ids": [3, None]}]), where + "ints, got None")
+    refuses(form([IDS | {"chosen_ids": [[3], [4]]}]), where + "ints, got [3] (list)")
 
 
 def test_a_stream_row_that_no_column_can_hold():
@@ -176,7 +179,7 @@ def test_a_stream_row_that_no_column_can_hold():
 def test_a_template_that_renders_nothing():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ '' }}"
-    text = "Row 0 of train_dataset, column 'chosen_ids': found [] (list), wanted a list of at least one token id"
+    text = "Row 0 of train_dataset, column 'chosen_ids': must be a list of at least one token id, got [] (list)"
     refuses(table([{"chosen": CHAT, "rejected": CHAT}]), text, tokenizer=tokenizer)
 
 
@@ -216,11 +219,11 @@ def test_tools_and_template_options_of_the_wrong_kind(form):
     row = {"chosen": CHAT, "rejected": CHAT}
     refuses(
         form([row | {"tools": "[{"}]),
-        "Row 0 of train_dataset, column 'tools': found '[{' (str), wanted a list",
+        "Row 0 of train_dataset, column 'tools': must be a list, or a list in JSON, got '[{' (str)",
     )
     refuses(
         form([row | {"chat_template_kwargs": "x"}]),
-        "column 'chat_template_kwargs': found 'x' (str), wanted a dict",
+        "column 'chat_template_kwargs': must be a dict, got 'x' (str)",
     )
 
 

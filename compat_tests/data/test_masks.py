@@ -29,7 +29,7 @@ def ready(dataset, **asked):
     return prepare(dataset, tiny_tokenizer(), **{"max_length": None, "num_proc": None, "name": "train"} | asked)
 
 
-def tokenised(side="right", **padding):
+def tokenized(side="right", **padding):
     """Rows as a script of 2023 made them, and how many tokens each has."""
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
@@ -47,13 +47,13 @@ def tokenised(side="right", **padding):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_padded_rows_are_what_unpadded_ones_are(form, side, caplog):
-    plain = list(ready(form(tokenised())))
+    plain = list(ready(form(tokenized())))
     assert plain == [
         {"chosen_ids": row["input_ids_chosen"], "rejected_ids": row["input_ids_rejected"], "margin": 0.5}
-        for row in tokenised()
+        for row in tokenized()
     ]
     assert caplog.messages == []
-    padded = ready(form(tokenised(side, padding="max_length", max_length=96)), max_length=90)
+    padded = ready(form(tokenized(side, padding="max_length", max_length=96)), max_length=90)
     assert list(padded) == plain and all(row.keys() == {*reward.IDS, "margin"} for row in plain)
     told = [message for message in caplog.messages if "padding" in message]
     assert len(told) == 1
@@ -96,14 +96,14 @@ def test_the_warning_counts_rows_and_names_the_columns(caplog):
 
 
 BAD = {
-    "short": ([1], "found 1 values, wanted 2, one for each token of 'chosen_ids'"),
-    "none": (None, "found None, wanted a list of 0 and 1"),
-    "two": ([1, 2], "found 2 (int), wanted a list of 0 and 1, one for each token of 'chosen_ids'"),
-    "half": ([1.0, 0.5], "found 0.5 (float), wanted a list of 0 and 1"),
-    "words": (["1", "0"], "found '1' (str), wanted a list of 0 and 1"),
-    "a_hole": ([1, None], "found None, wanted a list of 0 and 1"),
-    "zeros": ([0, 0], "found nothing but zeros, wanted ones for the text"),
-    "a_number": (1, "found 1 (int), wanted a list of 0 and 1"),
+    "short": ([1], "must have 2 values, one for each token of 'chosen_ids', got 1."),
+    "none": (None, "must be a list of 0 and 1, one for each token of 'chosen_ids', got None"),
+    "two": ([1, 2], "must be a list of 0 and 1, one for each token of 'chosen_ids', got 2 (int)"),
+    "half": ([1.0, 0.5], "must be a list of 0 and 1, one for each token of 'chosen_ids', got 0.5 (float)"),
+    "words": (["1", "0"], "must be a list of 0 and 1, one for each token of 'chosen_ids', got '1' (str)"),
+    "a_hole": ([1, None], "must be a list of 0 and 1, one for each token of 'chosen_ids', got None"),
+    "zeros": ([0, 0], "must be ones for the text"),
+    "a_number": (1, "must be a list of 0 and 1, one for each token of 'chosen_ids', got 1 (int)"),
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_a_mask_that_is_none(form, kind):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_zeros_between_ones(form):
     good = {"input_ids_chosen": [5, 6, 7], "attention_mask_chosen": [0, 1, 1], "input_ids_rejected": [7]}
-    text = "Row 2 of train_dataset, column 'attention_mask_chosen': found zeros between ones, wanted ones for the text"
+    text = "Row 2 of train_dataset, column 'attention_mask_chosen': must be ones for the text"
     with pytest.raises(ValueError, match=re.escape(text)):
         list(ready(form([good, good, good | {"attention_mask_chosen": [1, 0, 1]}])))
 

@@ -64,9 +64,9 @@ def test_datasets_are_packed_as_trl_packs_them(theirs, strategy, kind):
 
 
 def test_what_cannot_be_packed():
-    with pytest.raises(ValueError, match="Invalid packing strategy 'best', wanted one of bfd, bfd_split, wrapped."):
+    with pytest.raises(ValueError, match="strategy must be one of bfd, bfd_split, wrapped, got 'best'."):
         pack_dataset(rows([1]), 4, "best")
-    with pytest.raises(ValueError, match="seq_length is 0, wanted a length of at least 1."):
+    with pytest.raises(ValueError, match="seq_length must be at least 1, got 0."):
         pack_dataset(rows([1]), 0)
     with pytest.raises(TypeError, match="every column to hold lists, but 'text' is string. Remove it with"):
         pack_dataset(Dataset.from_dict({"ids": [[1]], "text": ["a"]}), 4)

@@ -81,7 +81,7 @@ FORMS = {
     "tools_some": _with(preference_rows(4, "chat"), tools=[TOOLS, None]),
     "template_kwargs": _with(preference_rows(4, "chat"), chat_template_kwargs=[{"loud": True}, {"loud": False}]),
     "other_columns": _with(preference_rows(4, "text"), source=["web", "book"], score=[1.5]),
-    "tokenised": [
+    "tokenized": [
         {"chosen_ids": [5, 6, 7], "rejected_ids": [8]},
         {"chosen_ids": [5], "rejected_ids": [9, 9]},
     ],
@@ -186,7 +186,7 @@ def test_the_cache_is_found_again(tokenizer, tmp_path, monkeypatch):
     file.write_text("\n".join(json.dumps(row) for row in preference_rows(10)))
     dataset = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
     first = ours(dataset, tokenizer)
-    monkeypatch.setattr(reward, "read_pair", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(reward, "read_pair", lambda *_: pytest.fail("tokenized again"))
     second = ours(dataset, tokenizer)
     assert first.cache_files == second.cache_files and pairs(first) == pairs(second)
 

@@ -19,16 +19,16 @@ TALK = [{"role": "user", "content": "hi"}]
 CALL = [{"id": "1", "function": {"name": "look"}}]
 CALLED = [*TALK, {"role": "assistant", "content": None, "tool_calls": CALL}, {"role": "tool", "content": "seen"}]
 TEXTS = {
-    "none": (None, "found None, wanted a text, or messages"),
+    "none": (None, "must be a string, or messages such as"),
     "empty": ("", "has an empty prompt. A completion needs at least one token"),
 }
 TALKS = {
-    "none": (None, "found None, wanted a text, or messages"),
-    "empty": ([], r"found \[\] \(list\), wanted a text, or messages"),
-    "no message": ([*TALK, None], "found None, wanted only messages, each a dict with role and content"),
-    "no role": ([*TALK, {"role": None, "content": "a"}], "wanted only messages, each a dict with role and content"),
-    "no content": ([*TALK, {"role": "user", "content": None}], "wanted a message with content; an empty one is ''"),
-    "no calls": ([{"role": "user", "content": None, "tool_calls": []}], "wanted a message with content"),
+    "none": (None, "must be a string, or messages such as"),
+    "empty": ([], r"must be a string, or messages such as"),
+    "no message": ([*TALK, None], "must be messages, each a dict with role and content"),
+    "no role": ([*TALK, {"role": None, "content": "a"}], "must be messages, each a dict with role and content"),
+    "no content": ([*TALK, {"role": "user", "content": None}], "must be a message with content ('' if it is empty)"),
+    "no calls": ([{"role": "user", "content": None, "tool_calls": []}], "must be a message with content"),
 }
 HALVES = (("a\ud800", "found a lone surrogate"), ([{"role": "user", "content": "\udfff"}], "found a lone surrogate"))
 CASES = [("good", *case) for case in TEXTS.values()] + [(TALK, *case) for case in TALKS.values()]
@@ -86,13 +86,13 @@ def test_right_prompts_stay_as_they_are():
     mixed = Dataset.from_list([{"prompt": talk} for talk in parts], on_mixed_types="use_json")
     assert checked(mixed) is mixed
     parts[1] = [{"role": "user", "content": None}]
-    with pytest.raises(ValueError, match="^Row 1 of train_dataset.*wanted a message with content"):
+    with pytest.raises(ValueError, match="^Row 1 of train_dataset.*must be a message with content"):
         checked(Dataset.from_list([{"prompt": talk} for talk in [*parts, TALK]], on_mixed_types="use_json"))
 
 
 @pytest.mark.parametrize("values", [[3, 4], [["a"], ["b"]], [{"role": "user"}] * 2, [[{"content": "a"}]] * 2])
 def test_columns_of_another_type(values):
-    with pytest.raises(ValueError, match="^Row 0 of train_dataset, column 'prompt': found"):
+    with pytest.raises(ValueError, match="^Row 0 of train_dataset, column 'prompt': must be a string, or messages"):
         checked(table(values))
 
 

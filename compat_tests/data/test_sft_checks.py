@@ -59,7 +59,9 @@ REFUSED = {
     "formatted too": (
         [TEXT], {"formatting_func": only, "completion_only_loss": True}, "provided while `completion_only_loss=True`"
     ),
-    "formatted to": ([TEXT], {"formatting_func": number}, "Row 0 of train_dataset, column 'formatting_func(row)': fou"),
+    "formatted to": (
+        [TEXT], {"formatting_func": number}, "column 'formatting_func(row)': must be a string, got 3 (int)."
+    ),
     "assistants": (
         [TEXT], {"assistant_only_loss": True},
         "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported for",
@@ -70,7 +72,7 @@ REFUSED = {
     "completions of talks": ([TALK], {"completion_only_loss": True}, "use assistant_only_loss=True"),
     "completions of ids": ([IDS], {"completion_only_loss": True}, "or with 'input_ids' and 'completion_mask' or 'labe"),
     "packing": ([TEXT], {"packing": True, "max_length": None}, "When packing is enabled, `max_length` can't be `None`"),
-    "strategy": ([TEXT], {"packing": True, "packing_strategy": "best"}, "packing_strategy='best': wanted one of bfd, "),
+    "strategy": ([TEXT], {"packing": True, "packing_strategy": "best"}, "packing_strategy must be one of bfd, "),
     "truncation": (
         [TEXT], {"truncation_mode": "middle"}, "Unsupported truncation mode: middle, expected 'keep_start' or 'keep_end"
     ),
@@ -80,27 +82,38 @@ REFUSED = {
         ", so it would train on the full sequence. Add a 'labels' column (-100 for non-loss tokens) or drop",
     ),
     "nothing": ([TEXT], {"skip_prepare_dataset": True}, "skip_prepare_dataset=True: train_dataset needs the column 'i"),
-    "number": ([{"text": 3}], {}, "Row 0 of train_dataset, column 'text': found 3 (int), wanted a string"),
-    "none": ([TEXT, {"text": None}], {}, "Row 1 of train_dataset, column 'text': found None, wanted a string"),
+    "number": ([{"text": 3}], {}, "Row 0 of train_dataset, column 'text': must be a string, got 3 (int)"),
+    "none": ([TEXT, {"text": None}], {}, "Row 1 of train_dataset, column 'text': must be a string, got None"),
     "surrogate": ([{"prompt": "a", "completion": "a"}, PAIR | {"prompt": None}], {}, "Row 1 of train_dataset, column "),
-    "no messages": ([TALK, {"messages": []}], {}, "Row 1 of train_dataset, column 'messages': found [] (list), wanted"),
+    "no messages": (
+        [TALK, {"messages": []}], {},
+        "Row 1 of train_dataset, column 'messages': must be a non-empty list of messages, each with a 'role', got []",
+    ),
     "no completion": ([{"prompt": ASK, "completion": ANSWER}, {"prompt": ASK, "completion": []}], {}, "'completion': "),
-    "tools": ([TALK | {"tools": "{"}], {}, "column 'tools': found '{' (str), wanted a list, or a list in JSON"),
-    "kwargs": ([TALK | {"chat_template_kwargs": "a"}], {}, "column 'chat_template_kwargs': found 'a' (str), wanted a "),
+    "tools": ([TALK | {"tools": "{"}], {}, "column 'tools': must be a list, or a list in JSON, got '{' (str)"),
+    "kwargs": (
+        [TALK | {"chat_template_kwargs": "a"}], {}, "column 'chat_template_kwargs': must be a dict, got 'a' (str)"
+    ),
     "mixed": ([{"prompt": "a", "completion": ANSWER}], {}, "'prompt' is text, 'completion' is a conversation; all mus"),
-    "words": ([{"input_ids": ["a"]}], {}, "Row 0 of train_dataset, column 'input_ids': found 'a' (str), wanted nothin"),
-    "empty ids": ([IDS, {"input_ids": []}], {}, "Row 1 of train_dataset, column 'input_ids': found [] (list), wanted "),
+    "words": ([{"input_ids": ["a"]}], {}, "Row 0 of train_dataset, column 'input_ids': must be a list of ints"),
+    "empty ids": (
+        [IDS, {"input_ids": []}], {},
+        "Row 1 of train_dataset, column 'input_ids': must be a list of at least one token id, got [] (list)",
+    ),
     "fewer labels": (
         [IDS | {"labels": [5, 6, 7]}, IDS | {"labels": [5]}], {},
-        "Row 1 of train_dataset, column 'labels': found 1 values, wanted 3, one per token of 'input_ids'",
+        "Row 1 of train_dataset, column 'labels': must have 3 values, one per token of 'input_ids'",
     ),
     "fewer marks": (
         [IDS | {"completion_mask": [0, 1]}], {"completion_only_loss": True},
-        "column 'completion_mask': found 2 values, wanted 3, one for each token of 'input_ids'",
+        "column 'completion_mask': must have 3 values, one for each token of 'input_ids', got 2.",
     ),
-    "other marks": ([IDS | {"assistant_masks": [0, 1, 2]}], {}, "column 'assistant_masks': found 2 (int), wanted a li"),
+    "other marks": (
+        [IDS | {"assistant_masks": [0, 1, 2]}], {},
+        "column 'assistant_masks': must be a list of 0 and 1, one for each token of 'input_ids', got 2 (int)",
+    ),
     "documents": (
-        [IDS | {"seq_lengths": [1, 1]}], {}, "'seq_lengths': found [1, 1] (list), wanted the number of tokens of each"
+        [IDS | {"seq_lengths": [1, 1]}], {}, "'seq_lengths': must be the number of tokens of each"
     ),
     "long packed": ([IDS | {"seq_lengths": [1, 2]}], {"max_length": 2}, "is already packed (it has 'seq_lengths') and"),
     "masked": (

@@ -57,7 +57,7 @@ def sharegpt(rows):
     return [{"conversations": [{names[k]: v for k, v in m.items()} for m in row["messages"]]} for row in rows]
 
 
-def tokenised(n, **more):
+def tokenized(n, **more):
     rows = [{"input_ids": [10 + (i * j) % 50 for j in range(1, 2 + i % 9)]} for i in range(n)]
     return [row | {name: make(row["input_ids"]) for name, make in more.items()} for row in rows]
 
@@ -78,9 +78,9 @@ FORMS = {
         {"prompt": row["messages"][:-1], "completion": row["messages"][-1:] * 2, "tools": TOOLS if i % 2 else None}
         for i, row in enumerate(talks(9))
     ],
-    "ids": tokenised(30),
-    "ids_labels": tokenised(30, labels=lambda ids: [-100 if i % 3 else i for i in ids]),
-    "ids_masks": tokenised(
+    "ids": tokenized(30),
+    "ids_labels": tokenized(30, labels=lambda ids: [-100 if i % 3 else i for i in ids]),
+    "ids_masks": tokenized(
         30, completion_mask=lambda ids: [i % 2 for i in ids], assistant_masks=lambda ids: [int(i > 20) for i in ids]
     ),
 }
@@ -177,7 +177,9 @@ def test_functions_that_formatted_batches_still_do(said, tokenizer):
     found = ours(Dataset.from_list(rows), tokenizer, formatting_func=of_batch)
     wanted = tokenizer([f"{row['asked']} -> {row['said']}</s>" for row in rows])["input_ids"]
     assert [row["input_ids"] for row in found] == wanted
-    error, text = (IndexError, "out of range") if said == "so" else (ValueError, r"'formatting_func\(row\)': found")
+    error, text = (
+        (IndexError, "out of range") if said == "so" else (ValueError, r"'formatting_func\(row\)': must be a string")
+    )
     with pytest.raises(error, match=text):
         ours(Dataset.from_list(rows), tokenizer, formatting_func=twice)
 
@@ -188,8 +190,8 @@ def test_a_formatted_text_is_what_is_trained_on(tokenizer, caplog):
     wanted = tokenizer(["0</s>", "1</s>", "2</s>"])["input_ids"]
     options = {"formatting_func": lambda row: str(rows.index(row)), "dataset_text_field": "story"}
     assert [row["input_ids"] for row in ours(Dataset.from_list(rows), tokenizer, **options)] == wanted
-    kept = ours(Dataset.from_list(tokenised(3)), tokenizer, **options)
-    assert "`formatting_func` will be ignored" in caplog.text and kept[2]["input_ids"] == tokenised(3)[2]["input_ids"]
+    kept = ours(Dataset.from_list(tokenized(3)), tokenizer, **options)
+    assert "`formatting_func` will be ignored" in caplog.text and kept[2]["input_ids"] == tokenized(3)[2]["input_ids"]
 
 
 @usual("bfd-2", "bfd_split-None")
@@ -244,7 +246,7 @@ def test_rows_without_a_target_are_counted(tokenizer, caplog):
 
 
 def test_unprepared_rows_get_their_ids_as_labels(tokenizer):
-    rows = tokenised(4)
+    rows = tokenized(4)
     for dataset in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
         found = columns(ours(dataset, tokenizer, max_length=2, packing=True, skip_prepare_dataset=True))
         assert found == [row | {"labels": row["input_ids"]} for row in rows]

@@ -23,7 +23,7 @@ SIZE, ACCUMULATION = 4, 2
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
-def labelled(texts: list[list[int]], ignored: list[bool]) -> list[list[int]]:
+def labeled(texts: list[list[int]], ignored: list[bool]) -> list[list[int]]:
     mask = iter(ignored * 20)
     return [[IGNORED if next(mask) else token for token in text] for text in texts]
 
@@ -32,14 +32,14 @@ def labelled(texts: list[list[int]], ignored: list[bool]) -> list[list[int]]:
 def singles(draw) -> Example:
     documents = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     text = draw(st.lists(st.integers(0, 9), min_size=sum(documents), max_size=sum(documents)))
-    return Example((text,), Extras(), tuple(labelled([text], draw(st.lists(st.booleans(), min_size=4)))), documents)
+    return Example((text,), Extras(), tuple(labeled([text], draw(st.lists(st.booleans(), min_size=4)))), documents)
 
 
 @st.composite
 def pairs(draw) -> Example:
     prompt, ends = draw(ids), (draw(ids), draw(ids))
     texts = [prompt + end for end in ends]
-    return Example(tuple(texts), Extras(), tuple(labelled(texts, draw(st.lists(st.booleans(), min_size=4)))))
+    return Example(tuple(texts), Extras(), tuple(labeled(texts, draw(st.lists(st.booleans(), min_size=4)))))
 
 
 def rows_of(examples: list[Example], columns: Columns) -> list[dict]:
@@ -166,9 +166,12 @@ def test_digests_see_labels_and_documents():
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1, 2], r"Row 1 of the prepared train_dataset, column 'labels': .* of 2.*the 3 ids of input_ids"),
-        ([1, 2, 10], r"Row 1 .*column 'labels': found 10 \(int\), wanted token ids from 0 to 9, or -100"),
-        ([1, -1, 2], r"found -1"),
+        (
+            [1, 2],
+            r"Row 1 of the prepared train_dataset, .*'labels': must have 3 labels, one for each id of input_ids, got 2",
+        ),
+        ([1, 2, 10], r"Row 1 .*column 'labels': must be token ids from 0 to 9, or -100 .*, got 10"),
+        ([1, -1, 2], r"column 'labels': must be token ids from 0 to 9, or -100 .*, got -1"),
     ],
 )
 def test_labels_that_cannot_be_are_named(labels, message):

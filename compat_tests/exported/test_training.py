@@ -15,7 +15,7 @@ from compat_tests.tiny import preference_rows
 
 pytest.importorskip("trl")
 
-# The centre gives what a difference of scores would cancel, as the last norm's bias, a gradient of its own.
+# The center gives what a difference of scores would cancel, as the last norm's bias, a gradient of its own.
 CONFIG = {"center_rewards_coefficient": 0.1, "weight_decay": 0.3, "learning_rate": 1e-3}
 CASES = {
     "gpt_neo": {},  # learned positions, local attention; layer norms called ln_1
@@ -49,7 +49,7 @@ def test_ten_steps_are_trls(model_type, runs):
 
 @pytest.mark.parametrize("model_type", CASES)
 def test_what_is_saved_is_what_trl_saves(model_type, runs, trainable):
-    """The same config; and the weights moved much further than their mark, or an idle optimiser would pass."""
+    """The same config; and the weights moved much further than their mark, or an idle optimizer would pass."""
     ours, theirs = runs(model_type)
     mine, other = (json.loads((run.folder / "config.json").read_text()) for run in (ours, theirs))
     assert mine == other

@@ -159,5 +159,5 @@ def test_a_dataset_file_without_rows_is_named(content, tmp_path):
 
 def test_a_folder_whose_name_is_no_text_is_refused_at_once(tmp_path):
     """Bytes of a command line that are no UTF-8 come as lone surrogates, which safetensors cannot write to."""
-    with pytest.raises(ValueError, match=r"output_dir='.*x.udcff' is no Unicode text: choose another output_dir"):
+    with pytest.raises(ValueError, match=r"output_dir='.*x.udcff' is not valid Unicode. Choose another output_dir"):
         trl_jax.RewardConfig(str(tmp_path / "x\udcff"), use_cpu=True)

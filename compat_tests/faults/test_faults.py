@@ -148,7 +148,7 @@ def test_row03_a_dtype_that_is_not_read(dtype, width, good, tmp_path):
         trainer(folder, tmp_path)
 
 
-def test_row03_a_quantised_checkpoint(good, tmp_path):
+def test_row03_a_quantized_checkpoint(good, tmp_path):
     folder = copied(good, tmp_path, quantization_config={"quant_method": "fp8"})
     with refuses(f"{folder / 'config.json'}: the weights are quantized (quant_method='fp8')", "Use the unquantized"):
         trainer(folder, tmp_path)
@@ -366,7 +366,10 @@ def test_row24_every_row_is_too_long(good, tmp_path):
 def test_row25_a_text_that_is_none(good, tmp_path):
     rows = preference_rows(3)
     rows[2]["rejected"] = None
-    with refuses("Row 2 of train_dataset, column 'rejected': found None, wanted a string, or a non-empty list"):
+    with refuses(
+        "Row 2 of train_dataset, column 'rejected': must be a string, or a non-empty list of messages, each "
+        "with a 'role' and a 'content', got None"
+    ):
         trainer(good, tmp_path, rows=rows)
 
 
@@ -378,7 +381,9 @@ def test_row26_empty_texts_are_warned_of(good, tmp_path, caplog):
 
 
 def test_row26_no_ids(good, tmp_path):
-    with refuses("Row 1 of train_dataset, column 'rejected_ids': found [] (list), wanted a list of at least one"):
+    with refuses(
+        "Row 1 of train_dataset, column 'rejected_ids': must be a list of at least one token id, got [] (list)"
+    ):
         trainer(good, tmp_path, rows=[IDS, {**IDS, "rejected_ids": []}])
 
 
@@ -401,13 +406,16 @@ def test_row29_a_margin_that_is_no_number(margin, found, good, tmp_path):
     rows = preference_rows(3, margin=True)
     rows[1]["margin"] = margin
     text = f"Row 1 of train_dataset, column 'margin': {found}"
-    with refuses(text, "wanted a finite number: give every row a margin, or drop the column"):
+    with refuses(text, "must be a finite number in every row (or drop the column)"):
         trainer(good, tmp_path, rows=rows)
 
 
 def test_row29_a_margin_in_words(good, tmp_path):
     rows = [{**row, "margin": "a lot"} for row in preference_rows(2)]
-    with refuses("Row 0 of train_dataset, column 'margin': found 'a lot' (str), wanted a finite number"):
+    with refuses(
+        "Row 0 of train_dataset, column 'margin': must be a finite number in every row (or drop the column), "
+        "got 'a lot' (str)"
+    ):
         trainer(good, tmp_path, rows=rows)
 
 
@@ -515,7 +523,7 @@ def test_row36_a_config_that_is_no_json(content, text, good, tmp_path):
 
 
 HUGE = [
-    ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, wanted a whole number from 1 to 4,096."),
+    ("num_hidden_layers", 10**9, "num_hidden_layers must be a whole number from 1 to 4,096, got 1000000000."),
     (
         "num_hidden_layers",
         4096,
@@ -524,7 +532,7 @@ HUGE = [
     ("hidden_size", 10**9, "model.embed_tokens.weight is [520, 64], but config.json requires [520, 1000000000]"),
     ("intermediate_size", 10**9, "config.json requires [1000000000, 64]"),
     ("vocab_size", 10**9, "model.embed_tokens.weight is [520, 64], but config.json requires [1000000000, 64]"),
-    ("vocab_size", 10**12, "vocab_size is 1000000000000, wanted a whole number from 1 to 2,147,483,647."),
+    ("vocab_size", 10**12, "vocab_size must be a whole number from 1 to 2,147,483,647, got 1000000000000."),
     ("head_dim", 10**9, "config.json requires [4000000000, 64]"),
     ("num_attention_heads", 10**9, "transformers rejects this config: Class validation error for validator"),
 ]
@@ -582,15 +590,15 @@ def test_row36_a_wrong_value_is_named(key, value, good, tmp_path):
 
 def test_row36_heads_that_do_not_divide_the_width(good, tmp_path):
     folder = copied(good, tmp_path, hidden_size=66, head_dim=None)
-    with refuses(f"{folder / 'config.json'}: hidden_size is 66, wanted a multiple of num_attention_heads 4."):
+    with refuses(f"{folder / 'config.json'}: hidden_size must be a multiple of num_attention_heads 4, got 66."):
         load(folder)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("layer_types", 5, "layer_types is 5, wanted a list of names"),
-        ("layer_types", [[1]], "layer_types is [[1]], wanted a list of names"),
+        ("layer_types", 5, "layer_types must be a list of names, got 5"),
+        ("layer_types", [[1]], "layer_types must be a list of names, got [[1]]"),
         (
             "layer_types",
             ["full_attention"],
@@ -607,9 +615,9 @@ def test_row36_heads_that_do_not_divide_the_width(good, tmp_path):
             ["sliding_attention"] * 3,
             "layer_types names sliding_attention but use_sliding_window is",
         ),
-        ("max_window_layers", "x", "max_window_layers is 'x', wanted a whole number from 0"),
-        ("use_sliding_window", 1, "use_sliding_window is 1, wanted true or false"),
-        ("num_key_value_heads", 0, "num_key_value_heads is 0, wanted a whole number from 1"),
+        ("max_window_layers", "x", "max_window_layers must be a whole number from 0"),
+        ("use_sliding_window", 1, "use_sliding_window must be true or false, got 1"),
+        ("num_key_value_heads", 0, "num_key_value_heads must be a whole number from 1 to, got 0"),
     ],
 )
 def test_row36_a_wrong_value_of_qwen2(key, value, text, checkpoint, tmp_path):

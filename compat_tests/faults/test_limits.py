@@ -47,7 +47,9 @@ def test_row40_other_errors_of_the_device_pass(checkpoint, tmp_path, monkeypatch
 
 def test_row49_one_of_several_processes(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with refuses("WORLD_SIZE=4 is set in the environment: several processes were started", "once a host, with python."):
+    with refuses(
+        "WORLD_SIZE=4 is set in the environment, so several processes were started", "once per host, with python."
+    ):
         make(checkpoint("llama"), tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
     make(checkpoint("llama"), tmp_path)

@@ -100,7 +100,9 @@ def test_what_an_error_may_show(text, shown):
 
 def test_half_a_character_names_its_row_and_column():
     half = "good \ud83d"
-    text = r"column 'rejected': found a lone surrogate at character 5, at the end of 'good \ud83d', wanted Unicode"
+    text = (
+        r"column 'rejected': found a lone surrogate at character 5, at the end of 'good \ud83d', which is not valid U"
+    )
     with pytest.raises(ValueError, match=re.escape(f"Row 1 of train_dataset, {text}")):
         list(ready(stream([GOOD, {"chosen": "a", "rejected": half}])))
     messages = [{"role": "user", "content": half}]
@@ -130,7 +132,7 @@ class Counting:
 
 @both
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
-def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenised(form, kind, monkeypatch):
+def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenized(form, kind, monkeypatch):
     tokenizer = tiny_tokenizer(chat_template=True)
     rows = preference_rows(6, "chat" if kind == "chat" else kind)
     wanted = list(ready(form(rows), tokenizer, max_length=60))
@@ -146,7 +148,7 @@ def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenised(form, k
 
 
 @both
-def test_without_max_length_all_of_it_is_tokenised(form):
+def test_without_max_length_all_of_it_is_tokenized(form):
     text = long_text(50_000)
     [row] = ready(form([{"chosen": text, "rejected": "b"}]))
     assert row["chosen_ids"] == tiny_tokenizer()(text + "</s>")["input_ids"]

@@ -342,7 +342,7 @@ def test_wrong_files_are_told_without_secrets(wrong, kind, told, tmp_path, monke
 @pytest.mark.parametrize("kind", usually("sft".__eq__, KINDS), indirect=True)
 def test_a_command_trains_and_pushes_and_tells_none(kind, folder, hub, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # restored afterwards: the file sets it
+    monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # restored afterward: the file sets it
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kind.rows(8)))
     Path("config.yaml").write_text(
         f"hub_token: '{marker('hub')}\n\n'\nenv: {{ANOTHER_API_KEY: {marker('env')}}}\nreport_to: none\nmax_steps: 1\n"
@@ -367,7 +367,10 @@ def test_env_tells_none(told, monkeypatch):
 
 
 def test_old_names_and_other_arguments(kind, told, tmp_path):
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(TypeError, match="are one argument") as refused:
+    with (
+        warnings.catch_warnings(record=True) as seen,
+        pytest.raises(TypeError, match="are the same argument") as refused,
+    ):
         kind.config(str(tmp_path), push_to_hub_token=marker("old"), hub_token=marker("hub"))
     assert_untold(told(full_text(refused.value), *(str(each.message) for each in seen)))
 

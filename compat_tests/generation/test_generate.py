@@ -75,19 +75,19 @@ CONFIGURATIONS = {
     "default_top_k": {"do_sample": True},
     "hot": {"do_sample": True, "temperature": 1.7, "top_k": 0, "top_p": 0.95},
     "several": {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "min_p": 0.01},
-    "penalised": {"do_sample": True, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "top_k": 30},
-    "penalised_greedy": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 2},
+    "penalized": {"do_sample": True, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "top_k": 30},
+    "penalized_greedy": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 2},
     "lengths": {"do_sample": True, "min_new_tokens": 9, "exponential_decay_length_penalty": (10, 1.3), "top_k": 0},
     "banned": {"bad_words_ids": [[5], [17], [30, 31]], "suppress_tokens": [8, 9], "begin_suppress_tokens": [21, 22]},
     "forced": {"forced_eos_token_id": 60, "min_length": 12, "sequence_bias": [[[33], 2.5], [[33, 34], 4.0]]},
     "truncated": {"do_sample": True, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "top_h": 0.9},
-    "renormalised": {"do_sample": True, "top_k": 40, "renormalize_logits": True, "remove_invalid_values": True},
+    "renormalized": {"do_sample": True, "top_k": 40, "renormalize_logits": True, "remove_invalid_values": True},
     "long": {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": 50},
     "never_ending": {"do_sample": True, "eos_token_id": None, "pad_token_id": 3, "top_k": 0},
 }
 
 
-@usual("greedy", "several", "penalised_greedy", "lengths", "long", "never_ending")
+@usual("greedy", "several", "penalized_greedy", "lengths", "long", "never_ending")
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_sequences_are_transformers(ours, theirs, options):
     options = {"max_new_tokens": 24, "eos_token_id": EOS, "pad_token_id": 0} | options

@@ -125,9 +125,9 @@ def test_errors_have_transformers_words(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"forced_eos_token_id": 50}, "`forced_eos_token_id` is 50: wanted ids of the vocabulary, 0 to 49"),
-        ({"forced_bos_token_id": -1}, "`forced_bos_token_id` is -1"),
-        ({"exponential_decay_length_penalty": (3, 0.0)}, "wanted a factor above 0"),
+        ({"forced_eos_token_id": 50}, "`forced_eos_token_id` must be token ids from 0 to 49, got 50"),
+        ({"forced_bos_token_id": -1}, "`forced_bos_token_id` must be token ids from 0 to 49, got -1"),
+        ({"exponential_decay_length_penalty": (3, 0.0)}, "must have a factor above 0"),
         ({"bad_words_ids": [[]]}, "Each list in `bad_words_ids` has to be a list of positive integers"),
     ],
 )

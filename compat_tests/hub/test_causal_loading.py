@@ -166,7 +166,7 @@ def test_keys_of_cohere2s_first_checkpoints_say_what_is_computed(tmp_path):
     changed(folder, **said)
     assert_same_logits(AutoModelForCausalLM.from_pretrained(folder), folder)
     changed(folder, use_parallel_block=False)
-    with pytest.raises(ValueError, match="use_parallel_block is False, wanted True"):
+    with pytest.raises(ValueError, match="use_parallel_block must be True.*, got False"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

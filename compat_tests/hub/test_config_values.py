@@ -81,7 +81,7 @@ def test_a_config_json_of_fewer_layers_than_the_weights_have_is_refused_all_the_
         trl_jax.AutoModelForCausalLM.from_pretrained(tmp_path / "cut", use_cache=False)
 
 
-@pytest.mark.parametrize("values", [{"colour": 1}, {"to_dict": 1}, {"rope_theta": 50.0, "sliding_window": 3}], ids=str)
+@pytest.mark.parametrize("values", [{"color": 1}, {"to_dict": 1}, {"rope_theta": 50.0, "sliding_window": 3}], ids=str)
 def test_what_the_config_does_not_have_is_refused_as_in_transformers(values, folder):
     transformers = pytest.importorskip("transformers")
     with pytest.raises(TypeError):

@@ -47,7 +47,7 @@ def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def write_gguf(folder, path, *, quantise=False, **extra):
+def write_gguf(folder, path, *, quantize=False, **extra):
     """The checkpoint in `folder` as llama.cpp's converter would write it."""
     raw = json.loads((folder / "config.json").read_text())
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
@@ -78,7 +78,7 @@ def write_gguf(folder, path, *, quantise=False, **extra):
         turned = kind == "llama" and re.search(r"\.([qk])_proj", name)
         if turned:
             values = interleaved(values, raw["num_attention_heads" if turned[1] == "q" else "num_key_value_heads"])
-        if quantise and values.ndim == 2:
+        if quantize and values.ndim == 2:
             packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(theirs(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
@@ -106,13 +106,13 @@ def test_a_file_scores_as_the_checkpoint_it_was_made_of(family, checkpoint, tmp_
     np.testing.assert_array_equal(again.params["score.weight"], found.params["score.weight"])
 
 
-def test_quantised_weights_are_read_as_the_gguf_package_reads_them(checkpoint, tmp_path):
+def test_quantized_weights_are_read_as_the_gguf_package_reads_them(checkpoint, tmp_path):
     folder = checkpoint("qwen2", head="causal")
-    model = AutoModelForSequenceClassification.from_pretrained(write_gguf(folder, tmp_path / "q8.gguf", quantise=True))
+    model = AutoModelForSequenceClassification.from_pretrained(write_gguf(folder, tmp_path / "q8.gguf", quantize=True))
     name = "model.layers.1.mlp.up_proj.weight"
     values = load_file(folder / "model.safetensors")[name]
-    quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-    wanted = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0)
+    quantized = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    wanted = gguf.quants.dequantize(quantized, gguf.GGMLQuantizationType.Q8_0)
     np.testing.assert_array_equal(model.params["decoder.layers.mlp.up.weight"][1], wanted)
     assert 0 < np.abs(wanted - values).max() < 0.05
 

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: read as transformers dequantises them, and saved as bfloat16."""
+"""Experts in MXFP4: read as transformers dequantizes them, and saved as bfloat16."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def theirs(folder, dtype):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how).eval()
 
 
-def test_a_checkpoint_computes_as_dequantised_by_transformers(tmp_path):
+def test_a_checkpoint_computes_as_dequantized_by_transformers(tmp_path):
     folder, (ids, mask) = quantized(tmp_path, shards=False), causal.rows()
     with torch.no_grad():
         wanted = causal.forward(theirs(folder, torch.float32), ids, mask).numpy()

@@ -32,9 +32,9 @@ def test_value_and_gradient(with_margin, coefficient):
     assert value.dtype == jnp.float32 and value.shape == ()
     assert float(value) == pytest.approx(formula(chosen, rejected, weight, shift, factor), rel=1e-6)
     lead = (chosen - rejected - shift).astype(np.float64)
-    pull, centre = -weight / (1 + np.exp(lead)), 2 * factor * weight * (chosen + rejected)
-    np.testing.assert_allclose(gradients[0], pull + centre, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(gradients[1], -pull + centre, rtol=1e-5, atol=1e-7)
+    pull, center = -weight / (1 + np.exp(lead)), 2 * factor * weight * (chosen + rejected)
+    np.testing.assert_allclose(gradients[0], pull + center, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(gradients[1], -pull + center, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("lead", [-200.0, -30.0, 0.0, 30.0, 200.0])

@@ -274,13 +274,13 @@ MISTAKES = {
     "a quantile of the wrong side": (
         policy_gradient, "entropy_mask", lambda h, m, q, **k: policy_gradient.entropy_mask(h, m, 1 - q, **k),
         {"top_entropy_quantile": 0.3}),
-    "the lower neighbour of a quantile": (policy_gradient.jnp, "ceil", jnp.floor, {"top_entropy_quantile": 0.5}),
+    "the lower neighbor of a quantile": (policy_gradient.jnp, "ceil", jnp.floor, {"top_entropy_quantile": 0.5}),
     "no mask of what is off policy": (
         policy_gradient, "off_policy_mask", lambda *a: jnp.ones(X), {"off_policy_mask_threshold": 0.05}),
 }  # fmt: skip
 
 
-@usual("the lower neighbour of a quantile", "the clip turned round")
+@usual("the lower neighbor of a quantile", "the clip turned round")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_noticed(name, monkeypatch):
     pytest.importorskip("trl")

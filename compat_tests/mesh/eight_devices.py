@@ -87,7 +87,7 @@ ADAPTED = [
 
 @pytest.mark.parametrize(("model", "said", "bits", "pairs"), ADAPTED)
 def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, tmp_path, monkeypatch):
-    """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
+    """A divided base, quantized or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
     monkeypatch.setattr(step, "compiles_ahead", lambda device: True)
     monkeypatch.setattr(step, "compile_ahead", made_before)
@@ -281,7 +281,7 @@ def test_experts_over_tensor_are_those_of_one_device():
     from trl_jax.nn.moe import MoE
 
     dice = np.random.default_rng(0)
-    graph, state = nnx.split(MoE(16, Experts(count=4, top_k=2, size=8, renormalised=True), activation="silu"))
+    graph, state = nnx.split(MoE(16, Experts(count=4, top_k=2, size=8, renormalized=True), activation="silu"))
     state = jax.tree.map(lambda leaf: jnp.asarray(dice.normal(size=leaf.shape), jnp.float32), state)
     x = jnp.asarray(dice.normal(size=(2, 70, 16)), jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Fine-tuning and preference optimisation of language models on simulated devices, beside real TRL on one."""
+"""Fine-tuning and preference optimization of language models on simulated devices, beside real TRL on one."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ VARIANTS = {
             "old": {"rope_theta": 700.0, "rope_scaling": OLD_LINEAR},
         },
     },
-    "olmoe": {"plain": {}, "renormalised": {"norm_topk_prob": True, "clip_qkv": 0.9, "num_key_value_heads": 4}},
+    "olmoe": {"plain": {}, "renormalized": {"norm_topk_prob": True, "clip_qkv": 0.9, "num_key_value_heads": 4}},
     "opt": {
         "plain": {},
         "no_bias": {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},

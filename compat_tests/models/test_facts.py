@@ -85,7 +85,7 @@ MISCOMPUTED = {
 }
 EXPERTS = {
     "top_k": ("qwen3_moe", "plain", 1),
-    "renormalised": ("qwen3_moe", "plain", True),
+    "renormalized": ("qwen3_moe", "plain", True),
     "swiglu": ("gpt_oss", "plain", None),
     "scores": ("deepseek_v3", "plain", "softmax"),
     "weight_floor": ("ernie4_5_moe", "between", 0.0),

@@ -147,7 +147,7 @@ def test_encoders_pack(family, name, tmp_path):
         assert loss <= 1e-6 and gradient <= 1e-5
 
 
-def test_encoders_that_read_neighbours_do_not(tmp_path):
+def test_encoders_that_read_neighbors_do_not(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, "deberta-v2", "convolved"))
     assert not model.backend.takes_packed
 

@@ -238,5 +238,5 @@ def test_a_class_is_found_by_its_name_and_a_text_that_is_not_computed_is_named(t
     assert model.config.model_type == "qwen3_vl" and model.backend.head == "lm"
     path = tmp_path / "there" / "config.json"
     path.write_text(json.dumps({"model_type": "llava", "text_config": {"model_type": "gpt_bigcode"}}))
-    with pytest.raises(ValueError, match="model_type of text_config is 'gpt_bigcode', wanted 'llama' or 'mistral'"):
+    with pytest.raises(ValueError, match="model_type of text_config must be 'llama' or 'mistral'.*, got 'gpt_bigcode'"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "there")

@@ -101,7 +101,7 @@ def test_values_that_are_not_computed_are_refused(values, folder):
     path = folder / "config.json"
     raw, [key] = json.loads(path.read_text()) | values, values
     named = "long_mscale" if key == "rope_parameters" else key
-    with pytest.raises(ValueError, match=f"{named} is .*, wanted "):
+    with pytest.raises(ValueError, match=f"{named} must be .*, got "):
         read_arch(raw, path)
 
 

@@ -1,4 +1,4 @@
-"""The runs of direct preference optimisation that are compared: a checkpoint, rows and a config each."""
+"""The runs of direct preference optimization that are compared: a checkpoint, rows and a config each."""
 
 from __future__ import annotations
 

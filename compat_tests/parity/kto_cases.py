@@ -1,4 +1,4 @@
-"""The runs of Kahneman-Tversky optimisation that are compared: a checkpoint, rows and a config each."""
+"""The runs of Kahneman-Tversky optimization that are compared: a checkpoint, rows and a config each."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_case_trains_thirty_steps(runs, name):
 
 @pytest.mark.parametrize("name", usually(lambda name: name not in SELDOM, [name for name in CASES if name != "bf16"]))
 def test_a_case_moves_the_weights_much_further_than_its_mark(runs, name):
-    """Else an optimiser that does nothing would pass. bf16 is held by the way its weights went, above."""
+    """Else an optimizer that does nothing would pass. bf16 is held by the way its weights went, above."""
     tensor = "layers.0.mlp.up_proj.weight"
     before, after = reference.read_weights(runs.folder(name)), runs.theirs(name).weights
     # Whatever trunk prefix stands before it.

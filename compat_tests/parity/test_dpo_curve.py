@@ -1,4 +1,4 @@
-"""Direct preference optimisation by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""Direct preference optimization by real TRL and by us: each logged number at each step, and the weights at the end."""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ def test_arguments_of_a_subclass_are_its_trainers(tmp_path):
 
 
 def test_a_trainer_that_is_not_in_the_table_is_named(run, tmp_path):
-    with pytest.raises(TypeError, match=r"args is a pointwise.PointwiseConfig: wanted one of RewardConfig.*, or pass"):
+    with pytest.raises(
+        TypeError,
+        match=r"args must be one of RewardConfig.*, got a pointwise.PointwiseConfig. For a config of your own, pass",
+    ):
         plan(replace(run, trainer=None), config(tmp_path), topology("h100:1"))
 
 

@@ -240,25 +240,25 @@ def test_an_exception_keeps_its_kind_and_says_where(function):
 @pytest.mark.parametrize(("returned", "kind", "text"), [
     ([1.0, 2.0], ValueError, "The reward function 'bad' returned 2 rewards, but 4 were expected (one per "
      "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
-    (None, TypeError, "The reward function 'bad' returned rewards=None: wanted a list of 4 rewards (numbers or None)."),
-    (0.5, TypeError, "The reward function 'bad' returned rewards=0.5: wanted a list of 4 rewards (numbers or None)."),
+    (None, TypeError, "The reward function 'bad' must return a list of 4 rewards (numbers or None), got rewards=None."),
+    (0.5, TypeError, "The reward function 'bad' must return a list of 4 rewards (numbers or None), got rewards=0.5."),
     (["1.0", 1, 2, 3], TypeError,
-     "The reward function 'bad' returned rewards=['1.0', 1, 2, 3]: wanted numbers or None."),
+     "The rewards of the reward function 'bad' must be numbers or None, got rewards=['1.0', 1, 2, 3]."),
     (["a", 1, 2, 3], TypeError,
-     "The reward function 'bad' returned rewards=['a', 1, 2, 3]: wanted numbers or None."),
+     "The rewards of the reward function 'bad' must be numbers or None, got rewards=['a', 1, 2, 3]."),
     ({0: 1.0}, TypeError,
-     "The reward function 'bad' returned rewards={0: 1.0}: wanted a list of 4 rewards (numbers or None)."),
-    ({7}, TypeError, "The reward function 'bad' returned rewards={7}: wanted a list of 4 rewards (numbers or None)."),
+     "The reward function 'bad' must return a list of 4 rewards (numbers or None), got rewards={0: 1.0}."),
+    ({7}, TypeError, "The reward function 'bad' must return a list of 4 rewards (numbers or None), got rewards={7}."),
     (b"abcd", TypeError,
-     "The reward function 'bad' returned rewards=b'abcd': wanted a list of 4 rewards (numbers or None)."),
+     "The reward function 'bad' must return a list of 4 rewards (numbers or None), got rewards=b'abcd'."),
     (itertools.count(), ValueError, "The reward function 'bad' returned more than 4 rewards, but 4 were expected (one "
      "per prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
-    ([0.0, float("-inf"), 0.0, 0.0], ValueError, "The reward function 'bad' returned -inf for completion 1: wanted a "
-     "finite number of float32, or None where it does not apply."),
-    ([0.0, 0.0, 1e39, 0.0], ValueError, "The reward function 'bad' returned 1e+39 for completion 2: wanted a finite "
-     "number of float32, or None where it does not apply."),
-    ([10**309, 0, 0, 0], TypeError, f"The reward function 'bad' returned {show('rewards', [10**309, 0, 0, 0])}: wanted "
-     "numbers or None."),
+    ([0.0, float("-inf"), 0.0, 0.0], ValueError, "The rewards of the reward function 'bad' must be finite in float32, "
+     "or None where it does not apply, got -inf for completion 1."),
+    ([0.0, 0.0, 1e39, 0.0], ValueError, "The rewards of the reward function 'bad' must be finite in float32, or None "
+     "where it does not apply, got 1e+39 for completion 2."),
+    ([10**309, 0, 0, 0], TypeError, "The rewards of the reward function 'bad' must be numbers or None, got "
+     f"{show('rewards', [10**309, 0, 0, 0])}."),
 ])  # fmt: skip
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_no_reward(returned, kind, text, asynchronous):
@@ -311,7 +311,9 @@ def test_a_metric_that_is_no_number():
         log_metric("share", "much")
         return [0.0] * 4
 
-    with pytest.raises(TypeError, match=r"^log_metric\('share', value\) got value='much': wanted a number."):
+    with pytest.raises(
+        TypeError, match=r"^The value of log_metric\('share', value\) must be a number, got value='much'."
+    ):
         call(wrong)
 
 
@@ -322,7 +324,9 @@ def test_a_reward_model_that_gives_no_number():
         def __call__(self, prompts, completions):
             return np.asarray([1.0, np.nan, 1.0, 1.0], np.float32)
 
-    with pytest.raises(ValueError, match="^The reward model 'judge' gave completion 1 the score nan: wanted a finite"):
+    with pytest.raises(
+        ValueError, match="^The scores of the reward model 'judge' must be finite, got nan for completion 1."
+    ):
         call(Judge(None, None))
 
 

@@ -1,4 +1,4 @@
-"""A margin column, centred rewards, accumulation, a cosine that rises first."""
+"""A margin column, centered rewards, accumulation, a cosine that rises first."""
 
 import sys
 

@@ -14,7 +14,7 @@ from trl_jax.trainer.collators import (
 from trl_jax.trainer.collators import DataCollatorForPreference as OfPrompts
 
 TEXTS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7]}]
-LABELLED = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [6, 7], "labels": [6, -100]}]
+LABELED = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [6, 7], "labels": [6, -100]}]
 PAIRS = [
     {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
     {"prompt_ids": [7, 8], "chosen_ids": [9, 10], "rejected_ids": [11, 12, 13]},
@@ -28,7 +28,7 @@ PACKED = [TEXTS[0] | {"seq_lengths": [3, 2]}, TEXTS[1] | {"seq_lengths": [1, 1]}
 
 @pytest.mark.parametrize("multiple", [None, 4])
 @pytest.mark.parametrize("form", [{}, {"padding_free": True}, {"return_position_ids": True}])
-@pytest.mark.parametrize("rows", [TEXTS, LABELLED, PACKED])
+@pytest.mark.parametrize("rows", [TEXTS, LABELED, PACKED])
 def test_the_collator_of_texts_is_trls(rows, form, multiple):
     torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl.trainer.sft_trainer")
     wanted = trl.DataCollatorForLanguageModeling(0, pad_to_multiple_of=multiple, **form)(rows)

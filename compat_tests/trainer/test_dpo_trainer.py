@@ -253,7 +253,7 @@ def test_a_stream_trains(model, tmp_path):
         make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True}, train_dataset=stream)
 
 
-def test_tokenised_rows_are_taken_as_they_are(model, tmp_path):
+def test_tokenized_rows_are_taken_as_they_are(model, tmp_path):
     first = make(trl_jax, model, tmp_path).train_dataset
     ids = first.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
     again = make(trl_jax, model, tmp_path, train_dataset=ids).train_dataset
@@ -269,7 +269,7 @@ def test_rows_of_early_releases_are_only_cut(model, tmp_path):
     trainer = make(trl_jax, model, tmp_path, {"max_length": 3}, train_dataset=rows)
     assert trainer.train_dataset[0] == {name: ids[:3] for name, ids in (texts | labels).items()}
     trainer.train()
-    words = "Row 0 of the prepared train_dataset, column 'chosen_labels'.*wanted a label for each of the 4"
+    words = "Row 0 of the prepared train_dataset, column 'chosen_labels': must have 4 labels, one for each id of"
     with pytest.raises(ValueError, match=words):
         wrong = Dataset.from_list([texts | labels | {"chosen_labels": [7]}])
         make(trl_jax, model, tmp_path, train_dataset=wrong)
@@ -323,7 +323,7 @@ def test_max_prompt_length_of_the_trainer_and_of_rows_that_are_joined(model, tmp
     ("config", "words"),
     [
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "together with `precompute_ref_log_probs=True`"),
-        ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5: wanted the policy's share of the new reference"),
+        ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha must be a number from 0.0 to 1.0, .*, got 1.5"),
         ({"ref_model_sync_steps": 0}, "ref_model_sync_steps=0"),
         ({"loss_type": "nothing"}, "Unknown loss type: nothing. Should be one of"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "`loss_weights` must have the same length"),
@@ -332,7 +332,7 @@ def test_max_prompt_length_of_the_trainer_and_of_rows_that_are_joined(model, tmp
         ({"loss_type": "exo_pair"}, "Label smoothing must be greater than 0.0"),
         ({"loss_type": "aot", "use_weighting": True}, "WPO-style weighting is not implemented"),
         ({"ld_alpha": 1.5}, "ld_alpha"),
-        ({"max_prompt_length": 0}, "max_prompt_length=0: wanted a whole number of at least 1"),
+        ({"max_prompt_length": 0}, "max_prompt_length must be a whole number of at least 1 or None, got 0"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path, config, words):
@@ -382,10 +382,10 @@ HARMLESS = {
 
 def test_arguments_of_earlier_years_pass_where_they_ask_for_nothing(model, tmp_path):
     """In the config and in the trainer; a loss by its name, or several in a tuple, in both."""
-    with pytest.warns(FutureWarning, match="reference_free=False asks for nothing"):
+    with pytest.warns(FutureWarning, match="reference_free=False has no effect"):
         config = trl_jax.DPOConfig(str(tmp_path), loss_type=("sigmoid", "sft"), **BASE, **HARMLESS)
     assert config.loss_type == ["sigmoid", "sft"]
-    with pytest.warns(FutureWarning, match="padding_value has no effect any more"):
+    with pytest.warns(FutureWarning, match="padding_value no longer has an effect"):
         one = make(trl_jax, model, tmp_path, loss_type="hinge", **HARMLESS)
     assert one.make_task().objective.names == ("hinge",)
     one.loss_types = ("hinge", "sft")

@@ -115,31 +115,33 @@ def test_texts_are_not_divided_over_devices(kind, given):
 
 
 REFUSED_BY_BOTH = [
-    ({"max_completion_length": None}, "max_completion_length=None: wanted a whole number of at least 1."),
-    ({"num_iterations": 0}, "num_iterations=0: wanted a whole number of at least 1."),
-    ({"steps_per_generation": 0}, "steps_per_generation=0: wanted a whole number of at least 1 or None."),
-    ({"temperature": 0}, "temperature=0: wanted a number above 0."),
-    ({"reward_timeout": 0}, "reward_timeout=0: wanted a number above 0."),
-    ({"top_p": 1.5}, "top_p=1.5: wanted at most 1.0. Lower it."),
-    ({"top_k": -2}, "top_k=-2: wanted a whole number of at least -1 or None."),
-    ({"min_p": -0.1}, "min_p=-0.1: wanted a number of at least 0 or None."),
-    ({"reward_weights": 0.5}, "reward_weights=0.5: wanted a list of numbers, one for each function."),
-    ({"reward_weights": [1.0, "a"]}, "reward_weights=[1.0, 'a']: wanted a list of numbers, one for each function."),
+    ({"max_completion_length": None}, "max_completion_length must be a whole number of at least 1, got None."),
+    ({"num_iterations": 0}, "num_iterations must be a whole number of at least 1, got 0."),
+    ({"steps_per_generation": 0}, "steps_per_generation must be a whole number of at least 1 or None, got 0."),
+    ({"temperature": 0}, "temperature must be a number above 0, got 0."),
+    ({"reward_timeout": 0}, "reward_timeout must be a number above 0, got 0."),
+    ({"top_p": 1.5}, "top_p must be at most 1.0, got 1.5."),
+    ({"top_k": -2}, "top_k must be a whole number of at least -1 or None, got -2."),
+    ({"min_p": -0.1}, "min_p must be a number of at least 0 or None, got -0.1."),
+    ({"reward_weights": 0.5}, "reward_weights must be a list of numbers, one for each reward function, got 0.5."),
+    ({"reward_weights": [1.0, "a"]},
+     "reward_weights must be a list of numbers, one for each reward function, got [1.0, 'a']."),
     ({"vllm_mode": "both"}, "vllm_mode='both' is not in this release of trl_jax; supported: server, colocate."),
     ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+' is not in this release of trl_jax: "
-     "completions are not held to a pattern; leave it out."),
+     "completions cannot be constrained to a pattern; leave it out."),
     ({"ref_model_mixup_alpha": 2.0},
-     "ref_model_mixup_alpha=2.0: wanted the policy's share of the new reference, from 0.0 to 1.0."),
-    ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs=[1] is a list: pass chat_template_kwargs as a dict, or as "
-     "a JSON object in a string such as '{\"key\": 1}'."),
+     "ref_model_mixup_alpha must be a number from 0.0 to 1.0, the weight of the policy in the updated "
+     "reference, got 2.0."),
+    ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs must be a dict, or a JSON object in a string such "
+     "as '{\"key\": 1}', got [1]."),
     ({"chat_template_kwargs": {"x": 1, "tokenize": False}}, "chat_template_kwargs has 'tokenize', which the trainer "
-     "passes itself: apply_chat_template would get multiple values for keyword argument 'tokenize'. Leave it out: "
-     "chat_template_path= and tools= are for the template and the tools."),
+     "passes itself: apply_chat_template would get multiple values for keyword argument 'tokenize'. Leave it out, "
+     "and use chat_template_path= for the template and tools= for the tools."),
 ]  # fmt: skip
 REFUSED = {
     RLOOConfig: [
-        ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range=(1.0, -1.0): wanted two numbers, the lower one first, "
-         "as in (-10.0, 10.0), or None."),
+        ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be two numbers in ascending order, such as "
+         "(-10.0, 10.0), or None, got (1.0, -1.0)."),
     ],
     GRPOConfig: [
         ({"loss_type": "ppo"}, "Unknown loss type: ppo. Should be one of ['grpo', 'dr_grpo', 'dapo', 'bnpo', 'cispo', "
@@ -158,10 +160,10 @@ REFUSED = {
          "`vllm_importance_sampling_mode` is a `*_truncate` mode."),
         ({"vllm_importance_sampling_mode": "word"}, "Unknown vLLM importance sampling level: word. Possible values are "
          "'token_truncate', 'token_mask', 'sequence_truncate', and 'sequence_mask'."),
-        ({"top_entropy_quantile": 1.1}, "top_entropy_quantile=1.1: wanted at most 1.0. Lower it."),
-        ({"beta": -1.0}, "beta=-1.0: wanted a number of at least 0."),
-        ({"delta": -1.0}, "delta=-1.0: wanted a number of at least 0 or None."),
-        ({"entropy_coef": float("nan")}, "entropy_coef=nan: wanted a number of at least -3.40282e+38."),
+        ({"top_entropy_quantile": 1.1}, "top_entropy_quantile must be at most 1.0, got 1.1."),
+        ({"beta": -1.0}, "beta must be a number of at least 0, got -1.0."),
+        ({"delta": -1.0}, "delta must be a number of at least 0 or None, got -1.0."),
+        ({"entropy_coef": float("nan")}, "entropy_coef must be a number of at least -3.40282e+38, got nan."),
     ],
 }  # fmt: skip
 CASES = [(kind, *case) for kind, cases in REFUSED.items() for case in (*cases, *REFUSED_BY_BOTH)]
@@ -176,21 +178,24 @@ def test_values_that_are_refused(kind, given, text):
 
 @BOTH
 def test_keys_of_generation_kwargs_that_are_not_built(kind):
-    with pytest.raises(ValueError, match=r"^generation_kwargs holds \['num_beams'\], which are not in this release"):
+    with pytest.raises(
+        ValueError, match=r"^generation_kwargs has the keys \['num_beams'\], which are not in this release"
+    ):
         kind("out", generation_kwargs={"num_beams": 2, "top_p": 0.5})
 
 
 @BOTH
 @pytest.mark.parametrize(("given", "text"), [
-    ({"use_vllm": True}, "use_vllm=True: completions are written by trl_jax's own generator, in this process; no "
-     "server is asked, and what configures vLLM has no effect."),
+    ({"use_vllm": True}, "use_vllm=True: completions come from trl_jax's own generator, in this process. No "
+     "vLLM server is contacted, and vLLM's options have no effect."),
     ({"use_transformers_continuous_batching": True},
-     "use_transformers_continuous_batching=True: completions are written by trl_jax's own generator."),
-    ({"cache_implementation": "static"}, "cache_implementation='static' has no effect in trl_jax: completions are "
-     "written by trl_jax's own generator, whose cache has one form."),
-    ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False has no effect in trl_jax: completions are "
-     "written by trl_jax's own generator, which gathers a layer at a time."),
-    ({"data_seed": 3}, "data_seed=3 has no effect in trl_jax: prompts come in the order of shuffle_dataset and seed."),
+     "use_transformers_continuous_batching=True: completions come from trl_jax's own generator."),
+    ({"cache_implementation": "static"}, "cache_implementation='static' has no effect in trl_jax: completions "
+     "come from trl_jax's own generator, which has one kind of cache."),
+    ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False has no effect in trl_jax: completions "
+     "come from trl_jax's own generator, which gathers one layer at a time."),
+    ({"data_seed": 3},
+     "data_seed=3 has no effect in trl_jax: shuffle_dataset and seed determine the order of prompts."),
 ])  # fmt: skip
 def test_values_that_are_said_in_one_line(kind, given, text):
     quiet = {"vllm_mode": "server", "vllm_server_port": 9, "vllm_gpu_memory_utilization": 0.5}
@@ -201,8 +206,8 @@ def test_values_that_are_said_in_one_line(kind, given, text):
 
 
 @pytest.mark.parametrize(("given", "text", "now"), [
-    ({"max_prompt_length": 64}, "max_prompt_length=64 is deprecated, and TRL no longer has it: of longer prompts the "
-     "last 64 tokens stay, as it was. Leave it out to keep prompts whole.", {"max_prompt_length": 64}),
+    ({"max_prompt_length": 64}, "max_prompt_length=64 is deprecated, and TRL no longer has it. It still keeps the "
+     "last 64 tokens of longer prompts. Leave it out to keep prompts whole.", {"max_prompt_length": 64}),
     ({"use_transformers_paged": True}, "`use_transformers_paged` is deprecated and will be removed in v2.0.0. Use "
      "`use_transformers_continuous_batching` instead.", {"use_transformers_continuous_batching": True}),
     ({"vllm_importance_sampling_cap": 2.5}, "The `vllm_importance_sampling_cap` argument is deprecated and will be "
@@ -228,7 +233,7 @@ def test_arguments_of_earlier_releases_are_told_at_the_callers_line(given, text,
     (RLOOConfig, "local_rollout_forward_batch_size", None, 64), (RLOOConfig, "stop_token", None, "eos"),
 ])  # fmt: skip
 def test_names_of_earlier_releases(kind, old, new, value):
-    with pytest.warns(FutureWarning, match=f"^{old} (is an old name: use {new}|has no effect any more; leave it out)"):
+    with pytest.warns(FutureWarning, match=f"^{old} (is an old name: use {new}|no longer has an effect; leave it out)"):
         args = kind("out", **{old: value})
     assert new is None or vars(args)[new] == value
 
@@ -247,12 +252,13 @@ def test_how_generations_were_cut_and_ended(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "text"), [
-    ({"normalize_reward": True}, "normalise in the reward function"),
-    ({"non_eos_penalty": True}, "use missing_eos_penalty, which is taken off the score"),
-    ({"stop_token": "period"}, "stop_token='period': wanted 'eos'. Of other tokens, use generation_kwargs="),
-    ({"stop_token_id": 2, "generation_kwargs": {}}, "stop_token_id=2 beside generation_kwargs: use"),
-    ({"reward_clip_range": 10.0}, "reward_clip_range=10.0: wanted two numbers, .* a single number counted with"),
-    ({"total_episodes": 0}, "total_episodes=0"),
+    ({"normalize_reward": True}, "normalize in the reward function"),
+    ({"non_eos_penalty": True}, "use missing_eos_penalty, which is subtracted from the score"),
+    ({"stop_token": "period"}, "stop_token must be 'eos', got 'period'. For other tokens, use generation_kwargs="),
+    ({"stop_token_id": 2, "generation_kwargs": {}}, "stop_token_id=2 cannot be combined with generation_kwargs: use"),
+    ({"reward_clip_range": 10.0},
+     "reward_clip_range must be two numbers .*, got 10.0..* a single number had an effect only with"),
+    ({"total_episodes": 0}, "total_episodes must be a whole number of at least 1 or None, got 0"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_had_another_meaning(given, text):

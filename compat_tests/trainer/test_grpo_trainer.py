@@ -177,7 +177,7 @@ def test_vllm_is_told_of_in_one_line(make, recwarn, caplog):
     make(config={"use_vllm": True})
     told = [str(w.message) for w in recwarn if "use_vllm" in str(w.message)]
     told += [record.getMessage() for record in caplog.records if "use_vllm" in record.getMessage()]
-    assert len(told) == 1 and "no server is asked" in told[0] and "\n" not in told[0]
+    assert len(told) == 1 and "No vLLM server is contacted" in told[0] and "\n" not in told[0]
 
 
 # Rewards
@@ -288,35 +288,44 @@ def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
 FALSE_ROLLOUTS = {
     "no logprobs": ({"logprobs": ...}, r"must return keys \['logprobs'\] in its output dict"),
     "too few": ({"completion_ids": [[5]]}, "rollout_func got 8 prompts but returned 1 completion_ids"),
-    "empty": ({"completion_ids": [[5], []] * 4}, r"completion_ids\[1\]: found \[\], wanted a list of at least one t"),
+    "empty": (
+        {"completion_ids": [[5], []] * 4},
+        r"completion_ids\[1\]: must be a list of at least one token id, got \[\]",
+    ),
     "mask": ({"env_mask": [[1]] * 8}, "env_mask without exactly one number per token"),
     "mask of another length": ({"env_mask": [[1, 1]] * 7}, "env_mask without exactly one number per token"),
-    "mask of texts": ({"env_mask": [["0", "1"]] * 8}, r"env_mask\[0\] has '0', wanted 0 or 1"),
-    "mask of fractions": ({"env_mask": [[1, 1]] * 7 + [[0.5, 1]]}, r"env_mask\[7\] has 0.5, wanted 0 or 1"),
-    "mask of other numbers": ({"env_mask": np.full((8, 2), 2)}, r"env_mask\[0\] has .*2.*, wanted 0 or 1"),
-    "mask of nothing": ({"env_mask": [[None, 1]] * 8}, r"env_mask\[0\] has None, wanted 0 or 1"),
-    "mask of no lists": ({"env_mask": [1] * 8}, r"returned 1 as env_mask\[0\], wanted a list"),
+    "mask of texts": ({"env_mask": [["0", "1"]] * 8}, r"env_mask\[0\] must be 0 or 1 for each token, got '0'"),
+    "mask of fractions": (
+        {"env_mask": [[1, 1]] * 7 + [[0.5, 1]]},
+        r"env_mask\[7\] must be 0 or 1 for each token, got 0.5",
+    ),
+    "mask of other numbers": (
+        {"env_mask": np.full((8, 2), 2)},
+        r"env_mask\[0\] must be 0 or 1 for each token, got .*2",
+    ),
+    "mask of nothing": ({"env_mask": [[None, 1]] * 8}, r"env_mask\[0\] must be 0 or 1 for each token, got None"),
+    "mask of no lists": ({"env_mask": [1] * 8}, r"must return a list as env_mask\[0\], got 1"),
     **{f"the key {key}": ({key: ["a"] * 8}, f"rollout_func returned the key '{key}', .* would get") for key in GIVEN},
-    "one text": ({"completion_ids": "abcdefgh"}, "returned 'abcdefgh' as completion_ids, wanted a list"),
-    "one number": ({"completion_ids": 5}, "returned 5 as completion_ids, wanted a list"),
+    "one text": ({"completion_ids": "abcdefgh"}, "must return a list as completion_ids, got 'abcdefgh'"),
+    "one number": ({"completion_ids": 5}, "must return a list as completion_ids, got 5"),
 }
 FALSE_IDS = {
     "too large": ([5, 10], "position 1: token id 10 is outside the model's vocabulary (vocab_size=10)"),
     "far too large": ([5, 2**70], f"position 1: token id {2**70} is outside"),
     "negative": ([-1, 5], "position 0: token id -1 is outside"),
     "unsigned": (np.asarray([2**63], np.uint64), f"position 0: token id {2**63} is outside"),
-    "floats": ([5.0, 6.0], "position 0: found 5.0 (float), wanted an int, a token id from 0 to 9"),
-    "an array of floats": (np.ones(2), "position 0: found 1.0 (float)"),
-    "texts": (["5", "6"], "position 0: found '5' (str)"),
-    "a text among ints": ([5, "6"], "position 1: found '6' (str)"),
-    "bools": ([True, False], "position 0: found True (bool)"),
-    "a bool among ints": ([5, True], "position 1: found True (bool)"),
-    "an array of bools": (np.ones(2, bool), "position 0: found True (bool)"),
-    "None": ([5, None], "position 1: found None (NoneType)"),
-    "lists": ([[5], [6]], "found [[5], [6]], wanted a list of at least one token id"),
-    "lists of different lengths": ([[5], [6, 7]], "found [[5], [6, 7]], wanted a list"),
-    "a number": (5, "found 5, wanted a list"),
-    "nothing": (None, "found None, wanted a list"),
+    "floats": ([5.0, 6.0], "position 0: must be a token id from 0 to 9, got 5.0 (float)."),
+    "an array of floats": (np.ones(2), "position 0: must be a token id from 0 to 9, got 1.0 (float)"),
+    "texts": (["5", "6"], "position 0: must be a token id from 0 to 9, got '5' (str)"),
+    "a text among ints": ([5, "6"], "position 1: must be a token id from 0 to 9, got '6' (str)"),
+    "bools": ([True, False], "position 0: must be a token id from 0 to 9, got True (bool)"),
+    "a bool among ints": ([5, True], "position 1: must be a token id from 0 to 9, got True (bool)"),
+    "an array of bools": (np.ones(2, bool), "position 0: must be a token id from 0 to 9, got True (bool)"),
+    "None": ([5, None], "position 1: must be a token id from 0 to 9, got None (NoneType)"),
+    "lists": ([[5], [6]], "must be a list of at least one token id, got [[5], [6]]"),
+    "lists of different lengths": ([[5], [6, 7]], "must be a list of at least one token id, got [[5], [6, 7]]"),
+    "a number": (5, "must be a list of at least one token id, got 5"),
+    "nothing": (None, "must be a list of at least one token id, got None"),
 }
 
 
@@ -349,7 +358,7 @@ def test_ids_of_a_rollout_func_come_in_any_list(given):
 
 
 def test_a_rollout_func_returns_a_dict():
-    with pytest.raises(TypeError, match=r"^rollout_func returned \[\], wanted a dict with prompt_ids, completion_ids"):
+    with pytest.raises(TypeError, match=r"^rollout_func must return a dict with prompt_ids, completion_ids"):
         written_by(lambda prompts: [], ["a"], 10)
 
 

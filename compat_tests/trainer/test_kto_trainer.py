@@ -83,7 +83,7 @@ def test_prepared_rows_are_trls(checkpoint, tmp_path, rows, config):
     assert estimates == ("KL_completion_ids" in ours.column_names)
 
 
-def test_rows_that_are_tokenised_are_taken_as_they_are(model, tmp_path):
+def test_rows_that_are_tokenized_are_taken_as_they_are(model, tmp_path):
     prepared = make(trl_jax, model, tmp_path).train_dataset
     ids = prepared.select_columns(["prompt_ids", "completion_ids", "label"])
     found = make(trl_jax, model, tmp_path, train_dataset=ids).train_dataset
@@ -219,8 +219,14 @@ def test_arguments_that_are_refused(model, tmp_path, config, words):
     ("rows", "words"),
     [
         ([{"prompt": "a", "completion": "b"}], "needs the columns 'prompt', 'completion' and 'label', or 'chosen'"),
-        ([{"prompt": "a", "completion": "b", "label": 2}], "Row 0 of train_dataset, column 'label': found 2"),
-        ([{"prompt": "a", "completion": "b", "label": None}], "Row 0 of train_dataset, column 'label': found None"),
+        (
+            [{"prompt": "a", "completion": "b", "label": 2}],
+            "Row 0 of train_dataset, column 'label': must be true for a desirable answer, false for any other, got 2",
+        ),
+        (
+            [{"prompt": "a", "completion": "b", "label": None}],
+            "column 'label': must be true for a desirable answer, false for any other, got None",
+        ),
         ([{"prompt": "a", "completion": None, "label": True}], "Row 0 of train_dataset, column 'completion'"),
         ([{"prompt": "a", "chosen": "b", "rejected": 3}], "Row 1 of the unpaired train_dataset, column 'completion'"),
     ],
@@ -237,7 +243,7 @@ def test_arguments_of_earlier_releases(model, tmp_path):
     for name, value in gone.items():
         with pytest.raises(TypeError, match=f"{name}={value!r}"):
             trl_jax.KTOConfig(str(tmp_path), use_cpu=True, **{name: value})
-    with pytest.warns(FutureWarning, match="label_pad_token_id has no effect any more"):
+    with pytest.warns(FutureWarning, match="label_pad_token_id no longer has an effect"):
         trl_jax.KTOConfig(str(tmp_path), use_cpu=True, label_pad_token_id=-100)
     with pytest.raises(TypeError, match="model_adapter_name"):
         make(trl_jax, model, tmp_path, model_adapter_name="other")

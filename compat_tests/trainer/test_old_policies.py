@@ -39,7 +39,7 @@ def old_config(out, **more):
     return trl_jax.RLOOConfig(str(out), **given)
 
 
-def tokenised(tokenizer, n=8):
+def tokenized(tokenizer, n=8):
     """Rows as the examples of TRL 0.21 made them."""
     rows = Dataset.from_list(prompt_rows(n))
     return rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, remove_columns=rows.column_names)
@@ -60,8 +60,8 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
         policy=AutoModelForCausalLM.from_pretrained(policy),
         ref_policy=reference,
         reward_model=AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1),
-        train_dataset=tokenised(tokenizer),
-        eval_dataset=tokenised(tokenizer, 2),
+        train_dataset=tokenized(tokenizer),
+        eval_dataset=tokenized(tokenizer, 2),
     )
     # 16 completions a generation in 2 steps, each twice; 30 completions are 2 generations.
     assert (args.generation_batch_size, args.steps_per_generation, args.max_steps) == (16, 4, 8)

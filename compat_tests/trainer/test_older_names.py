@@ -215,5 +215,5 @@ def test_a_models_arguments_answer_what_moved_to_the_trainers():
     assert model.trust_remote_code is False and args.trust_remote_code is True
     with pytest.warns(FutureWarning, match="^torch_dtype is an old name: use dtype.$"):
         assert trl_jax.ModelConfig("model", torch_dtype="float16") == trl_jax.ModelConfig("model", dtype="float16")
-    with pytest.raises(TypeError, match="are one argument. Leave torch_dtype out"):
+    with pytest.raises(TypeError, match="are the same argument. Leave torch_dtype out"):
         trl_jax.ModelConfig(torch_dtype="float16", dtype="float16")

@@ -194,7 +194,7 @@ def test_what_cannot_be_changed_is_told(make):
     with pytest.raises(ValueError, match="reward_funcs now has 2 functions, but had 1"):
         trainer.train()
     trainer.reward_funcs[:] = ["folder"]
-    with pytest.raises(TypeError, match=r"reward_funcs\[0\] is now a str: wanted a function"):
+    with pytest.raises(TypeError, match=r"reward_funcs\[0\] must be replaced by a function, got a str"):
         trainer.train()
     trainer.args.gradient_accumulation_steps = 4
     with pytest.raises(ValueError, match="sizes of a generation were changed after the trainer was made"):
@@ -243,7 +243,7 @@ def test_an_empty_prompt(kind, make):
 
 def test_rows_that_are_no_dataset(make):
     trainer = make()
-    with pytest.raises(TypeError, match="got a list, wanted a Dataset or IterableDataset"):
+    with pytest.raises(TypeError, match="must be a Dataset or IterableDataset of datasets, got a list"):
         trainer.evaluate(prompt_rows(4))
     rows = Dataset.from_list([{"prompt": ""}, {"prompt": "a"}]).select([1])
     assert check_prompts(rows, "train", tiny_tokenizer()) is rows

@@ -1,4 +1,4 @@
-"""What scripts do to a trainer beside constructing it: honoured as TRL does, or refused by name."""
+"""What scripts do to a trainer beside constructing it: honored as TRL does, or refused by name."""
 
 from __future__ import annotations
 

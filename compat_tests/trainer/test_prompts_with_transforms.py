@@ -79,7 +79,7 @@ def test_a_resumed_run_goes_on_as_with_a_plain_table(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("made", "kind", "words"), [
-    ({"prompt": None}, ValueError, r"Row \d of train_dataset, column 'prompt': found None"),
+    ({"prompt": None}, ValueError, r"Row \d of train_dataset, column 'prompt': must be a string.*, got None"),
     ({"prompt": "\ud800"}, ValueError, r"Row \d of train_dataset"),
     ({"text": "a"}, ValueError, r"Row \d of train_dataset.*'prompt'"),
 ])  # fmt: skip

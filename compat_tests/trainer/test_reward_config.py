@@ -130,21 +130,21 @@ def test_every_refusal_is_in_the_error():
         )
     assert str(error.value).splitlines() == [
         (
-            "lr_scheduler_type='reduce_lr_on_plateau' follows a metric of the evaluation, and eval_strategy is 'no'."
+            "lr_scheduler_type='reduce_lr_on_plateau' follows an evaluation metric, but eval_strategy is 'no'."
             " Set eval_strategy."
         ),
-        "accelerator_config='a.json': there is no such file. Pass a JSON file, a dict, or leave it out.",
+        "accelerator_config='a.json': there is no such file. Pass a JSON file or a dict, or leave it out.",
         (
-            "fsdp holds ['shards']: wanted some of full_shard, shard_grad_op, no_shard, hybrid_shard,"
+            "fsdp must be some of full_shard, shard_grad_op, no_shard, hybrid_shard,"
             " hybrid_shard_zero2, offload, auto_wrap."
         ),
-        "max_length=0: wanted a whole number of at least 1 or None.",
+        "max_length must be a whole number of at least 1 or None, got 0.",
     ]
 
 
 def test_processes_on_several_hosts_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="WORLD_SIZE=4 is set .* Start the script once a host, with python."):
+    with pytest.raises(ValueError, match="WORLD_SIZE=4 is set .* Start the script once per host, with python."):
         RewardConfig("out")
 
 
@@ -196,7 +196,7 @@ def test_a_deepspeed_file_of_the_launcher(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("zzz", "RewardConfig has no argument 'zzz': no argument has a name like it."),
+        ("zzz", "RewardConfig has no argument 'zzz': no argument has a similar name."),
         ("max_lenght", "RewardConfig has no argument 'max_lenght': did you mean max_length?"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_subclass_s_own_defaults_are_held_to_the_same_rules():
 
 def test_help_says_what_auto_padding_does():
     [told] = [f.metadata["help"] for f in dataclasses.fields(RewardConfig) if f.name == "pad_to_multiple_of"]
-    for words in ("32 tokens apart, from 256 on four an octave", "do not depend on it"):
+    for words in ("multiples of 32 up to 256, then four per doubling", "do not depend on it"):
         assert words in told
 
 
@@ -324,7 +324,9 @@ def test_checked_again_after_a_change():
     args = RewardConfig("out")
     assert args.check() == []
     args.set_optimizer(name="lomo")
-    with pytest.raises(ValueError, match="optim='lomo' is not in this release of trl_jax; the nearest that is: ada"):
+    with pytest.raises(
+        ValueError, match="optim='lomo' is not in this release of trl_jax; the closest supported optimizer is ada"
+    ):
         args.check()
 
 

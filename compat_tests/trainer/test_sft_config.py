@@ -70,7 +70,7 @@ def test_values_of_earlier_releases_are_told_at_the_callers_line(name, old, new)
     ("num_of_sequences", None, 5), ("chars_per_token", None, 3.6),
 ])  # fmt: skip
 def test_names_of_earlier_releases(old, new, value):
-    with pytest.warns(FutureWarning, match=f"^{old} (is an old name: use {new}|has no effect any more; leave it out)"):
+    with pytest.warns(FutureWarning, match=f"^{old} (is an old name: use {new}|no longer has an effect; leave it out)"):
         args = SFTConfig("out", **{old: value})
     assert new is None or vars(args)[new] == value
 
@@ -103,8 +103,8 @@ def test_selective_checkpointing_keeps_products(name):
     ({"truncation_mode": "middle"}, "Unsupported truncation mode: middle, expected 'keep_start' or 'keep_end'"),
     ({"packing_strategy": "ffd"},
      "packing_strategy='ffd' is not in this release of trl_jax; supported: bfd, bfd_split, wrapped."),
-    ({"label_smoothing_factor": 1.5}, "label_smoothing_factor=1.5: wanted at most 1.0. Lower it."),
-    ({"router_aux_loss_coef": -1}, "router_aux_loss_coef=-1: wanted a number of at least 0 or None."),
+    ({"label_smoothing_factor": 1.5}, "label_smoothing_factor must be at most 1.0, got 1.5."),
+    ({"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number of at least 0 or None, got -1."),
     ({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"selective": True}},
      "`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`."),
     ({"gradient_checkpointing_kwargs": {"selective": True, "use_reentrant": True}},
@@ -120,7 +120,7 @@ def test_values_that_are_refused(given, text):
 @pytest.mark.parametrize(("given", "text"), [
     ({"label_smoothing_factor": 0.1, "loss_type": "dft"}, "label_smoothing_factor=0.1 has no effect with loss_type="),
     ({"dataset_kwargs": {"add_special_tokens": False}}, r"dataset_kwargs holds \['add_special_tokens'\], which have"),
-    ({"use_liger_kernel": True}, "use_liger_kernel=True has no effect in trl_jax: XLA brings the kernels"),
+    ({"use_liger_kernel": True}, "use_liger_kernel=True has no effect in trl_jax: XLA compiles its own kernels"),
     ({"label_names": ["mine"]}, r"label_names=\['mine'\] has no effect in trl_jax: the column of labels is called"),
 ])  # fmt: skip
 def test_values_that_are_warned_of(given, text):

@@ -89,7 +89,7 @@ def test_keywords_of_earlier_releases(folder, tmp_path):
     texts = [str(warning.message) for warning in told]
     for said in ("max_seq_length is an argument of SFTConfig now: use SFTConfig(max_length=...).",
                  "packing is an argument of SFTConfig now: use SFTConfig(packing=...).",
-                 "dataset_batch_size has no effect any more; leave it out: TRL no longer has it."):  # fmt: skip
+                 "dataset_batch_size no longer has an effect; leave it out: TRL no longer has it."):  # fmt: skip
         assert said in texts
     assert (trainer.args.max_length, trainer.args.seed, trainer.args.packing) == (16, 3, True)
     assert trainer.train_dataset.column_names == ["input_ids", "labels", "seq_lengths"]
@@ -142,7 +142,7 @@ def accuracy(found):
     return {"right": float((np.argmax(logits, -1) == labels)[real].mean()), "targets": int(real.sum())}
 
 
-LABELLED = {
+LABELED = {
     "padded": {"pad_to_multiple_of": None},
     "multiple": {"pad_to_multiple_of": 8},
     "completions": {"pad_to_multiple_of": None},
@@ -156,7 +156,7 @@ LABELLED = {
 
 @usual("padded", "multiple", "end to end, multiple", "packed")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", LABELLED)
+@pytest.mark.parametrize("name", LABELED)
 def test_compute_metrics_and_predict_give_what_trl_gives(name, folder, tmp_path):
     trl = pytest.importorskip("trl")
     rows, found = text_rows(6, "prompt", seed=4), {}
@@ -164,7 +164,7 @@ def test_compute_metrics_and_predict_give_what_trl_gives(name, folder, tmp_path)
         rows = [{"prompt": row["prompt"][:4], "completion": row["prompt"][4:]} for row in rows]
     else:
         rows = [{"text": row["prompt"]} for row in rows]
-    config = LABELLED[name] | {"per_device_eval_batch_size": 4}
+    config = LABELED[name] | {"per_device_eval_batch_size": 4}
     for package in (trl_jax, trl):
         trainer = make(package, folder, tmp_path / package.__name__, rows=rows, compute_metrics=accuracy,
                        eval_dataset=Dataset.from_list(rows), config=config)  # fmt: skip

@@ -95,11 +95,13 @@ def test_saving_the_best_of_nothing(folder, tmp_path):
 def test_what_setters_change_is_checked_too(folder, tmp_path):
     args = trl_jax.RewardConfig(str(tmp_path), use_cpu=True, report_to="none")
     args.set_optimizer(name="lomo")
-    with pytest.raises(ValueError, match="optim='lomo' is not in this release of trl_jax; the nearest that is"):
+    with pytest.raises(
+        ValueError, match="optim='lomo' is not in this release of trl_jax; the closest supported optimizer is"
+    ):
         trl_jax.RewardTrainer(str(folder), args, train_dataset=table(4))
     args.set_optimizer(name="adamw_torch")
     args.per_device_train_batch_size = 0
-    with pytest.raises(ValueError, match="per_device_train_batch_size=0: wanted a whole number of at least 1"):
+    with pytest.raises(ValueError, match="per_device_train_batch_size must be a whole number of at least 1, got 0"):
         trl_jax.RewardTrainer(str(folder), args, train_dataset=table(4))
 
 

@@ -1,4 +1,4 @@
-"""Every optimiser beside torch's, transformers' or its paper, step by step; adaptive schedules beside theirs."""
+"""Every optimizer beside torch's, transformers' or its paper, step by step; adaptive schedules beside theirs."""
 
 from __future__ import annotations
 
@@ -228,11 +228,12 @@ def test_a_schedule_that_follows_a_metric_goes_on_from_its_state(kind):
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
-        ("sgd", "weight_decay=0.1", "optim_args holds 'weight_decay': optim='sgd' takes momentum, dampening, nesterov; "
+        ("sgd", "weight_decay=0.1",
+         "optim_args has the key 'weight_decay', but optim='sgd' takes momentum, dampening, nesterov; "
          "weight_decay is an argument of its own."),
-        ("adamw_torch", "foo=1", "optim_args holds 'foo': optim='adamw_torch' takes no keys; leave it out."),
-        ("sgd", "momentum", "optim_args='momentum': momentum has no value, wanted momentum=VALUE."),
-        ("sgd", "momentum=much", "optim_args: momentum='much', wanted a value of type float."),
+        ("adamw_torch", "foo=1", "optim_args has the key 'foo', but optim='adamw_torch' takes no keys; leave it out."),
+        ("sgd", "momentum", "optim_args must be KEY=VALUE pairs, got 'momentum': momentum has no value."),
+        ("sgd", "momentum=much", "momentum of optim_args must be of type float, got 'much'."),
         ("sgd", "nesterov=true", "optim_args='nesterov=true': nesterov needs a momentum and no dampening."),
     ],
 )  # fmt: skip

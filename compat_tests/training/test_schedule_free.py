@@ -1,4 +1,4 @@
-"""Schedule-free optimisers beside their authors' package, optax's and the formula of the package in double precision.
+"""Schedule-free optimizers beside their authors' package, optax's and the formula of the package in double precision.
 
 The package keeps y and z, from which x is worked out; here it is x and z.
 """
@@ -31,7 +31,7 @@ def found(kind, r=0.0, weight_lr_power=2.0, **given):
 
 
 def packages(kind, weight_decay=0.0, **how):
-    reason = "schedulefree, which TRL needs for these optimisers, is not installed"
+    reason = "schedulefree, which TRL needs for these optimizers, is not installed"
     free, torch = pytest.importorskip("schedulefree", reason=reason), pytest.importorskip("torch")
     params = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start().items()}
     groups = [

@@ -34,7 +34,7 @@ def test_tensorboard_has_every_number_that_was_logged(folder, tmp_path, monkeypa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unset")  # restored afterwards: logging_dir sets it
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unset")  # restored afterward: logging_dir sets it
     config = {
         "report_to": "tensorboard",
         "logging_dir": str(tmp_path / "logs"),

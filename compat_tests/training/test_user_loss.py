@@ -266,7 +266,7 @@ def torch_model(folder, **how):
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **how)
 
 
-def test_a_torch_model_has_the_trained_weights_afterwards(folder, tmp_path):
+def test_a_torch_model_has_the_trained_weights_afterward(folder, tmp_path):
     model = torch_model(folder)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = make(trl_jax, model, tmp_path / "object", config=config())

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     if not Path(args.script).is_file():
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     if args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1.")
+        raise ValueError(f"--steps must be at least 1, got {args.steps}.")
     records = {}
     for side in SIDES:
         print(f"{args.steps} steps under {side} ...", file=sys.stderr, flush=True)
@@ -110,7 +110,7 @@ def run(side: str, script: str, flags: list[str], steps: int) -> Record:
 # Comparison of two records
 
 _SAME = 1e-3  # relative; a smaller difference of losses is rounding, from sums in a different order
-_PANELS = {"loss": "loss (grey: TRL, blue: trl_jax)", "grad_norm": "gradient norm", "reward": "reward"}
+_PANELS = {"loss": "loss (gray: TRL, blue: trl_jax)", "grad_norm": "gradient norm", "reward": "reward"}
 _COLORS = ("#8c959f", "#1f6feb")
 
 

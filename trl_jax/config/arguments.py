@@ -1,4 +1,4 @@
-"""Declare an argument in one line: default, help, how it is handled, and the rule that its values obey."""
+"""Declare an argument in one line: default, help, how it is handled, and the rule that checks its values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class Handling:
     """How an argument is handled.
 
     Attributes:
-        how: "native" as in TRL; "mapped" to what JAX has; without effect, which is "silent" or "warned" about; or
-            "refused" unless it is the default.
-        why: the reason in a warning or refusal, and what to do instead.
-        rule: refuses single values.
-        note: makes the warning for an accepted value, where it depends on the value.
-        is_off: true of values that mean the default though they are not equal to it.
-        supported: the names to choose from, where transformers lists others.
+        how: "native": as in TRL; "mapped": to what JAX has; "silent" or "warned": no effect, without or with a
+            warning; "refused": an error unless it is the default.
+        why: the reason in a warning or error, and what to do instead.
+        rule: checks a value and returns an error text or None.
+        note: returns a warning about an accepted value, or None.
+        is_off: whether a value means the same as the default.
+        supported: the names to choose from, if transformers lists others.
+        help: text of --help for an argument of transformers that means something else under JAX.
     """
 
     how: How = "native"
@@ -35,11 +36,12 @@ class Handling:
     note: Rule | None = None
     is_off: Callable[[Any], bool] | None = None
     supported: tuple[str, ...] = ()
+    help: str = ""
 
 
 class Help(str):
-    """An argument's help, which carries its handling: HfArgumentParser passes all of a field's metadata to argparse, so
-    the metadata can have no key of its own for it."""
+    """An argument's help text with its handling attached. The handling cannot have a key of its own in the metadata of
+    the field, because HfArgumentParser passes every key to argparse."""
 
     handling: Handling
 
@@ -51,7 +53,7 @@ def arg(
 
     Args:
         default: a list is copied for each config.
-        choices: the values that a command line takes.
+        choices: values accepted on the command line.
         handling: `how`, `why`, `rule`, `note`, `is_off` and `supported` of `Handling`.
     """
     return _field(default, help, Handling(**handling), {} if choices is None else {"choices": list(choices)}, kw_only)
@@ -64,10 +66,12 @@ def redeclared(field: dataclasses.Field, handling: Handling, **changes: Any) -> 
     """
     metadata = dict(field.metadata)
     (default,) = defaults_of([field]).values()
-    default, text = changes.pop("default", default), changes.pop("help", metadata.pop("help", ""))
+    default, text = changes.pop("default", default), metadata.pop("help", "")
     kw_only = changes.pop("kw_only", field.kw_only)
     if "choices" in changes:
         metadata["choices"] = list(changes.pop("choices"))
+    if "help" in changes:
+        text, changes["help"] = changes["help"], ""  # no longer what `handling.help` says
     if "how" in changes:
         changes = {"why": ""} | changes
     return _field(default, text, dataclasses.replace(handling, **changes), metadata, kw_only)
@@ -83,9 +87,9 @@ def _field(default: Any, text: str, handling: Handling, metadata: Mapping[str, A
 
 
 def declared(kind: type) -> dict[str, Handling]:
-    """name -> handling, of the fields that `kind` or a base class declares with `arg`.
+    """name -> handling, for the fields that `kind` or a base class declares with `arg`.
 
-    A field that a script's own class declares again, in whatever way, is handled as before.
+    A field that a script's own class declares again is handled as before.
     """
     return {
         name: field.metadata["help"].handling
@@ -97,7 +101,7 @@ def declared(kind: type) -> dict[str, Handling]:
 
 
 def handled(names: str, how: How, why: str = "", **handling: Any) -> dict[str, Handling]:
-    """The same handling for several arguments, whose names are separated by spaces."""
+    """The same handling for several arguments; `names` is separated by spaces."""
     return {name: Handling(how, why, **handling) for name in names.split()}
 
 
@@ -111,17 +115,17 @@ def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
 def validate(
     table: Mapping[str, Handling], values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Check values against a table: (refusals, warnings), one line each.
+    """Check values against a table and return (errors, warnings), one line each.
 
     Args:
-        values: holds every name of the table; other names (fields that a script's own class adds) are left alone.
-        defaults: this release's. A default that a script's own class changed counts like a value that was passed.
+        values: has every name in the table; other names (fields that a script's own class adds) are ignored.
+        defaults: this release's. A default that a script's own class changed counts as a value that was passed.
     """
     refusals, warnings = [], []
     for name, line in table.items():
         value = values[name]
-        if isinstance(value, np.ndarray):  # whose comparisons are arrays
-            refusals.append(f"{show(name, value)} is an array: no argument takes one. Pass a plain value.")
+        if isinstance(value, np.ndarray):  # comparing it would give an array
+            refusals.append(f"{show(name, value)} is an array, but no argument takes one. Pass a plain value.")
         elif line.rule is not None and (problem := line.rule(name, value, values)):
             refusals.append(problem)
         elif differs_from_default(value, defaults[name], line):

@@ -24,15 +24,15 @@ from trl_jax.config.arguments import Handling, arg, declared, defaults_of, handl
 from trl_jax.config.devices import end_other_processes, launcher_aside, mesh_sizes, note_of, sharding_of_launcher
 from trl_jax.config.optimizers import OPTIMIZERS, SCHEDULES
 from trl_jax.config.renamed import RENAMED, OldNames, todays_name
-from trl_jax.config.rules import as_bool, as_pad_multiple, bool_fields, wanted_bool
+from trl_jax.config.rules import as_bool, as_pad_multiple, bool_error, bool_fields
 from trl_jax.config.shared import TextArguments
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 
 # ----------------------------------------------------------------------------------------------------
-# transformers' TrainingArguments without torch: devices and processes are JAX's.
+# transformers' TrainingArguments without torch; devices and processes are JAX's
 
 
-# transformers hands these to torch inside __post_init__; here the table of arguments handles them.
+# transformers passes these to torch in __post_init__; INHERITED handles them instead.
 TORCH_ONLY = {
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "tf32", "fsdp", "fsdp_config", "deepspeed")),
     "torch_compile": False,
@@ -65,7 +65,7 @@ class Device:
 
 
 class JaxArguments(TrainingArguments):
-    """TrainingArguments whose construction asks torch for nothing, and whose properties answer for JAX."""
+    """TrainingArguments whose construction does not use torch, with properties that describe JAX's devices."""
 
     def __post_init__(self):
         aside = {name: getattr(self, name) for name in TORCH_ONLY}
@@ -77,8 +77,8 @@ class JaxArguments(TrainingArguments):
             setattr(self, name, value)
 
     def _validate_args(self):
-        # With torch installed, transformers asks it for a bfloat16 GPU unless the run is on the CPU; without, it has no
-        # schedule that follows a plateau.
+        # With torch, transformers checks for a GPU with bfloat16 unless use_cpu is set; without torch, it refuses the
+        # schedule reduce_lr_on_plateau.
         use_cpu, schedule = self.use_cpu, self.lr_scheduler_type
         self.use_cpu, self.lr_scheduler_type = True, SchedulerType.LINEAR
         try:
@@ -92,7 +92,7 @@ class JaxArguments(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """1 on an accelerator, as for each of torchrun's processes, however many there are."""
+        """1 on an accelerator, regardless of their number, as in each of torchrun's processes; else 0."""
         return 0 if self.device.type == "cpu" else 1
 
     @property
@@ -101,12 +101,12 @@ class JaxArguments(TrainingArguments):
 
     @property
     def world_size(self) -> int:
-        """Devices of the run, over all processes: TRL has a process for each. JAX starts when it is read."""
+        """Number of devices over all processes; TRL has one process per device. Reading it starts JAX."""
         return prod(mesh_sizes(self).values())
 
     @property
     def data_parallel_size(self) -> int:
-        """How many devices, or groups of them, have per_device_train_batch_size examples each: data x fsdp."""
+        """Number of shards (data x fsdp) that have per_device_train_batch_size examples each."""
         sizes = mesh_sizes(self)
         return sizes.get("data", 1) * sizes.get("fsdp", 1)
 
@@ -118,12 +118,12 @@ class JaxArguments(TrainingArguments):
 
     @property
     def local_process_index(self) -> int:
-        """Always 0: a host has one process."""
+        """Always 0: there is one process per host."""
         return 0
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work"):
-        """Run the block in the first process before the others, which then find its results in a shared cache."""
+        """Run the block in the first process before the others, so that they find its results in a shared cache."""
         from trl_jax.mesh.processes import barrier
 
         if self.process_index:
@@ -134,7 +134,7 @@ class JaxArguments(TrainingArguments):
 
     @property
     def distributed_state(self) -> Any:
-        """The part of accelerate's PartialState that scripts use. JAX starts when it is read."""
+        """The part of accelerate's PartialState that scripts use. Reading it starts JAX."""
         from trl_jax.mesh.processes import ProcessState
 
         return ProcessState(self)
@@ -157,11 +157,11 @@ class JaxArguments(TrainingArguments):
 
 
 # ----------------------------------------------------------------------------------------------------
-# How each field of TrainingArguments is handled; fields of our own say it where they are declared, with `arg`.
+# How each field of TrainingArguments is handled. Our own fields declare it with `arg`.
 
 
-_NO_LIGER = "XLA brings the kernels; results are equal."
-_AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
+_NO_LIGER = "XLA compiles its own kernels; results are equal."
+_AS_BF16 = "float16 runs as bfloat16, which needs no loss scaling. Use the bf16 argument instead."
 _STRATEGIES = ("no", "steps", "epoch")
 SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length")
 
@@ -173,11 +173,13 @@ INHERITED: dict[str, Handling] = {
     **handled("per_device_train_batch_size per_device_eval_batch_size", "mapped",
               rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
     **handled("gradient_accumulation_steps", "native", rule=rules.accumulation),
-    **handled("auto_find_batch_size", "native"),
-    # Optimiser, schedule and order of rows
+    **handled("auto_find_batch_size", "native",
+              help="Lower the training batch size until a step fits into memory. Evaluation keeps its batch size."),
+    # Optimizer, schedule and order of rows
     **handled("optim", "native", rule=optimizers.optimizer, note=optimizers.optimizer_note,
               supported=tuple(OPTIMIZERS)),
-    **handled("optim_args", "native", rule=optimizers.optimizer_args),
+    **handled("optim_args", "native", rule=optimizers.optimizer_args,
+              help="Options of the optimizer, such as 'momentum=0.9,nesterov=true' for sgd."),
     **handled("lr_scheduler_type", "native", rule=optimizers.scheduler, supported=tuple(SCHEDULES)),
     **handled("train_sampling_strategy", "native", rule=rules.one_of(*SAMPLING_STRATEGIES),
               supported=SAMPLING_STRATEGIES),
@@ -185,19 +187,25 @@ INHERITED: dict[str, Handling] = {
     **handled("adam_beta1 adam_beta2", "native", rule=optimizers.beta),
     **handled("max_grad_norm", "native", rule=rules.number(-rules.MOST_FLOAT32, optional=True)),
     **handled("warmup_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
-    **handled("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
-    **handled("average_tokens_across_devices", "silent", "a loss divides by the whole step's examples or tokens"),
+    **handled("optim_target_modules", "refused", "it is for GaLore and APOLLO, which are not supported; leave it out."),
+    **handled("average_tokens_across_devices", "silent", "losses divide by the examples or tokens of the whole step"),
     **handled("label_smoothing_factor", "warned", "this loss has no labels to smooth."),
     **handled("neftune_noise_alpha", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Precision, memory, compilation
-    **handled("fp16 fp16_full_eval", "mapped", _AS_BF16),
-    **handled("bf16_full_eval tf32 use_cpu activation_checkpointing", "mapped"),
-    **handled("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped",
-              rule=devices.checkpointing_kwargs),
+    **handled("fp16", "mapped", _AS_BF16, help="Same as bf16: float16 runs as bfloat16, which needs no loss scaling."),
+    **handled("fp16_full_eval", "mapped", _AS_BF16, help="Same as bf16_full_eval."),
+    **handled("bf16_full_eval", "mapped", help="Also cast the weights to bfloat16 for evaluation."),
+    **handled("tf32", "mapped", help="Compute float32 matrix products in TensorFloat-32 on NVIDIA GPUs."),
+    **handled("use_cpu", "mapped", help="Run on the CPU even if JAX has an accelerator."),
+    **handled("activation_checkpointing", "mapped", help="transformers' newer name of gradient_checkpointing."),
+    **handled("activation_checkpointing_kwargs", "mapped", rule=devices.checkpointing_kwargs,
+              help="As a dict or JSON. Takes use_reentrant only, which has no effect; see remat_policy instead."),
+    **handled("gradient_checkpointing_kwargs", "mapped", rule=devices.checkpointing_kwargs,
+              help="Deprecated: use activation_checkpointing_kwargs."),
     **handled("torch_compile", "silent", "every step is compiled"),
     **handled("torch_compile_backend torch_compile_mode", "warned", "XLA compiles every step."),
     **handled("liger_kernel_config", "warned", _NO_LIGER),
-    **handled("use_cache", "native"),
+    **handled("use_cache", "native", help="Value of use_cache in the saved config; training does not depend on it."),
     # Logging and tracking
     **handled("logging_strategy", "native", rule=rules.one_of(*_STRATEGIES)),
     **handled("log_level log_level_replica", "native", rule=rules.one_of(*trainer_log_levels)),
@@ -215,7 +223,7 @@ INHERITED: dict[str, Handling] = {
     # Evaluation
     **handled("eval_strategy", "native", rule=rules.one_of(*_STRATEGIES)),
     **handled("eval_on_start prediction_loss_only", "native"),
-    **handled("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
+    **handled("eval_use_gather_object eval_accumulation_steps", "silent", "each batch is moved to the host"),
     **handled("eval_do_concat_batches batch_eval_metrics", "native"),
     **handled("include_for_metrics", "native", rule=rules.metric_inputs),
     # Saving, the Hub, resuming
@@ -229,11 +237,14 @@ INHERITED: dict[str, Handling] = {
     **handled("push_to_hub hub_token hub_private_repo hub_always_push", "native"),
     **handled("hub_strategy", "native", rule=rules.one_of("end", "every_save", "checkpoint", "all_checkpoints")),
     **handled("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
-    **handled("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
+    **handled("resume_from_checkpoint", "native",  # as in TRL, a script hands it to train()
+              help="Folder of the checkpoint to resume from, or True for the newest in output_dir."),
     # Reproducibility
     **handled("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
     **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
-    **handled("full_determinism", "mapped", rule=devices.deterministic),
+    **handled("full_determinism", "mapped", rule=devices.deterministic,
+              help="Require deterministic operations. On a GPU, the environment must set XLA_FLAGS="
+                   f"{devices.DETERMINISTIC_FLAG}; CPUs and TPUs are always deterministic."),
     # Data
     **handled("dataloader_drop_last", "native"),
     **handled("remove_unused_columns", "silent", "the loader takes the columns it needs and leaves the others"),
@@ -246,22 +257,30 @@ INHERITED: dict[str, Handling] = {
     **handled("dataloader_in_order", "warned", "batches always come in order."),
     **handled("label_names", "warned", "this trainer's batches have no columns of labels."),
     # Devices and launchers
-    **handled("accelerator_config", "mapped", rule=devices.accelerator),
-    **handled("parallelism_config", "mapped", rule=devices.parallelism_config),
-    **handled("fsdp", "mapped", rule=devices.fsdp, is_off=operator.not_),
-    **handled("fsdp_config", "mapped"),
-    **handled("deepspeed", "mapped", rule=devices.deepspeed, note=devices.deepspeed_note, is_off=operator.not_),
+    **handled("accelerator_config", "mapped", rule=devices.accelerator,
+              help="accelerate's options, as a dict or the path of a JSON file. Options that would change the run are "
+                   "refused; the others have no effect."),
+    **handled("parallelism_config", "mapped", rule=devices.parallelism_config,
+              help="accelerate's ParallelismConfig, or a dict of its sizes. On the command line, use mesh_shape."),
+    **handled("fsdp", "mapped", rule=devices.fsdp, is_off=operator.not_,
+              help="Shard parameters, gradients and optimizer state over the devices as torch's FSDP does, but with "
+                   f"jax.sharding: some of {', '.join(devices.FSDP_WORDS)}."),
+    **handled("fsdp_config", "mapped", help="Options of fsdp, as a dict or the path of a JSON file."),
+    **handled("deepspeed", "mapped", rule=devices.deepspeed, note=devices.deepspeed_note, is_off=operator.not_,
+              help="DeepSpeed config, as a dict or the path of a JSON file: stages 1 and 2 shard gradients and "
+                   "optimizer state, stage 3 also the parameters. DeepSpeed itself is not used."),
     **handled("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_timeout", "silent",
               "collectives are XLA's"),
     **handled("ddp_bucket_cap_mb ddp_backend", "warned", "collectives are XLA's."),
     **handled("local_rank do_train do_eval do_predict", "silent", "scripts read it, the trainer does not"),
-    **handled("debug", "mapped", rule=rules.debug_words, note=rules.debug_note),
+    **handled("debug", "mapped", rule=rules.debug_words, note=rules.debug_note,
+              help="'underflow_overflow' ends the run at the first step with a NaN or infinite loss or gradient."),
     **handled("skip_memory_metrics", "mapped"),
 }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------
-# The arguments that all trainers share.
+# Arguments that all trainers share
 
 
 # repr=False: a generated repr would print secrets.
@@ -269,29 +288,31 @@ INHERITED: dict[str, Handling] = {
 class BaseConfig(JaxArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
 
-    A subclass declares its own arguments with `arg`. Those of most trainers, such as max_length, are fields of the
-    subclasses that have them, at TRL's position.
+    A subclass declares its own arguments with `arg`. Arguments of several trainers, such as max_length, are fields of
+    the subclasses, at TRL's position.
 
     Raises:
         ValueError: at construction, for a value that this release does not support.
-        TypeError: an unknown name.
+        TypeError: unknown argument.
         NotADirectoryError, PermissionError: output_dir cannot be written.
     """
 
     _VALID_DICT_FIELDS = JaxArguments._VALID_DICT_FIELDS + ["model_init_kwargs"]
 
     logging_steps: float = arg(
-        10, help="Steps between two log lines; below 1, a share of all steps.", rule=rules.bounded(rules.MOST_INTERVAL)
+        10,
+        help="Log every this many steps; a value below 1 is a fraction of all steps.",
+        rule=rules.bounded(rules.MOST_INTERVAL),
     )
     gradient_checkpointing: bool = arg(
         True,
-        help="Recompute activations in the backward pass: less memory, about 20%% more time.",
+        help="Recompute activations in the backward pass: uses less memory and takes about 20%% more time.",
         how="mapped",
     )
-    bf16: bool | None = arg(None, help="Compute in bfloat16 over float32 weights. Unset, it is on unless fp16 is set.")
+    bf16: bool | None = arg(None, help="Compute in bfloat16 with float32 weights. If unset, on unless fp16 is set.")
     lr_scheduler_kwargs: dict | str | None = arg(
         None,
-        help="Extra arguments of the schedule, as a dict or JSON: '{\"num_cycles\": 1}'.",
+        help="Extra arguments of the schedule, as a dict or JSON, such as '{\"num_cycles\": 1}'.",
         rule=optimizers.scheduler_kwargs,
     )
     use_liger_kernel: bool = arg(False, help="Accepted without effect.", how="warned", why=_NO_LIGER)
@@ -299,74 +320,77 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         None, help="Accepted without effect.", how="warned", why="JAX manages its own memory."
     )
 
-    # Arguments of every trainer of TRL after transformers' own, in TRL's order.
+    # Arguments that all of TRL's trainers add to transformers', in TRL's order.
     model_init_kwargs: dict[str, Any] | str | None = arg(
         None,
-        help="How to load a model given by name, as a dict or JSON: revision, dtype, ...",
+        help="Arguments for loading a model given by name, as a dict or JSON: revision, dtype, ...",
         rule=rules.a_dict,
     )
     trust_remote_code: bool = arg(
-        False, help="Let a tokenizer's repository run its own code. A model's code is never run."
+        False, help="Let a tokenizer's repository run its own code. A model's code never runs."
     )
     # Not in TRL, and keyword-only.
     batch_layout: str = arg(
         "auto",
-        help="How the texts of a step are arranged in memory: 'padded', a row for each text, as long as the longest; "
-        "'packed', end to end; 'shared', packed, with a prompt that several texts share only once; 'auto', the fastest "
-        "that is exact for the model. The numbers are the same.",
+        help="How the texts of a step are laid out: 'padded' (one text per row), 'packed' (texts end to "
+        "end, without padding), 'shared' (packed, and a prompt that several texts share is computed "
+        "once), or 'auto' (the fastest layout that is exact for the model). The results are the same.",
         how="mapped",
         rule=rules.one_of("auto", "padded", "packed", "shared"),
         kw_only=True,
     )
     remat_policy: str = arg(
         "auto",
-        help="What gradient_checkpointing=True keeps of the forward pass, by the names of jax.checkpoint_policies: "
-        "'nothing_saveable' computes whole layers twice; 'dots_with_no_batch_dims_saveable' keeps the matrix products, "
-        "as gradient_checkpointing=False does; 'auto' keeps the products where they fit into the device's memory (on a "
-        "CPU: half of the host's), and nothing with a compute_loss of your own. The numbers are the same.",
+        help="What gradient_checkpointing=True saves in the forward pass, named as in "
+        "jax.checkpoint_policies: 'nothing_saveable' recomputes whole layers; "
+        "'dots_with_no_batch_dims_saveable' saves matrix products, as gradient_checkpointing=False "
+        "does; 'auto' saves them if they fit into device memory (on a CPU, into half of the host's "
+        "memory), and saves nothing if compute_loss is overridden. The results are the same.",
         how="mapped",
         rule=rules.one_of("auto", "nothing_saveable", "dots_with_no_batch_dims_saveable"),
         kw_only=True,
     )
     mesh_shape: str | None = arg(
         None,
-        help="How several devices are used, as 'data:2,fsdp:4,tensor:2'; -1 is what is left. Overrides fsdp, deepspeed "
-        "and parallelism_config. Unset, and without these, examples are divided over all devices. "
-        "per_device_train_batch_size counts for each of data x fsdp.",
+        help="Mesh axes (data, fsdp, tensor, sequence) and their sizes, such as 'data:2,fsdp:4,tensor:2'; "
+        "-1 takes the remaining devices. Overrides fsdp, deepspeed and parallelism_config. If none "
+        "of these is set, all devices are used for data parallelism. per_device_train_batch_size "
+        "applies to each of data x fsdp shards.",
         how="mapped",
         rule=devices.mesh_shape,
         kw_only=True,
     )
     coordinator_address: str | None = arg(
         None,
-        help="'host:port' of the first process, where each of several hosts has one. Unset, from "
-        "JAX_COORDINATOR_ADDRESS, SLURM, Open MPI or Cloud TPU.",
+        help="'host:port' of the first process, for a run on several hosts. If unset, taken from "
+        "JAX_COORDINATOR_ADDRESS, Slurm, Open MPI or Cloud TPU.",
         rule=rules.text(optional=True),
         kw_only=True,
     )
     num_processes: int | None = arg(
         None,
-        help="Number of processes, with coordinator_address. Unset, from JAX_NUM_PROCESSES or the scheduler.",
+        help="Number of processes, with coordinator_address. If unset, taken from JAX_NUM_PROCESSES or the scheduler.",
         rule=rules.whole(1, optional=True),
         kw_only=True,
     )
     process_id: int | None = arg(
         None,
-        help="Index of this process, from 0, with coordinator_address. Unset, from JAX_PROCESS_ID or the scheduler.",
+        help="Index of this process, from 0, with coordinator_address. If unset, taken from "
+        "JAX_PROCESS_ID or the scheduler.",
         rule=rules.whole(0, optional=True),
         kw_only=True,
     )
 
     # Arguments of most trainers. Their positions differ, and fields of a base class come first, so each config class
-    # declares those it has; these are the values for a class without them.
+    # declares its own; these are the values for classes without them.
     activation_offloading = disable_dropout = cast_lm_head_to_fp32 = False
     chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
     pad_to_multiple_of = "auto"
-    counts_devices: ClassVar[bool] = True  # False: the run's devices are not this machine's, and sizes wait for them
+    counts_devices: ClassVar[bool] = True  # False: the run's devices are not this machine's, so sizes are set later
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # Set on the class itself: a script's @dataclass would otherwise generate one, which prints secrets.
+        # Set on the class itself: otherwise a script's @dataclass would generate a __repr__ that prints secrets.
         cls.__repr__ = cls.__repr__
 
     def __post_init__(self):
@@ -385,7 +409,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
             notes.append(note_of(processes, jax.local_device_count(), self.per_device_train_batch_size))
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
-            # The default is ours: the user could do nothing about a FutureWarning of its old name.
+            # The user did not set it, and should see no FutureWarning about its old name.
             self.activation_checkpointing = True
         super().__post_init__()
         for name in self._VALID_DICT_FIELDS:
@@ -405,30 +429,29 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Answer an old name of an argument, which scripts read, too."""
+        """Allow scripts to read an argument by its old name."""
         new = todays_name(name)
         if new not in type(self).__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self, new)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an argument, also by an old name, which would otherwise change nothing; texts such as "False" become
-        bools in boolean fields."""
+        """Set an argument, also by its old name. In boolean fields, strings such as "False" become bools."""
         new = todays_name(name)
         if new in self.__dataclass_fields__ and name not in self.__dataclass_fields__:
             warnings.warn(f"{name} is an old name: {RENAMED[name]}", FutureWarning, stacklevel=2)
             name = new
         if name in bool_fields(self._released_kind()) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # `check` refuses it, together with other values
+            with contextlib.suppress(ValueError):  # `check` refuses it, together with other wrong values
                 value = as_bool(name, value)
         super().__setattr__(name, value)
 
     def settle_sizes(self) -> None:
-        """Set the sizes that depend on how many devices the run has; most configs have none."""
+        """Set the sizes that depend on the number of devices. Most configs have none."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments as transformers writes them, without secrets: those in dictionaries are hidden, too."""
-        twin = copy.copy(self)  # transformers changes the dictionaries among the arguments
+        """The arguments as in transformers, with secrets hidden, also those in nested dicts."""
+        twin = copy.copy(self)  # transformers modifies dicts among the arguments
         vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
         return masked(super(BaseConfig, twin).to_dict())
 
@@ -443,10 +466,10 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     __repr__ = __str__
 
     def check(self) -> list[str]:
-        """Check the current values against `argument_table`; returns its warnings, one line each.
+        """Check the current values against `argument_table` and return its warnings, one line each.
 
         Raises:
-            ValueError: the table refuses a value; there is a line for each.
+            ValueError: with one line for each value that the table refuses.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
@@ -463,21 +486,21 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         return _argument_table(cls)
 
     def _refused_bools(self) -> dict[str, str]:
-        """name -> refusal of each boolean field that `__setattr__` could not convert, or that was set past it."""
+        """name -> error, for each boolean field that `__setattr__` could not convert or that bypassed it."""
         return {
-            name: scrubbed(wanted_bool(name, value, optional))
+            name: scrubbed(bool_error(name, value, optional))
             for name, optional in bool_fields(self._released_kind()).items()
             if not isinstance(value := vars(self)[name], bool | (NoneType if optional else bool))
         }
 
     @classmethod
     def _released_kind(cls) -> type:
-        """This class or the nearest base class that trl_jax defines: values are compared with its defaults."""
+        """This class, or its nearest base class in trl_jax, whose defaults values are compared with."""
         return next(kind for kind in cls.__mro__ if kind.__module__.startswith("trl_jax."))
 
     @staticmethod
     def _frames_to_caller() -> int:
-        """The `stacklevel` with which a warning points at the line that builds the configuration."""
+        """The `stacklevel` of a warning that should point to the line that creates the config."""
         frame, depth = inspect.currentframe().f_back, 1
         while frame.f_code.co_name in ("__post_init__", "__init__", "__call__"):
             frame, depth = frame.f_back, depth + 1
@@ -485,17 +508,17 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of the forward pass, over float32 weights: float16 means bfloat16 here."""
+        """Dtype of the forward pass; the weights stay float32. fp16 means bfloat16, too."""
         return "bfloat16" if self.bf16 or self.fp16 else "float32"
 
     @property
     def eval_dtype(self) -> str | None:
-        """Dtype to which the weights themselves are cast for evaluation; None leaves them float32."""
+        """Dtype that the weights are cast to for evaluation; None keeps float32."""
         return "bfloat16" if self.bf16_full_eval or self.fp16_full_eval else None
 
     @property
     def remats(self) -> list[bool | str]:
-        """Values of the model's `remat` to try, in this order: the step takes the first that fits into memory."""
+        """Values of the model's `remat` to try in this order; the step uses the first that fits into memory."""
         if self.activation_offloading:
             return ["offloaded"]
         if not self.gradient_checkpointing or self.remat_policy == "dots_with_no_batch_dims_saveable":
@@ -503,14 +526,14 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         return [True] if self.remat_policy == "nothing_saveable" else [False, True]
 
     def join_processes(self) -> None:
-        """Let the processes of a run of several find each other. JAX is not asked for a device: it would start threads,
-        beside which `dataset_num_proc` could not fork."""
+        """Connect the processes of a multi-process run. Does not start JAX's backend: with its threads running,
+        `dataset_num_proc` could not fork."""
         from trl_jax.mesh.processes import join
 
         join(self.coordinator_address, self.num_processes, self.process_id)
 
     def jax_devices(self) -> list:
-        """All devices that a run may use, of every process; JAX starts here, so processes find each other first."""
+        """The devices of all processes that a run may use. Connects the processes and starts JAX."""
         import jax
 
         self.join_processes()
@@ -525,12 +548,12 @@ def _argument_table(kind: type[BaseConfig]) -> dict[str, Handling]:
 
 
 def inherited(name: str, **changes: Any) -> Any:
-    """The field `name` of BaseConfig again; `changes` as in `redeclared`."""
+    """The field `name` of BaseConfig, declared again with `changes` as in `redeclared`."""
     return redeclared(BaseConfig.__dataclass_fields__[name], BaseConfig.argument_table()[name], **changes)
 
 
 def _unshared(value: Any) -> Any:
-    """A copy of dictionaries, in which the config of a quantization is one, too."""
+    """A deep copy of dicts, in which a quantization_config becomes a dict."""
     if not isinstance(value, dict):
         return value
     entries = {key: _unshared(entry) for key, entry in value.items()}
@@ -541,11 +564,11 @@ def _unshared(value: Any) -> Any:
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Raise now, and not at the first checkpoint, where output_dir cannot be written. Creates nothing."""
+    """Raise now, instead of at the first checkpoint, if output_dir cannot be written. Creates nothing."""
     try:
         str(output_dir).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"output_dir={ascii(output_dir)} is no Unicode text: choose another output_dir.") from error
+        raise ValueError(f"output_dir={ascii(output_dir)} is not valid Unicode. Choose another output_dir.") from error
     folder = Path(output_dir).absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():

@@ -13,17 +13,17 @@ from typing import Any
 
 from transformers.utils import strtobool
 
-from trl_jax.config.rules import HERE, Rule, a_dict, as_dict, as_dict_or_file, as_words, show
+from trl_jax.config.rules import HERE, Rule, a_dict, as_dict, as_dict_or_file, as_words, must_be
 
 # ----------------------------------------------------------------------------------------------------
-# Reads the sizes of the mesh's axes (data, fsdp, tensor, sequence) from the arguments.
+# Sizes of the mesh axes
 
 
 AXES = ("data", "fsdp", "tensor", "sequence")
-LEFT = -1  # all devices that the other axes leave
+LEFT = -1  # all remaining devices
 _HOSTS = "hosts"
 
-# FSDP's strategy -> sizes, and whether optimizer state and gradients are divided though parameters are not.
+# FSDP's strategy -> sizes, and whether only optimizer state and gradients are sharded
 _FSDP = {
     "full_shard": ({"fsdp": LEFT}, False),
     "shard_grad_op": ({"data": LEFT}, True),
@@ -46,14 +46,14 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Parallel:
-    """The mesh that the arguments ask for.
+    """The mesh that the arguments define.
 
     Attributes:
-        argument: the name of the one that asks for it, for errors.
-        sizes: by axis; LEFT for all that is left, "hosts" for the number of hosts.
-        moments: whether optimizer state and gradients are divided over `data` (ZeRO 1 and 2).
-        whole_below: arrays of fewer numbers are not divided; None leaves that to the mesh.
-        batch: examples of a whole step, where a DeepSpeed file has it.
+        argument: the name of the argument that defines it, for errors.
+        sizes: by axis; LEFT for all remaining devices, "hosts" for the number of hosts.
+        moments: whether optimizer state and gradients are sharded over `data` (ZeRO 1 and 2).
+        whole_below: arrays with fewer elements are not sharded; None leaves that to the mesh.
+        batch: examples in a whole step, if a DeepSpeed file sets it.
     """
 
     argument: str
@@ -64,10 +64,10 @@ class Parallel:
 
 
 def asked(values: Mapping[str, Any]) -> Parallel:
-    """Read the mesh from mesh_shape, else parallelism_config, else fsdp, else deepspeed, else divide the data over all.
+    """The mesh of mesh_shape, parallelism_config, fsdp or deepspeed, in this order; else data parallelism.
 
     Raises:
-        ValueError: a word, key or size at fault, by name.
+        ValueError: a wrong word, key or size; the error names it.
     """
     base = of_fsdp(values["fsdp"], values["fsdp_config"]) or of_deepspeed(values["deepspeed"])
     base = base or Parallel("", {"data": LEFT})
@@ -82,39 +82,37 @@ def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
     if not value:
         return None
     if not isinstance(value, str | Mapping):
-        raise ValueError(f"{show('mesh_shape', value)}: wanted axes and sizes, as in 'data:2,fsdp:4', or None.")
+        raise ValueError(must_be("mesh_shape", "axes and sizes such as 'data:2,fsdp:4', or None", value))
     parts = value.items() if isinstance(value, Mapping) else [part.partition(":")[::2] for part in value.split(",")]
     sizes: dict[str, int] = {}
     for axis, size in parts:
         axis = axis.strip()
         if axis not in AXES or axis in sizes or not str(size).strip().removeprefix("-").isdecimal():
             raise ValueError(
-                f"{show('mesh_shape', value)}: {axis!r} is none of {', '.join(AXES)}, is there twice or has no size. "
-                "Wanted axes and sizes, as in 'data:2,fsdp:4'."
+                f"mesh_shape must be axes and sizes such as 'data:2,fsdp:4', got {value!r}: {axis!r} is not one of "
+                f"{', '.join(AXES)}, occurs twice or has no size."
             )
         sizes[axis] = int(size)
     if any(size < 1 and size != LEFT for size in sizes.values()) or list(sizes.values()).count(LEFT) > 1:
-        raise ValueError(f"{show('mesh_shape', value)}: wanted sizes of at least 1, and -1 for one axis at most.")
+        raise ValueError(f"mesh_shape must have sizes of at least 1, and -1 for at most one axis, got {value!r}.")
     return Parallel("mesh_shape", sizes)
 
 
 def of_config(value: Any) -> Parallel | None:
-    """Read accelerate's ParallelismConfig, or a dict of its sizes; `data` takes the rest."""
+    """Read accelerate's ParallelismConfig, or a dict of its sizes; `data` takes the remaining devices."""
     if not value:
         return None
     if not isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
-        raise ValueError(
-            f"{show('parallelism_config', value)}: wanted a ParallelismConfig, a dict of its sizes, or None."
-        )
+        raise ValueError(must_be("parallelism_config", "a ParallelismConfig, a dict of its sizes or None", value))
     config = value if isinstance(value, Mapping) else vars(value)
     unknown = [key for key in config if key.endswith("_size") and key not in _SIZES]
     if unknown:
-        raise ValueError(f"parallelism_config holds {unknown[0]!r}: wanted {', '.join(_SIZES)}.")
+        raise ValueError(f"The keys of parallelism_config must be among {', '.join(_SIZES)}, got {unknown[0]!r}.")
     sizes: dict[str, int | str] = {"data": LEFT}
     for key, axis in _SIZES.items():
         size = config.get(key) or 1
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"parallelism_config sets {key}={size!r}: wanted a whole number of at least 1.")
+            raise ValueError(f"{key} of parallelism_config must be a whole number of at least 1, got {size!r}.")
         if size > 1:
             sizes[axis] = size * (sizes[axis] if isinstance(sizes.get(axis), int) and sizes[axis] > 1 else 1)
     return Parallel("parallelism_config", sizes) if len(sizes) > 1 or sizes["data"] != LEFT else None
@@ -130,9 +128,9 @@ def of_fsdp(value: Any, config: Any) -> Parallel | None:
     _check_fsdp_config(known)
     named = [word for word in as_words(value) if word in _FSDP]
     if "offload" in as_words(value) or known.get("cpu_offload"):
-        raise ValueError(f"fsdp asks for offload, which is not {HERE}: leave it out; fsdp divides the memory.")
+        raise ValueError(f"fsdp=offload is not {HERE}. Leave it out: fsdp already shards the memory over the devices.")
     if len(named) > 1:
-        raise ValueError(f"{show('fsdp', value)} holds {' and '.join(named)}: wanted one of them.")
+        raise ValueError(f"fsdp must name one strategy, got {' and '.join(named)}.")
     word = named[0] if named else "full_shard"
     if word == "full_shard" and str(known.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op"):
         word = "shard_grad_op"
@@ -144,7 +142,7 @@ def _check_fsdp_config(config: Mapping[str, Any]) -> None:
     known = {"min_num_params", "reshard_after_forward", "activation_checkpointing", "cpu_offload", *_FSDP_INERT}
     unknown = sorted(set(config) - known)
     if unknown:
-        raise ValueError(f"fsdp_config holds {unknown[0]!r}, which is not {HERE}. Leave it out.")
+        raise ValueError(f"fsdp_config has the key {unknown[0]!r}, which is not {HERE}. Leave it out.")
 
 
 _SECTIONS = frozenset(
@@ -156,14 +154,14 @@ _SECTIONS = frozenset(
 
 
 def of_deepspeed(value: Any) -> Parallel | None:
-    """Read a DeepSpeed config: stage 0 divides nothing, 1 and 2 the optimizer's state, 3 the model too."""
+    """Read a DeepSpeed config: stage 0 shards nothing, 1 and 2 the optimizer state, 3 also the model."""
     if not value:
         return None
     config = as_dict_or_file("deepspeed", value)
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"deepspeed sets zero_optimization.stage to {stage!r}: wanted 0, 1, 2 or 3.")
+        raise ValueError(f"zero_optimization.stage of deepspeed must be 0, 1, 2 or 3, got {stage!r}.")
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key, {}).get("device", "none") != "none":
             raise ValueError(f"deepspeed sets zero_optimization.{key}, which is not {HERE}. Leave it out.")
@@ -173,7 +171,7 @@ def of_deepspeed(value: Any) -> Parallel | None:
 
 
 def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
-    """Make a rule of a reader that raises ValueError."""
+    """Make a rule from a reader that raises ValueError."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         try:
@@ -191,9 +189,9 @@ parallelism_config = _rule(lambda value, _: of_config(value))
 
 def fsdp(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not isinstance(value, bool | str | list | tuple | None):
-        return f"{show(name, value)}: wanted True, or some of {', '.join(FSDP_WORDS)}."
+        return must_be(name, f"True, or some of {', '.join(FSDP_WORDS)}", value)
     if value and values["deepspeed"]:
-        return "fsdp and deepspeed are both set: each says how to divide a model. Leave one of them out."
+        return "fsdp and deepspeed are both set, but each defines how to shard the model. Leave one of them out."
     return _rule(lambda value, values: of_fsdp(value, values["fsdp_config"]))(name, value, values)
 
 
@@ -203,7 +201,7 @@ def deepspeed(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 def deepspeed_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     others = sorted(set(as_dict_or_file("deepspeed", value)) - _SECTIONS)
-    return f"deepspeed: {', '.join(others)} have no effect in trl_jax: XLA does without them." if others else None
+    return f"deepspeed: {', '.join(others)} have no effect in trl_jax." if others else None
 
 
 def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
@@ -218,8 +216,8 @@ def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
     if devices % named or (not left and named != devices and (named > devices or hosts > 1)):
         asked_for = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != LEFT)
         raise ValueError(
-            f"{parallel.argument} asks for {asked_for} = {named} devices, and there are {devices}. Make the product "
-            f"{devices}, or say 'data:-1' in mesh_shape for what is left."
+            f"{parallel.argument} asks for {asked_for} = {named} devices, but there are {devices}. Make the product "
+            f"{devices}, or use 'data:-1' in mesh_shape for the remaining devices."
         )
     return {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}
 
@@ -244,11 +242,11 @@ def mesh_sizes(args: Any) -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Rules of devices, processes and memory; see `rules`.
+# Rules for devices, processes and memory
 
 
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
-# accelerate's AcceleratorConfig: key -> its default, and what to do instead where another value would change the run.
+# accelerate's AcceleratorConfig: key -> its default, and what to do instead if another value would change the run
 ACCELERATOR = {
     "split_batches": (False, ""),
     "dispatch_batches": (None, ""),
@@ -267,41 +265,41 @@ def checkpointing_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> st
     unknown = [key for key in as_dict(name, value) if key != "use_reentrant"]
     if not unknown:
         return None
-    return f"{name} holds {unknown}, which are not {HERE}: it takes use_reentrant only. Leave {unknown} out."
+    return f"{name} has the keys {unknown}, which are not {HERE}: it takes use_reentrant only. Leave them out."
 
 
 def offloading(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not value:
         return None
     if values["remat_policy"] not in ("auto", "nothing_saveable"):
-        return f"{name}=True goes with remat_policy='auto' or 'nothing_saveable', not {values['remat_policy']!r}."
+        return f"{name}=True requires remat_policy='auto' or 'nothing_saveable', got {values['remat_policy']!r}."
     if values["gradient_checkpointing"] or values["activation_checkpointing"]:
         return None
     return (
-        f"{name}=True has the host keep what gradient_checkpointing=True keeps, and gradient_checkpointing is "
-        f"{values['gradient_checkpointing']!r}. Set it to True."
+        f"{name}=True requires gradient_checkpointing=True, whose saved activations it moves to the host, got "
+        f"{values['gradient_checkpointing']!r}."
     )
 
 
 def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    # A GPU is deterministic only if XLA was told so before it started; CPU and TPU always are.
+    # A GPU is deterministic only if this flag is set before XLA starts; CPU and TPU always are.
     if not value or values["use_cpu"] or DETERMINISTIC_FLAG in os.environ.get("XLA_FLAGS", ""):
         return None
     return (
-        f"{name}=True needs XLA_FLAGS={DETERMINISTIC_FLAG} in the environment before Python starts, and found"
+        f"{name}=True requires XLA_FLAGS={DETERMINISTIC_FLAG} in the environment before Python starts, got"
         f" XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}. Set it, or pass use_cpu=True."
     )
 
 
 def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Refuses keys that would change the run; how batches reach several processes means nothing to one."""
+    """Refuses keys that would change the run; those about sending batches to several processes have no effect."""
     try:
         config = as_dict_or_file(name, value)
     except ValueError as error:
         return str(error)
     for key, found in config.items():
         if key not in ACCELERATOR:
-            return f"{name} holds {key!r}: wanted {', '.join(ACCELERATOR)}."
+            return f"The keys of {name} must be among {', '.join(ACCELERATOR)}, got {key!r}."
         default, instead = ACCELERATOR[key]
         if instead and found != default:
             return f"{name} sets {key}={found!r}, which is not {HERE}: {instead}"
@@ -310,7 +308,7 @@ def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     unknown = [word for word in as_words(value) if word not in FSDP_WORDS]
-    return f"{name} holds {unknown}: wanted some of {', '.join(FSDP_WORDS)}." if unknown else None
+    return must_be(name, f"some of {', '.join(FSDP_WORDS)}", unknown) if unknown else None
 
 
 def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -323,10 +321,10 @@ def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | 
 
 
 # ----------------------------------------------------------------------------------------------------
-# Finds where a DeepSpeed config differs from the arguments; `core.arguments.parallel` reads its stages.
+# Conflicts between a DeepSpeed config and the arguments
 
 
-# Key of the file -> the argument with the same meaning.
+# Key in the file -> the argument with the same meaning
 _SAME = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -340,7 +338,7 @@ _ADAM = ("Adam", "AdamW")
 
 
 def conflicts(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """A line for each setting of the file that differs from the arguments; "auto" stands for the argument's value."""
+    """A line for each setting in the file that differs from the arguments; "auto" means the argument's value."""
     differences = []
     for place, argument in _SAME.items():
         wanted = _at(config, place)
@@ -362,16 +360,14 @@ def _others(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
             f'gradient_accumulation_steps, a multiple of {product}. Write "auto" in the file.'
         )
     if _at(config, "fp16.enabled") is True:
-        differences.append(
-            "deepspeed asks for fp16, whose loss scaling is not built here. Set bf16 in the file instead."
-        )
+        differences.append("deepspeed sets fp16, but trl_jax has no loss scaling. Set bf16 in the file instead.")
     if _at(config, "optimizer.type") not in (None, "auto", *_ADAM):
         differences.append(
-            f"deepspeed names the optimizer {_at(config, 'optimizer.type')!r}. Leave it out and set optim instead."
+            f"deepspeed sets the optimizer {_at(config, 'optimizer.type')!r}. Leave it out and set optim instead."
         )
     if "scheduler" in config and _at(config, "scheduler.type") not in ("auto", "WarmupDecayLR"):
         differences.append(
-            f"deepspeed names the scheduler {_at(config, 'scheduler.type')!r}. Leave it out and set "
+            f"deepspeed sets the scheduler {_at(config, 'scheduler.type')!r}. Leave it out and set "
             "lr_scheduler_type instead."
         )
     return differences
@@ -386,7 +382,7 @@ def _at(config: Mapping[str, Any], place: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Scripts that torchrun, accelerate launch or deepspeed start: their configuration, and their processes.
+# Scripts started by torchrun, accelerate launch or deepspeed: their config and their processes
 
 
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -396,8 +392,7 @@ _STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "h
 
 
 def sharding_of_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that say what accelerate's launcher was told of DeepSpeed or FSDP; none where the script says how the
-    run is divided itself."""
+    """The sharding arguments of accelerate's launcher, for DeepSpeed or FSDP; {} if the script sets its own."""
     if any(values.get(name) for name in _SHARDING):
         return {}
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
@@ -405,7 +400,7 @@ def sharding_of_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
         return {"deepspeed": _stages() if file.lower() in ("none", "") else file}
     if _is_on("ACCELERATE_USE_FSDP"):
         strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "none").lower()
-        if strategy == "none":  # accelerate's second version
+        if strategy == "none":  # FSDP2
             strategy = "full_shard" if _is_on("FSDP_RESHARD_AFTER_FORWARD", "true") else "shard_grad_op"
         return {"fsdp": _STRATEGIES.get(strategy, strategy)}
     return {}
@@ -413,7 +408,7 @@ def sharding_of_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def launcher_aside() -> Iterator[None]:
-    """A span in which nobody else sees what a launcher was told: transformers would ask DeepSpeed's package."""
+    """Hide the launcher's settings within the block: transformers would import DeepSpeed because of them."""
     told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
     try:
         yield
@@ -423,7 +418,7 @@ def launcher_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_launcher() -> Iterator[None]:
-    """A block for which no launcher has started several processes: building a configuration would end all but one."""
+    """Hide the launcher within the block. With it, creating a config would end all processes but one."""
     set_aside = {name: os.environ.pop(name) for name in (*_RANKS, *_TOLD) if name in os.environ}
     try:
         yield
@@ -432,26 +427,26 @@ def no_launcher() -> Iterator[None]:
 
 
 def end_other_processes() -> int | None:
-    """End this process if it is not the launcher's first; the first is alone from here on.
+    """End this process unless it is the launcher's first, which then continues alone.
 
-    Returns how many there were; None where no launcher has started several.
+    Returns the number of processes, or None if no launcher has started several.
 
     Raises:
-        ValueError: they are on several hosts, or talk to each other already.
-        SystemExit: with code 0, in all but the first.
+        ValueError: the processes are on several hosts, or communicate already.
+        SystemExit: with code 0, in all processes but the first.
     """
     rank, local, world, local_world = (os.environ.get(name) for name in _RANKS)
     if int(world or 1) < 2:
         return None
     if local is None or local_world != world:
         raise ValueError(
-            f"WORLD_SIZE={world} is set in the environment: several processes were started, but one takes all devices "
-            "of a host. Start the script once a host, with python."
+            f"WORLD_SIZE={world} is set in the environment, so several processes were started, but one process drives "
+            "all devices of a host. Start the script once per host, with python."
         )
     if _they_talk():
         raise ValueError(
-            f"WORLD_SIZE={world} is set in the environment and the script has begun torch.distributed: several "
-            "processes were started, but one takes all devices of a host. Start the script with python."
+            f"WORLD_SIZE={world} is set in the environment and the script has initialized torch.distributed, but one "
+            "process drives all devices of a host. Start the script with python."
         )
     if int(rank or local) > 0:
         raise SystemExit(0)
@@ -460,20 +455,20 @@ def end_other_processes() -> int | None:
 
 
 def note_of(processes: int, devices: int, rows: int) -> str:
-    """The line about processes that have ended, where a step would have had `rows` rows for each of them."""
-    text = f"{processes} processes were started; one drives all devices of a host, so the others have ended."
+    """The warning about processes that have ended; `rows` is the number of rows per process in a step."""
+    text = f"{processes} processes were started. One process drives all devices of a host, so the others have ended."
     if processes == devices:
         return text
     total = processes * rows
     way = f"per_device_train_batch_size={total // devices}" if total % devices == 0 else "another batch size"
     return (
-        f"{text} JAX has {devices} device{'s' if devices > 1 else ''} here: a step has {devices} x {rows} rows, where "
-        f"{processes} processes would have had {processes} x {rows}. Set {way} for the same batch."
+        f"{text} JAX has {devices} device{'s' if devices > 1 else ''}, so a step has {devices} x {rows} rows instead "
+        f"of {processes} x {rows}. Set {way} for the same batch."
     )
 
 
 def _stages() -> dict[str, Any]:
-    """The answers to accelerate's own questions about DeepSpeed."""
+    """The DeepSpeed config that `accelerate config` wrote into the environment."""
     zero: dict[str, Any] = {"stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
     for key in ("optimizer", "param"):
         device = os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{key.upper()}_DEVICE", "none")

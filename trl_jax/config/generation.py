@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from trl_jax.config import devices, rules
 from trl_jax.config.arguments import arg, redeclared
 from trl_jax.config.base import inherited
-from trl_jax.config.rules import as_dict, show
+from trl_jax.config.rules import as_dict, must_be
 from trl_jax.config.shared import LanguageModelArguments
 
 # ----------------------------------------------------------------------------------------------------
@@ -28,10 +28,10 @@ GENERATION_KEYS = frozenset(
     begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id renormalize_logits use_cache
     """.split()
 )
-_IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # that ask for nothing with these values
+_IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # no effect with these values
 _NOTHING = object()
-_OWN_ENGINE = "completions are written by trl_jax's own generator"
-_ORDER_OF_PROMPTS = "prompts come in the order of shuffle_dataset and seed."
+_OWN_ENGINE = "completions come from trl_jax's own generator"
+_ORDER_OF_PROMPTS = "shuffle_dataset and seed determine the order of prompts."
 
 
 def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -41,31 +41,33 @@ def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str |
     unknown = [key for key in asked if key not in GENERATION_KEYS and asked[key] != _IDLE.get(key, _NOTHING)]
     if not unknown:
         return None
-    return f"{name} holds {unknown}, which are not {rules.HERE}: it takes {', '.join(sorted(GENERATION_KEYS))}."
+    return (
+        f"{name} has the keys {unknown}, which are not {rules.HERE}; supported: {', '.join(sorted(GENERATION_KEYS))}."
+    )
 
 
 def above(least: float, most: float, optional: bool = False) -> rules.Rule:
-    """Of a number above `least` and at most `most`."""
+    """A number above `least` and at most `most`."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if problem := rules.number(least, optional, most=most)(name, value, values):
             return problem
-        return f"{show(name, value)}: wanted a number above {least:g}." if value == least else None
+        return must_be(name, f"a number above {least:g}", value) if value == least else None
 
     return rule
 
 
 def reward_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Of a list of numbers, or None."""
+    """A list of numbers, or None."""
     if value is None or (
         isinstance(value, list | tuple) and all(isinstance(part, Real) and math.isfinite(part) for part in value)
     ):
         return None
-    return f"{show(name, value)}: wanted a list of numbers, one for each function."
+    return must_be(name, "a list of numbers, one for each reward function", value)
 
 
 def _whole_texts(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> rules.Rule:
-    """`rule`, and no axis that would divide texts over devices, refused in TRL's words for `trainer`."""
+    """`rule` that also refuses an axis that splits texts over devices, in TRL's words for `trainer`."""
 
     def refusal(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if problem := rule(name, value, values):
@@ -92,7 +94,7 @@ def mesh_shape(trainer: str) -> Any:
 
 
 def auto_find_batch_size(algorithm: str) -> Any:
-    """The field, refused in TRL's words."""
+    """The field with a rule that refuses it, in TRL's words."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if not value:
@@ -123,95 +125,95 @@ class OnlineArguments(LanguageModelArguments):
     remove_unused_columns: bool | None = inherited(
         "remove_unused_columns",
         default=False,
-        help="Keep the prompts alone, and no other columns; reward functions then get no others.",
+        help="Keep only the prompts: reward functions then receive no other columns.",
         how="native",
     )
     max_completion_length: int | None = arg(
-        512, help="Most tokens of a completion.", rule=rules.whole(1, most=rules.MOST_STEPS)
+        512, help="Maximum number of tokens in a completion.", rule=rules.whole(1, most=rules.MOST_STEPS)
     )
-    shuffle_dataset: bool | None = arg(True, help="Take the prompts in random order, by seed.")
+    shuffle_dataset: bool | None = arg(True, help="Shuffle the prompts, with seed.")
     chat_template_kwargs: dict | str | None = arg(
-        None, help="Arguments of the chat template, as a dict or JSON.", rule=rules.template_arguments
+        None, help="Arguments for the chat template, as a dict or JSON.", rule=rules.template_arguments
     )
 
-    # Sampling. As in TRL, None is what the model's generation_config has, then transformers' own default.
+    # Sampling. As in TRL, None means the value of the model's generation_config, or else transformers' default.
     temperature: float = arg(
         1.0,
-        help="Logits are divided by it, when tokens are sampled and in the loss.",
+        help="Sampling temperature. The loss divides logits by it as well.",
         rule=above(0, 2.0**62),
     )
     top_p: float = arg(
         1.0,
-        help="Sample from the most likely tokens whose probabilities add up to this.",
+        help="Sample only from the most likely tokens whose probabilities add up to this.",
         rule=rules.number(0, optional=True, most=1.0),
     )
     top_k: int = arg(
         0,
-        help="Sample from this many of the most likely tokens; 0 or, as in vLLM, -1: from all.",
+        help="Sample only from this many of the most likely tokens; 0 (or -1, as in vLLM) samples from all.",
         rule=rules.whole(-1, optional=True, most=2**31 - 1),
     )
     min_p: float | None = arg(
         None,
-        help="Sample from tokens at least this share as likely as the most likely one.",
+        help="Sample only from tokens that are at least this fraction as likely as the most likely one.",
         rule=rules.number(0, optional=True, most=1.0),
     )
     generation_kwargs: dict | str | None = arg(
         None,
-        help="More fields of transformers' GenerationConfig, as a dict or JSON; they override the arguments.",
+        help="Other fields of transformers' GenerationConfig, as a dict or JSON; they override the other arguments.",
         rule=generation_kwargs,
     )
     repetition_penalty: float = arg(
         1.0,
-        help="Above 1.0, tokens that were there before are less likely.",
+        help="Values above 1.0 make tokens that already occurred less likely.",
         rule=above(0, rules.MOST_FLOAT32, optional=True),
     )
     cache_implementation: str | None = arg(
-        None, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, whose cache has one form."
+        None, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, which has one kind of cache."
     )
     ds3_gather_for_generation: bool = arg(
-        True, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, which gathers a layer at a time."
+        True, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, which gathers one layer at a time."
     )
     use_vllm: bool = arg(
         False,
-        help="Accepted: completions are written by trl_jax's own generator.",
+        help="Accepted, but completions always come from trl_jax's own generator.",
         how="mapped",
-        why=f"{_OWN_ENGINE}, in this process; no server is asked, and what configures vLLM has no effect.",
+        why=f"{_OWN_ENGINE}, in this process. No vLLM server is contacted, and vLLM's options have no effect.",
     )
     vllm_mode: str = arg(
         "colocate",
-        help="Of vLLM, without effect here.",
+        help="A vLLM option, without effect.",
         how="silent",
         why=_OWN_ENGINE,
         rule=rules.one_of("server", "colocate"),
     )
-    vllm_model_impl: str = arg("vllm", help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_enable_sleep_mode: bool = arg(False, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_model_impl: str = arg("vllm", help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_enable_sleep_mode: bool = arg(False, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
     vllm_structured_outputs_regex: str | None = arg(
         None,
-        help="Not in this release.",
+        help="Not supported in this release.",
         how="refused",
-        why="completions are not held to a pattern; leave it out.",
+        why="completions cannot be constrained to a pattern; leave it out.",
     )
-    vllm_server_base_url: str | None = arg(None, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_server_host: str = arg("0.0.0.0", help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_server_port: int = arg(8000, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_server_timeout: float = arg(240.0, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_group_port: int = arg(51216, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_gpu_memory_utilization: float = arg(0.3, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_max_model_length: int | None = arg(None, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
-    vllm_tensor_parallel_size: int = arg(1, help="Of vLLM, without effect here.", how="silent", why=_OWN_ENGINE)
+    vllm_server_base_url: str | None = arg(None, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_server_host: str = arg("0.0.0.0", help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_server_port: int = arg(8000, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_server_timeout: float = arg(240.0, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_group_port: int = arg(51216, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_gpu_memory_utilization: float = arg(0.3, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_max_model_length: int | None = arg(None, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_tensor_parallel_size: int = arg(1, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
 
     # Logging of completions
     max_tool_calling_iterations: int | None = arg(
         None,
-        help="Most turns in which tools are called. Unset, any number.",
+        help="Maximum number of turns that call tools. If unset, no limit.",
         rule=rules.whole(1, optional=True),
     )
-    log_completions: bool = arg(False, help="Show completions in a table, and write them to output_dir/completions.")
+    log_completions: bool = arg(False, help="Print completions in a table and save them in output_dir/completions.")
     num_completions_to_print: int | None = arg(
-        None, help="Completions in the table that is shown. Unset, all.", rule=rules.whole(0, optional=True)
+        None, help="Number of completions to print. If unset, all.", rule=rules.whole(0, optional=True)
     )
-    log_unique_prompts: bool = arg(False, help="Show a prompt once in the tables of trackers.")
+    log_unique_prompts: bool = arg(False, help="Log each prompt only once in the tables of trackers.")
 
 
 @dataclass
@@ -219,59 +221,61 @@ class RewardedArguments(OnlineArguments):
     """Arguments of online trainers whose completions get rewards."""
 
     num_generations: int | None = arg(
-        8, help="Completions of each prompt.", rule=rules.whole(1, most=rules.MOST_EXAMPLES)
+        8, help="Number of completions per prompt.", rule=rules.whole(1, most=rules.MOST_EXAMPLES)
     )
     num_generations_eval: int | None = arg(
         None,
-        help="Completions of each prompt in evaluations. Unset, as num_generations.",
+        help="Number of completions per prompt in evaluation. If unset, num_generations.",
         rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES),
     )
     generation_batch_size: int | None = arg(
         None,
-        help="Completions that are written at once, on all devices; not with steps_per_generation.",
+        help="Number of completions generated at once, over all devices. Cannot be combined with steps_per_generation.",
         rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES),
     )
     steps_per_generation: int | None = arg(
         None,
-        help="Micro-batches that they are divided into. Unset, gradient_accumulation_steps.",
+        help="Number of micro-batches that the completions of a generation are split into. If unset, "
+        "gradient_accumulation_steps.",
         rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES),
     )
     num_iterations: int = arg(
         1,
-        help="Times that the completions of a generation are trained on.",
+        help="Number of times that each generation is trained on (mu in the GRPO paper).",
         rule=rules.whole(1, most=rules.MOST_MICRO_BATCHES),
     )
     beta: float = arg(
         0.0,
-        help="Factor of the divergence from the reference; 0.0: no reference.",
+        help="Weight of the KL penalty against the reference model; 0.0 uses no reference model.",
         rule=rules.number(0, most=rules.MOST_FLOAT32),
     )
     epsilon: float = arg(
         0.2,
-        help="How far below 1 the ratio of new and old policy counts.",
+        help="Lower clip range: the policy ratio is clipped at 1 - epsilon.",
         rule=rules.number(0, most=rules.MOST_FLOAT32),
     )
     epsilon_high: float | None = arg(
         None,
-        help="How far above 1 it counts. Unset, as epsilon.",
+        help="Upper clip range: the policy ratio is clipped at 1 + epsilon_high (at epsilon_high itself "
+        "in 'cispo'). If unset, epsilon.",
         rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32),
     )
     mask_truncated_completions: bool = arg(
-        False, help="Leave completions out of the loss that were cut at max_completion_length."
+        False, help="Exclude completions that were cut off at max_completion_length from the loss."
     )
     reward_weights: list[float] | None = arg(
-        None, help="Weight of each reward function. Unset, 1.0.", rule=reward_weights
+        None, help="Weight of each reward function. If unset, 1.0 each.", rule=reward_weights
     )
     reward_timeout: float | None = arg(
         None,
-        help="Seconds that an asynchronous reward function may take. Unset, any.",
+        help="Maximum seconds that an asynchronous reward function may take. If unset, no limit.",
         rule=above(0, math.inf, optional=True),
         kw_only=True,
     )
     log_multimodal: bool = arg(True, help="Accepted without effect.", how="silent", why="completions are texts")
     use_transformers_continuous_batching: bool = arg(
         False,
-        help="Accepted: completions are written by trl_jax's own generator.",
+        help="Accepted, but completions always come from trl_jax's own generator.",
         how="mapped",
         why=f"{_OWN_ENGINE}.",
     )
@@ -279,7 +283,7 @@ class RewardedArguments(OnlineArguments):
         None, help="Accepted without effect.", how="silent", why=_OWN_ENGINE
     )
     use_transformers_paged: bool = arg(
-        False, help="Deprecated: use_transformers_continuous_batching.", how="silent", why=_OWN_ENGINE
+        False, help="Deprecated: use use_transformers_continuous_batching.", how="silent", why=_OWN_ENGINE
     )
 
 
@@ -296,14 +300,14 @@ def online(name: str, **changes: Any) -> Any:
 def generation_sizes(
     generation_batch_size: int | None, steps_per_generation: int | None, *, global_batch_size: int, accumulation: int
 ) -> tuple[int, int]:
-    """(completions of a generation, micro-batches that they are divided into), of which one at most is set.
+    """generation_batch_size and steps_per_generation, given at most one of them.
 
     Args:
-        global_batch_size: completions of a micro-batch, over all devices.
-        accumulation: micro-batches of a step.
+        global_batch_size: completions in a micro-batch, over all devices.
+        accumulation: micro-batches in a step.
 
     Raises:
-        ValueError: both are set, or the completions do not make whole micro-batches.
+        ValueError: both are set, or the completions do not fill whole micro-batches.
     """
     if generation_batch_size is not None and steps_per_generation is not None:
         raise ValueError(
@@ -324,10 +328,10 @@ def check_groups(
     algorithm: str, *, generation_batch_size: int, num_generations: int, eval_batch_size: tuple[int, int] | None,
     num_generations_eval: int | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError, in TRL's words, where a batch would have a part of a prompt's completions.
+    """Raise ValueError, in TRL's words, if a batch would split the completions of a prompt.
 
     Args:
-        eval_batch_size: completions of an evaluation's batch on a device, and devices; None without evaluation.
+        eval_batch_size: (completions per device in an evaluation batch, number of devices); None without evaluation.
     """
     if eval_batch_size is not None:
         per_device, devices = eval_batch_size
@@ -351,7 +355,7 @@ def check_groups(
 
 
 class GenerationArguments(Protocol):
-    """The arguments that are settled together."""
+    """The arguments that depend on each other."""
 
     max_prompt_length: int | None
     use_transformers_paged: bool
@@ -369,15 +373,15 @@ class GenerationArguments(Protocol):
 
 
 def warn_of_old(args: GenerationArguments, stacklevel: int) -> None:
-    """Warn of deprecated arguments, and set those that took their place.
+    """Warn about deprecated arguments, and set their replacements.
 
     Args:
-        stacklevel: of the line that made the config, counted from the caller of this function.
+        stacklevel: of the line that creates the config, counted from the caller of this function.
     """
     if args.max_prompt_length is not None:
         text = (
-            f"max_prompt_length={args.max_prompt_length} is deprecated, and TRL no longer has it: of longer prompts "
-            f"the last {args.max_prompt_length} tokens stay, as it was. Leave it out to keep prompts whole."
+            f"max_prompt_length={args.max_prompt_length} is deprecated, and TRL no longer has it. It still keeps the "
+            f"last {args.max_prompt_length} tokens of longer prompts. Leave it out to keep prompts whole."
         )
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
     if args.use_transformers_paged:
@@ -390,10 +394,10 @@ def warn_of_old(args: GenerationArguments, stacklevel: int) -> None:
 
 
 def settle_sizes(algorithm: str, args: GenerationArguments) -> None:
-    """Set generation_batch_size and steps_per_generation by each other. JAX starts here: devices are counted.
+    """Set whichever of generation_batch_size and steps_per_generation is unset. Starts JAX, to count devices.
 
     Raises:
-        ValueError: they do not fit, or a batch would have a part of a prompt's completions.
+        ValueError: the sizes do not fit, or a batch would split the completions of a prompt.
     """
     devices = args.data_parallel_size
     args.generation_batch_size, args.steps_per_generation = generation_sizes(

@@ -1,4 +1,4 @@
-"""The values of `optim`, `optim_args` and the learning rate schedule: what is allowed, and checks."""
+"""Allowed values of `optim`, `optim_args` and the learning rate schedule, and their checks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_jax.config.rules import HERE, a_dict, as_dict, number, one_of, plain, show, text
+from trl_jax.config.rules import HERE, a_dict, as_dict, must_be, number, one_of, plain, show, text
 
 # ----------------------------------------------------------------------------------------------------
-# Rules of optimizers and learning rates; see `rules`.
+# Rules for optimizers and learning rates
 
 
 # Schedule -> the keys of lr_scheduler_kwargs that it takes.
@@ -33,11 +33,11 @@ ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
 def beta(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Adam divides by one less a power of it; torch refuses it, too."""
+    """Adam divides by 1 - beta**t; torch refuses 1, too."""
     if problem := number(0)(name, value, values):
         return problem
     if value >= 1 and "adam" in str(plain(values["optim"])):
-        return f"{show(name, value)}: wanted a number of at least 0 and below 1."
+        return must_be(name, "a number of at least 0 and below 1", value)
     return None
 
 
@@ -45,7 +45,7 @@ def scheduler(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if problem := one_of(*SCHEDULES)(name, value, values):
         return problem
     if plain(value) in ADAPTIVE and plain(values["eval_strategy"]) == "no":
-        return f"{show(name, value)} follows a metric of the evaluation, and eval_strategy is 'no'. Set eval_strategy."
+        return f"{show(name, value)} follows an evaluation metric, but eval_strategy is 'no'. Set eval_strategy."
     return None
 
 
@@ -58,13 +58,13 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
     kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
     if unknown := [key for key in kwargs if key not in known]:
         takes = ", ".join(known) or "no keys"
-        return f"{name} holds {unknown}: lr_scheduler_type={schedule!r} takes {takes}. Leave {unknown} out."
+        return f"{name} has the keys {unknown}, but lr_scheduler_type={schedule!r} takes {takes}. Leave them out."
     if schedule == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
-        return f"lr_scheduler_type={schedule!r} needs {name}={{'num_decay_steps': STEPS}}."
+        return f"lr_scheduler_type={schedule!r} requires {name}={{'num_decay_steps': STEPS}}."
     if "min_lr_rate" in known and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
-        return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {kwargs}."
+        return f"lr_scheduler_type={schedule!r} requires either min_lr or min_lr_rate in {name}, got {kwargs}."
     if none := [key for key, found in kwargs.items() if isinstance(found, float) and math.isnan(found)]:
-        return f"{name} holds {none[0]}=nan: wanted a number."
+        return f"{none[0]} of {name} must be a number, got nan."
     return _known_words(name, kwargs)
 
 
@@ -77,14 +77,14 @@ _WORDS = {
 def _known_words(name: str, kwargs: Mapping[str, Any]) -> str | None:
     for key, words in _WORDS.items():
         if key in kwargs and kwargs[key] not in words:
-            return f"{name} holds {key}={kwargs[key]!r}: wanted one of {', '.join(words)}."
+            return f"{key} of {name} must be one of {', '.join(words)}, got {kwargs[key]!r}."
     return None
 
 
 def optimizer(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     value = plain(value)
     if isinstance(value, str) and value in NEAREST:
-        return f"{show(name, value)} is not {HERE}; the nearest that is: {NEAREST[value]}."
+        return f"{show(name, value)} is not {HERE}; the closest supported optimizer is {NEAREST[value]}."
     return one_of(*OPTIMIZERS)(name, value, values)
 
 
@@ -107,7 +107,7 @@ def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | No
 
 
 # ----------------------------------------------------------------------------------------------------
-# The optimizers that `optim` names, and the keys that `optim_args` takes for each.
+# Values of `optim`, and the keys of `optim_args` for each
 
 
 _ADEMAMIX = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float) | {"t_alpha": int, "t_beta3": int}
@@ -122,7 +122,7 @@ _TAKES = {
     "ademamix": _ADEMAMIX,
     **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _FREE),
 }
-# Keys that belong elsewhere than in `optim_args`.
+# Keys that are arguments of their own -> what to write instead
 INSTEAD = {
     "weight_decay": "weight_decay is an argument of its own",
     "beta1": "adam_beta1 is an argument of its own",
@@ -131,17 +131,17 @@ INSTEAD = {
     "eps": "adam_epsilon is an argument of its own",
     "lr": "learning_rate is an argument of its own",
 }
-_UNPAGED = "kept on the device, unpaged; the numbers are the same."
-_FULL = "kept in full precision, {bytes} bytes a parameter; the numbers are those of the 32-bit twin."
-_HALF = "the first moment is bfloat16 and the second float32, 6 bytes a parameter, where 8 bits would take 2."
+_UNPAGED = "the optimizer state stays on the device, unpaged; results are the same."
+_FULL = "the optimizer state is kept in 32 bits, {bytes} bytes per parameter; results equal the 32-bit optimizer's."
+_HALF = "the first moment is bfloat16 and the second float32: 6 bytes per parameter, instead of 2 with 8 bits."
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """Attributes:
     kind: the update rule.
-    note: of how it differs from TRL's, for a warning.
-    fixed: hyperparameters that the name decides.
+    note: how it differs from TRL's, for a warning.
+    fixed: hyperparameters that follow from the name.
     takes: key of `optim_args` -> its type.
     """
 
@@ -179,7 +179,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     **_named("schedule_free_sgd", "schedule_free_sgd"),
 }  # fmt: skip
 
-# Optimizers for which transformers needs packages -> the nearest that is here.
+# Optimizers that are not supported -> the closest supported one
 NEAREST: dict[str, str] = {
     **dict.fromkeys("galore_adamw galore_adamw_layerwise apollo_adamw apollo_adamw_layerwise".split(), "adamw_torch"),
     **dict.fromkeys("galore_adamw_8bit galore_adamw_8bit_layerwise".split(), "adamw_8bit"),
@@ -202,16 +202,16 @@ def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
         if key not in takes:
             raise ValueError(_unknown(name, key, takes))
         if not equals:
-            raise ValueError(f"optim_args={text!r}: {key} has no value, wanted {key}=VALUE.")
+            raise ValueError(f"optim_args must be KEY=VALUE pairs, got {text!r}: {key} has no value.")
         args[key] = _value(key, value, takes[key])
     if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
-        raise ValueError(f"optim_args={text!r}: nesterov needs a momentum and no dampening.")
+        raise ValueError(f"optim_args={text!r}: nesterov requires a momentum and no dampening.")
     return args
 
 
 def _unknown(name: str, key: str, takes: dict[str, type]) -> str:
     way_out = INSTEAD.get(key, "leave it out")
-    return f"optim_args holds {key!r}: optim={name!r} takes {', '.join(takes) or 'no keys'}; {way_out}."
+    return f"optim_args has the key {key!r}, but optim={name!r} takes {', '.join(takes) or 'no keys'}; {way_out}."
 
 
 def _value(key: str, text: str, kind: type) -> float | int | bool | str:
@@ -219,4 +219,4 @@ def _value(key: str, text: str, kind: type) -> float | int | bool | str:
     try:
         return words[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"optim_args: {key}={text!r}, wanted a value of type {kind.__name__}.") from error
+        raise ValueError(f"{key} of optim_args must be of type {kind.__name__}, got {text!r}.") from error

@@ -12,14 +12,14 @@ from typing import Any
 from trl_jax.core.secrets import shown
 
 # ----------------------------------------------------------------------------------------------------
-# Accepts arguments of a config class by the names that earlier releases of transformers had for them.
+# The metaclass of config classes, which accepts old names
 
 
 class OldNames(type):
-    """Metaclass of the config classes: translates old names, warns of each, and names the nearest for an unknown one.
+    """Metaclass of config classes: translates old names with a warning, and suggests a name for an unknown one.
 
     Raises:
-        TypeError: at construction, for a name that is neither an argument nor an old name of one.
+        TypeError: at construction, for a name that is neither an argument nor the old name of one.
     """
 
     def __call__(cls, *args, **kwargs):
@@ -36,7 +36,7 @@ class OldNames(type):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Old names of arguments that scripts still use, and their translation.
+# Old names that scripts still use, and their translation
 
 
 GONE = (
@@ -48,21 +48,21 @@ GONE_FROM_TRL = (
     " label_pad_token_id padding_value"  # of DPOConfig, KTOConfig
     " vllm_device vllm_dtype vllm_enable_prefix_caching"  # of GRPOConfig
 )
-# Arguments of old releases of TRL whose meaning is told otherwise today; False and None asked for nothing.
+# Arguments of old TRL releases without a direct replacement. False and None had no effect.
 OTHERWISE = {
-    "force_use_ref_model": "leave it out: a ref_model is used beside an adapter, too.",
+    "force_use_ref_model": "leave it out: a ref_model is also used with an adapter.",
     "generate_during_eval": "leave it out, and generate with the saved model.",
-    "is_encoder_decoder": "leave it out: models that write have a decoder alone.",
-    "max_completion_length": "use max_length, which holds for prompt and answer together.",
-    "max_prompt_length": "use max_length, which holds for prompt and answer together.",
-    "model_adapter_name": "leave it out: the model's adapter trains.",
-    "ref_adapter_name": "leave it out: the reference of an adapter that trains on is a copy of it.",
-    "non_eos_penalty": "use missing_eos_penalty, which is taken off the score instead of replacing it.",
-    "normalize_reward": "normalise in the reward function; normalize_advantages does it behind the baseline.",
-    "reference_free": "leave it out: every loss compares with a reference.",
+    "is_encoder_decoder": "leave it out: only decoder-only language models are supported.",
+    "max_completion_length": "use max_length, which limits prompt and completion together.",
+    "max_prompt_length": "use max_length, which limits prompt and completion together.",
+    "model_adapter_name": "leave it out: the model's adapter is trained.",
+    "ref_adapter_name": "leave it out: the reference is a copy of the adapter that is passed in.",
+    "non_eos_penalty": "use missing_eos_penalty, which is subtracted from the score instead of replacing it.",
+    "normalize_reward": "normalize in the reward function, or use normalize_advantages, which acts after the baseline.",
+    "reference_free": "leave it out: every loss uses the reference.",
     "ref_model_init_kwargs": "load the reference with AutoModelForCausalLM.from_pretrained, and pass it as ref_model.",
     "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
-    "truncation_mode": "leave it out: this trainer has one way of shortening texts.",
+    "truncation_mode": "leave it out: this trainer has only one way to truncate texts.",
 }
 # Old names of arguments of GRPOConfig and RLOOConfig.
 OF_GENERATION = {
@@ -79,11 +79,11 @@ OF_GENERATION = {
 }
 # Arguments of TRL's RLOOConfig up to 0.21 that change nothing.
 IDLE_OF_GENERATION = {
-    "local_rollout_forward_batch_size": "leave it out: completions are written in batches that fit.",
+    "local_rollout_forward_batch_size": "leave it out: the generator chooses batches that fit into memory.",
     "num_sample_generations": "leave it out: log_completions=True shows completions.",
     "penalty_reward_value": "leave it out: it belongs to non_eos_penalty.",
-    "stop_token": "leave it out: the end of text ends a completion.",
-    "token_level_kl": "leave it out: an advantage has the sum over the tokens, either way.",
+    "stop_token": "leave it out: the EOS token ends a completion.",
+    "token_level_kl": "leave it out: the advantage contains the sum over tokens either way.",
     "whiten_rewards": "leave it out: RLOOTrainer never read it.",
 }
 RENAMED = {
@@ -93,7 +93,7 @@ RENAMED = {
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR.",
     "max_seq_length": "use max_length.",
     "no_cuda": "use use_cpu.",
-    "num_mini_batches": "use steps_per_generation, gradient_accumulation_steps times as many.",
+    "num_mini_batches": "use steps_per_generation=num_mini_batches * gradient_accumulation_steps.",
     "push_to_hub_model_id": "use hub_model_id.",
     "push_to_hub_organization": "use hub_model_id, as organization/name.",
     "push_to_hub_token": "use hub_token.",
@@ -120,23 +120,23 @@ _SAME = {
     "warmup_ratio": "warmup_steps",
     **OF_GENERATION,
 }
-# Old value of an argument -> today's.
+# Argument -> {old value: current value}
 OLD_VALUES = {"optim": {"adamw_apex_fused": "adamw_torch_fused", "adamw_hf": "adamw_torch"}}
 _IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), *IDLE_OF_GENERATION, "dispatch_batches", "split_batches"}
 TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 
 def way_out(name: str, known: Iterable[str]) -> str:
-    """A sentence on what to write instead of the unknown name."""
+    """A sentence about what to write instead of the unknown name."""
     if name in RENAMED:
         return RENAMED[name]
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else "no argument has a name like it."
+    return f"did you mean {close[0]}?" if close else "no argument has a similar name."
 
 
 def todays_name(name: str) -> str | None:
-    """Today's name of an argument that takes the same values; None of a name that is no old one of such an argument."""
-    return None if name == "warmup_ratio" else _SAME.get(name)  # the steps are no ratio
+    """The current name of an argument whose old name is `name`, if it takes the same values; else None."""
+    return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may not be a ratio
 
 
 def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
@@ -144,13 +144,13 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
 
     Args:
         given: name -> value, as the script passed them.
-        known: today's names.
+        known: current names.
 
     Returns:
-        The arguments by today's names, environment variables to set, and a warning for each old name and value.
+        The arguments by current names, environment variables to set, and a warning for each old name and value.
 
     Raises:
-        TypeError: a name both old and new, save_safetensors=False, or what is told otherwise today.
+        TypeError: an argument is given by its old and its new name, or has no direct replacement.
     """
     known, now, environment, notes = set(known), dict(given), {}, []
     for name in [name for name in given if name in RENAMED and name not in known]:
@@ -158,10 +158,10 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
         if new is None:
             continue
         if name in OTHERWISE:
-            notes.append(f"{name}={given[name]} asks for nothing: TRL no longer has it. Leave it out.")
+            notes.append(f"{name}={given[name]} has no effect: TRL no longer has it. Leave it out.")
             continue
         if name in _IGNORED:
-            notes.append(f"{name} has no effect any more; {RENAMED[name]}")
+            notes.append(f"{name} no longer has an effect; {RENAMED[name]}")
             continue
         notes.append(f"{name} is an old name: {RENAMED[name]}")
         environment |= {key: value for key, value in new.items() if key == TENSORBOARD}
@@ -174,15 +174,17 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
 
 
 def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The argument by today's name; None where it has no effect."""
+    """The argument by its current name; None if it has no effect."""
     if name == "save_safetensors" and value is False:
-        raise TypeError("save_safetensors=False: pickled weights are not written. Leave it out.")
-    if name == "warmup_ratio" and "warmup_steps" in given:  # steps won, unless there were none
+        raise TypeError("save_safetensors=False: weights are always saved as safetensors. Leave it out.")
+    if name == "warmup_ratio" and "warmup_steps" in given:  # steps took precedence, unless 0
         return None if float(given["warmup_steps"] or 0) else {"warmup_steps": value}
     if name in _SAME:
         new = _SAME[name]
         if new in given:
-            raise TypeError(f"{shown(name, value)} and {shown(new, given[new])} are one argument. Leave {name} out.")
+            raise TypeError(
+                f"{shown(name, value)} and {shown(new, given[new])} are the same argument. Leave {name} out."
+            )
         return {new: value}
     if name == "logging_dir":
         return {} if value is None else {TENSORBOARD: str(value)}
@@ -197,20 +199,20 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
         if value is None:
             return {}
         if model is None:
-            raise TypeError("push_to_hub_organization without a model's name: use hub_model_id='organization/name'.")
+            raise TypeError("push_to_hub_organization requires a model name: use hub_model_id='organization/name'.")
         return {"hub_model_id": f"{value}/{model}"}
     return {}
 
 
 def _of_old_generation(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """How TRL's RLOOConfig up to 0.21 cut generations into steps, and ended completions."""
+    """Translate arguments of TRL's RLOOConfig up to 0.21 about mini-batches and stop tokens."""
     if name == "stop_token" and value not in (None, "eos"):
-        raise TypeError(f"stop_token={value!r}: wanted 'eos'. Of other tokens, {RENAMED['stop_token_id']}")
+        raise TypeError(f"stop_token must be 'eos', got {value!r}. For other tokens, {RENAMED['stop_token_id']}")
     if value is None or name == "stop_token":
         return {}
     if name == "num_mini_batches":
         parts = int(value) * int(given.get("gradient_accumulation_steps", 1))
         return {} if int(value) == 1 else {"steps_per_generation": parts}
     if "generation_kwargs" in given:
-        raise TypeError(f"stop_token_id={value!r} beside generation_kwargs: {RENAMED[name]}")
+        raise TypeError(f"stop_token_id={value!r} cannot be combined with generation_kwargs: {RENAMED[name]}")
     return {"generation_kwargs": {"eos_token_id": int(value)}}

@@ -19,20 +19,20 @@ import numpy as np
 from trl_jax.core.secrets import masked
 
 # ----------------------------------------------------------------------------------------------------
-# Rules: small functions that check one argument's value.
+# Rules: functions that check the value of one argument
 
 
 Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
 
 HERE = "in this release of trl_jax"
-# Beyond these a value cannot work: steps are counted in 32 bits, rates are float32, a step's pairs are all in memory.
+# Larger values cannot work: steps are counted in 32 bits, rates are float32, and a step's examples are all in memory.
 MOST_STEPS = 2**31 - 1
-MOST_INTERVAL = 2**62  # of steps between two logs, saves or evaluations
+MOST_INTERVAL = 2**62  # steps between two logs, saves or evaluations
 MOST_FLOAT32 = 3.4028234663852886e38
-MOST_EXAMPLES = 2**20  # of a step
-MOST_MICRO_BATCHES = 2**16  # of a step
+MOST_EXAMPLES = 2**20  # in a step
+MOST_MICRO_BATCHES = 2**16  # in a step
 MOST_PADDED = 2**20  # tokens that a row's length may be a multiple of
-MOST_PROCESSES = 2**22  # that Linux can number
+MOST_PROCESSES = 2**22  # Linux's limit of process ids
 
 
 def one_of(*supported: str) -> Rule:
@@ -45,7 +45,7 @@ def one_of(*supported: str) -> Rule:
 
 
 def too_large(name: str, value: Any, most: float) -> str:
-    return f"{show(name, value)}: wanted at most {most if isinstance(most, float) else format(most, ',')}. Lower it."
+    return must_be(name, f"at most {most if isinstance(most, float) else format(most, ',')}", value)
 
 
 def whole(minimum: int, optional: bool = False, *, most: float = math.inf) -> Rule:
@@ -54,7 +54,7 @@ def whole(minimum: int, optional: bool = False, *, most: float = math.inf) -> Ru
             return None
         if is_whole(value, minimum):
             return too_large(name, value, most) if value > most else None
-        return f"{show(name, value)}: wanted a whole number of at least {minimum}{_or_none(optional)}."
+        return must_be(name, f"a whole number of at least {minimum}{_or_none(optional)}", value)
 
     return rule
 
@@ -65,19 +65,19 @@ def number(minimum: float, optional: bool = False, *, most: float = math.inf) ->
             return None
         if isinstance(value, Real) and not isinstance(value, bool) and minimum <= value < math.inf:
             return too_large(name, value, most) if value > most else None
-        return f"{show(name, value)}: wanted a number of at least {minimum:g}{_or_none(optional)}."
+        return must_be(name, f"a number of at least {minimum:g}{_or_none(optional)}", value)
 
     return rule
 
 
 def bounded(most: float = math.inf, optional: bool = False) -> Rule:
-    """Of a number whose other values transformers judges, or that may be below zero: not NaN, and not above `most`."""
+    """A number that is not NaN and at most `most`. transformers checks the rest, or it may be negative."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if value is None and optional:
             return None
         if not isinstance(value, Real) or isinstance(value, bool) or value != value:
-            return f"{show(name, value)}: wanted a number{_or_none(optional)}."
+            return must_be(name, f"a number{_or_none(optional)}", value)
         return too_large(name, value, most) if value > most else None
 
     return rule
@@ -86,24 +86,24 @@ def bounded(most: float = math.inf, optional: bool = False) -> Rule:
 def path(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if isinstance(value, str | PathLike | None):
         return None
-    return f"{show(name, value)}: wanted a path or a name, or None."
+    return must_be(name, "a path, a name or None", value)
 
 
 def text(optional: bool = False) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if isinstance(value, str) or (value is None and optional):
             return None
-        return f"{show(name, value)}: wanted a text{_or_none(optional)}."
+        return must_be(name, f"a string{_or_none(optional)}", value)
 
     return rule
 
 
 def words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Of a text, several in a list, or None."""
+    """A string, a list of strings, or None."""
     several = [value] if isinstance(value, str | None) else value
     if isinstance(several, list | tuple | set) and all(isinstance(word, str | None) for word in several):
         return None
-    return f"{show(name, value)}: wanted a text, a list of them, or None."
+    return must_be(name, "a string, a list of strings or None", value)
 
 
 def accumulation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -111,10 +111,10 @@ def accumulation(name: str, value: Any, values: Mapping[str, Any]) -> str | None
         return problem
     pairs = values["per_device_train_batch_size"]
     if whole(1, most=MOST_EXAMPLES)("", pairs, values) is not None or value * pairs <= MOST_EXAMPLES:
-        return None  # or said of the batch size
+        return None  # or the rule of the batch size refuses it
     return (
-        f"{show(name, value)} times per_device_train_batch_size={pairs} makes steps of {value * pairs:,} pairs: wanted "
-        f"at most {MOST_EXAMPLES:,}. Lower either."
+        f"gradient_accumulation_steps x per_device_train_batch_size must be at most {MOST_EXAMPLES:,}, got {value} x "
+        f"{pairs} = {value * pairs:,}. Lower one of them."
     )
 
 
@@ -123,7 +123,7 @@ def _or_none(optional: bool) -> str:
 
 
 def epochs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    # Scripts that count in max_steps often leave num_train_epochs at -1.
+    # Scripts that set max_steps often leave num_train_epochs at -1.
     counted = isinstance(values["max_steps"], Real) and values["max_steps"] > 0
     return None if counted else number(0, most=MOST_STEPS)(name, value, values)
 
@@ -144,8 +144,8 @@ def template_arguments(name: str, value: Any, values: Mapping[str, Any]) -> str 
     if found := [key for key in as_dict(name, value) if key in own]:
         return (
             f"{name} has {found[0]!r}, which the trainer passes itself: apply_chat_template would get multiple values "
-            f"for keyword argument {found[0]!r}. Leave it out: chat_template_path= and tools= are for the template and "
-            "the tools."
+            f"for keyword argument {found[0]!r}. Leave it out, and use chat_template_path= for the template and tools= "
+            "for the tools."
         )
     return None
 
@@ -154,24 +154,24 @@ def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not isinstance(value, bool) and (problem := words(name, value, values)):
         return problem
     unknown = [word for word in as_words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
-    return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
+    return must_be(name, "underflow_overflow or tpu_metrics_debug", unknown) if unknown else None
 
 
 def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    note = f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log."
+    note = f"{name}: tpu_metrics_debug has no effect in trl_jax, because XLA has no such log."
     return note if "tpu" in str(as_words(value)) else None
 
 
 def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not isinstance(value, list | tuple | set | None):
-        return f"{show(name, value)}: wanted a list of inputs and loss."
+        return must_be(name, "a list with inputs, loss or both", value)
     unknown = [word for word in value or () if word not in ("inputs", "loss")]
-    return f"{name} holds {unknown}: wanted some of inputs, loss." if unknown else None
+    return must_be(name, "a list with inputs, loss or both", value) if unknown else None
 
 
 def tokens_seen(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     known = ("all", "non_padding", "no", True, False)
-    return None if value in known else f"{show(name, value)}: wanted 'all', 'non_padding' or 'no'."
+    return None if value in known else must_be(name, "'all', 'non_padding' or 'no'", value)
 
 
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -183,7 +183,7 @@ def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None
 
 
 # ----------------------------------------------------------------------------------------------------
-# Reads an argument's value, which a script, a command line and a YAML file write differently.
+# Readers: scripts, command lines and YAML files write the same value differently
 
 
 def plain(value: Any) -> Any:
@@ -192,47 +192,56 @@ def plain(value: Any) -> Any:
 
 
 def show(name: str, value: Any) -> str:
-    """name=value for an error's text: secrets hidden, long values cut."""
+    """name=value for an error's text; secrets are hidden and long values cut."""
+    return f"{name}={_brief(name, value)}"
+
+
+def must_be(name: str, valid: str, value: Any) -> str:
+    """The text of an error about `value`; `valid` describes the values that are allowed."""
+    return f"{name} must be {valid}, got {_brief(name, value)}."
+
+
+def _brief(name: str, value: Any) -> str:
     text = repr(masked(plain(value), name))
-    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def as_dict(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The dict of an argument that is written as a mapping, as a JSON object in a string, or left at None.
+    """The dict in an argument: a mapping, a dataclass, a string with a JSON object, or None for an empty dict.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: any other value.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{show(name, value)} is not JSON ({error}): {_wanted_dict(name)}") from error
+            raise ValueError(f"{_dict_error(name, value)} It is not valid JSON: {error}.") from error
     if dataclasses.is_dataclass(value):
         value = dataclasses.asdict(value)
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{show(name, value)} is a {type(value).__name__}: {_wanted_dict(name)}")
+        raise ValueError(_dict_error(name, value))
     return dict(value or {})
 
 
 def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
-    """The same, where a string may also be the path of a JSON file."""
+    """Like `as_dict`, but a string may also be the path of a JSON file."""
     if not isinstance(value, str) or value.lstrip().startswith("{"):
         return as_dict(name, value)
     if not Path(value).is_file():
-        raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file, a dict, or leave it out.")
+        raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file or a dict, or leave it out.")
     return as_dict(name, Path(value).read_text(encoding="utf-8"))
 
 
-def _wanted_dict(name: str) -> str:
-    return f"""pass {name} as a dict, or as a JSON object in a string such as '{{"key": 1}}'."""
+def _dict_error(name: str, value: Any) -> str:
+    return must_be(name, """a dict, or a JSON object in a string such as '{"key": 1}'""", value)
 
 
 def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
-    """A number of tokens, "auto" or None; the command line and YAML may write each of them as text.
+    """A number of tokens, "auto" or None. A command line or YAML may pass each of them as a string.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: any other value.
     """
     named = {"auto": "auto", "none": None, "null": None}
     multiple = value
@@ -240,11 +249,11 @@ def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
         multiple = int(value) if value.isdecimal() else named.get(value.lower(), value)
     if multiple is None or multiple == "auto" or is_whole(multiple, 1):
         return multiple
-    raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
+    raise ValueError(must_be(name, '"auto", a whole number of at least 1, or None', value))
 
 
 def as_choice(value: str | bool | None) -> str | bool | None:
-    """`resume_from_checkpoint` as train() takes it: a command line gives True and False as words."""
+    """`resume_from_checkpoint` as train() takes it: a command line passes True and False as strings."""
     named = {"true": True, "false": None, "none": None, "": None}
     return named.get(value.lower(), value) if isinstance(value, str) else value or None
 
@@ -253,13 +262,13 @@ _BOOLS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("n
 
 
 def as_bool(name: str, value: Any, optional: bool = False) -> bool | None:
-    """A boolean, which may be written as 0 or 1, or as a word that HfArgumentParser reads.
+    """A boolean, also written as 0 or 1 or as a word that HfArgumentParser reads.
 
     Args:
         optional: None is allowed, too.
 
     Raises:
-        ValueError: it is none of these. By Python's own rule any other text would be true, "off" included.
+        ValueError: any other value. Python would take every other string as true, even "off".
     """
     if value is None and optional:
         return None
@@ -267,13 +276,13 @@ def as_bool(name: str, value: Any, optional: bool = False) -> bool | None:
         return _BOOLS[value.lower()]
     if isinstance(value, bool | np.bool_ | Integral) and value in (0, 1):
         return bool(value)
-    raise ValueError(wanted_bool(name, value, optional))
+    raise ValueError(bool_error(name, value, optional))
 
 
-def wanted_bool(name: str, value: Any, optional: bool) -> str:
+def bool_error(name: str, value: Any, optional: bool) -> str:
     none = ", None" if optional else ""
     words = "yes/no, true/false, t/f, y/n, 1/0 (case insensitive)"  # as HfArgumentParser lists them
-    return f"{show(name, value)}: wanted True, False{none}, or one of {words}."
+    return must_be(name, f"True, False{none}, or one of {words}", value)
 
 
 @cache
@@ -295,12 +304,12 @@ def read_bools(config: Any) -> None:
 
 
 def as_words(value: Any) -> list[str]:
-    """The words of an argument that takes them in a string, in a list, or as a truth value."""
+    """The words in an argument that takes a string of words, a list of them, or a boolean."""
     if isinstance(value, bool) or value is None:
         return []
     return [plain(word) for word in (value.split() if isinstance(value, str) else value)]
 
 
 def is_whole(value: Any, minimum: int) -> bool:
-    """Whether it is a whole number of at least `minimum`; True and False are none."""
+    """Whether it is a whole number of at least `minimum`. Booleans do not count as numbers."""
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= minimum

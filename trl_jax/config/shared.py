@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_jax.config import devices, rules
 from trl_jax.config.arguments import arg, redeclared
-from trl_jax.config.rules import show
+from trl_jax.config.rules import must_be
 
 # ----------------------------------------------------------------------------------------------------
 # Rules
@@ -25,7 +25,7 @@ def synced(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if value and values.get("precompute_ref_log_probs"):  # online trainers have no such argument
         return (
             "You cannot use `sync_ref_model=True` together with `precompute_ref_log_probs=True`: log-probabilities "
-            "computed before training are those of a reference that stays as it is. Leave one of the two out."
+            "computed before training belong to a reference that does not change. Leave one of the two out."
         )
     return None
 
@@ -33,7 +33,7 @@ def synced(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 def mixup_alpha(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if isinstance(value, int | float) and 0 <= value <= 1:
         return None
-    return f"{show(name, value)}: wanted the policy's share of the new reference, from 0.0 to 1.0."
+    return must_be(name, "a number from 0.0 to 1.0, the weight of the policy in the updated reference", value)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -42,36 +42,37 @@ def mixup_alpha(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 @dataclass
 class TextArguments:
-    """Arguments that `BaseTrainer` reads. They are checked in every config that has a field of that name."""
+    """Arguments that `BaseTrainer` reads. They are checked in every config that has a field of this name."""
 
     chat_template_path: str | None = arg(
-        None, help="File with the chat template to use, or a tokenizer that has it.", rule=rules.path
+        None, help="Chat template file, or a tokenizer (folder or Hub id) whose chat template is used.", rule=rules.path
     )
     disable_dropout: bool = arg(True, help="Train without dropout.")
     dataset_num_proc: int | None = arg(
         None,
-        help="Processes that tokenise the dataset.",
+        help="Number of processes that tokenize the dataset.",
         rule=rules.whole(0, optional=True, most=rules.MOST_PROCESSES),
     )
     eos_token: str | None = arg(
-        None, help="Token that ends a text. Unset, the tokenizer's own.", rule=rules.text(optional=True)
+        None, help="Token that ends each text. If unset, the tokenizer's EOS token.", rule=rules.text(optional=True)
     )
     max_length: int | None = arg(
         1024,
-        help="Longest prompt with its answer in tokens; the rest is cut off. None cuts nothing.",
+        help="Maximum length of prompt and completion together, in tokens; longer texts are truncated. "
+        "None truncates nothing.",
         rule=rules.whole(1, optional=True),
     )
     pad_to_multiple_of: int | str | None = arg(
         "auto",
-        help="Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 tokens "
-        "apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses and scores do "
-        "not depend on it.",
+        help="Round row lengths up to a multiple of this number. 'auto' rounds up to one of a few lengths "
+        "(multiples of 32 up to 256, then four per doubling), so that few shapes are compiled; None "
+        "does not round. Losses and scores do not depend on it.",
         how="mapped",
         rule=rules.pad_multiple,
     )
     activation_offloading: bool = arg(
         False,
-        help="Keep what gradient checkpointing keeps, each layer's input, in the host's memory. Replaces remat_policy.",
+        help="Keep what gradient checkpointing saves, each layer's input, in host memory. Replaces remat_policy.",
         how="mapped",
         rule=devices.offloading,
     )
@@ -86,39 +87,40 @@ class LanguageModelArguments(TextArguments):
 
     router_aux_loss_coef: float | None = arg(
         None,
-        help="Weight of the loss that balances experts. Unset, as in the model; 0 is off.",
+        help="Weight of the load-balancing loss of mixture-of-experts models. If unset, the model's own "
+        "value; 0 turns it off.",
         rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32),
     )
     max_prompt_length: int | None = arg(
         None,
-        help="Deprecated: tokens of a prompt to keep, the last ones. Unset, all.",
+        help="Deprecated: number of tokens to keep of a prompt, counted from its end. If unset, all.",
         rule=rules.whole(1, optional=True),
         kw_only=True,
     )
     truncation_mode: str = arg(
         "keep_start",
-        help="Part of a text beyond max_length to keep. 'keep_end' is deprecated.",
+        help="Which part of a text longer than max_length to keep. 'keep_end' is deprecated.",
         choices=["keep_end", "keep_start"],
         rule=truncation,
     )
     precompute_ref_log_probs: bool = arg(
-        False, help="Compute the reference's log-probabilities once, before training, and keep them on the disk."
+        False, help="Compute the reference model's log-probabilities once, before training, and store them on disk."
     )
     precompute_ref_batch_size: int | None = arg(
         None,
-        help="Rows of a batch then. Unset, those of training or evaluation.",
+        help="Batch size for precompute_ref_log_probs. If unset, that of training or evaluation.",
         rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES),
     )
     sync_ref_model: bool = arg(
         False,
-        help="Move the reference towards the policy every ref_model_sync_steps steps (TR-DPO, "
+        help="Move the reference model toward the policy every ref_model_sync_steps steps (TR-DPO, "
         "https://huggingface.co/papers/2404.09656).",
         rule=synced,
     )
     ref_model_mixup_alpha: float = arg(
-        0.6, help="The policy's share of the new reference, from 0.0 to 1.0.", rule=mixup_alpha
+        0.6, help="Weight of the policy in the updated reference model, from 0.0 to 1.0.", rule=mixup_alpha
     )
-    ref_model_sync_steps: int = arg(512, help="Steps between two moves of the reference.", rule=rules.whole(1))
+    ref_model_sync_steps: int = arg(512, help="Steps between two updates of the reference model.", rule=rules.whole(1))
 
 
 def shared(name: str, **changes: Any) -> Any:
@@ -135,8 +137,8 @@ def warn_of_prompt_length(most: int | None, stacklevel: int) -> None:
     """Warn that `max_prompt_length` is deprecated; `stacklevel` as in `warn_of_keep_end`."""
     if most is not None:
         text = (
-            f"max_prompt_length={most} is deprecated, and TRL no longer has it: long prompts lose their beginning. "
-            "max_length is for prompt and answer together."
+            f"max_prompt_length={most} is deprecated, and TRL no longer has it: longer prompts lose their beginning. "
+            "Use max_length, which limits prompt and completion together."
         )
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 
@@ -145,7 +147,7 @@ def warn_of_keep_end(mode: str, stacklevel: int) -> None:
     """Warn that `truncation_mode="keep_end"` is deprecated.
 
     Args:
-        stacklevel: of the line that made the config, counted from the caller of this function.
+        stacklevel: of the line that creates the config, counted from the caller of this function.
     """
     if mode == "keep_end":
         text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."

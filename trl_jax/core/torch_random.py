@@ -42,7 +42,7 @@ def torch_sum(values: np.ndarray, axis: int | None = None) -> np.ndarray:
     if axis is None:
         return _sum_rows(values.reshape(1, -1))[0]
     if axis != 1 or values.ndim not in (2, 3):
-        raise ValueError(f"axis={axis} with {values.ndim} axes: expected axis 1 of two or three.")
+        raise ValueError(f"axis must be 1, of two or three axes, got axis={axis} of {values.ndim}.")
     if values.ndim == 2 or values.shape[2] == 1:
         return _sum_rows(values.reshape(values.shape[:2])).reshape(values.shape[:1] + values.shape[2:])
     return np.stack([_sum_columns(part) for part in values])
@@ -65,7 +65,7 @@ def _sum_rows(values: np.ndarray) -> np.ndarray:
 
 
 def _sum_columns(values: np.ndarray) -> np.ndarray:
-    """Sum `[n, F]` over the first axis: `[F]`; neighbouring columns are contiguous."""
+    """Sum `[n, F]` over the first axis: `[F]`; neighboring columns are contiguous."""
     columns = values.shape[1]
     together = columns - columns % (_INTERLEAVED if columns < _LANES else _INTERLEAVED * _LANES)
     return np.concatenate([_cascade(values[:, :together]), _sum_interleaved(values[:, together:])])

@@ -32,7 +32,7 @@ def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
 class TrainerNames(NamedTuple):
     """The names of a trainer; its modules are named as in TRL.
 
-    command: as in `trl-jax sft`. The script is scripts/<command>.py, the classes are in trainer/<command>_trainer.py
+    command: as in `trl-jax sft`. The script is scripts/<command>.py; the classes are in trainer/<command>_trainer.py
         and trainer/<command>_config.py.
     trainer, config: the class names.
     rows: what the command line calls the rows of a dataset.
@@ -65,20 +65,32 @@ class TrainerNames(NamedTuple):
 _TABLE = (
     TrainerNames("reward", "RewardTrainer", "RewardConfig", "pairs", "train a reward model on preference pairs"),
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
-    TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs"),
     TrainerNames(
-        "kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on completions labelled good or bad"
+        "dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs with a reference model"
     ),
-    TrainerNames("orpo", "ORPOTrainer", "ORPOConfig", "pairs", "train on preference pairs without a reference model"),
-    TrainerNames("cpo", "CPOTrainer", "CPOConfig", "pairs", "the same with the CPO, SimPO or AlphaPO loss"),
-    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model online with reward functions"),
-    TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same with REINFORCE leave-one-out"),
+    TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on completions labeled good or bad"),
+    TrainerNames(
+        "orpo",
+        "ORPOTrainer",
+        "ORPOConfig",
+        "pairs",
+        "train on preference pairs with the ORPO loss, without a reference",
+    ),
+    TrainerNames(
+        "cpo", "CPOTrainer", "CPOConfig", "pairs", "train on preference pairs with the CPO, SimPO or AlphaPO loss"
+    ),
+    TrainerNames(
+        "grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model online with reward functions (GRPO)"
+    ),
+    TrainerNames(
+        "rloo", "RLOOTrainer", "RLOOConfig", "prompts", "train a language model online with REINFORCE leave-one-out"
+    ),
     TrainerNames(
         "distillation",
         "DistillationTrainer",
         "DistillationConfig",
         "prompts",
-        "distill a larger language model into a smaller one, on the smaller one's completions",
+        "distill a teacher model into a smaller one, online, on the student's completions",
     ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
@@ -97,7 +109,8 @@ def names_of_config(args: object) -> TrainerNames:
     for names in TRAINERS.values():
         if (names.where[names.config], names.config) in kinds:
             return names
-    wanted = ", ".join(names.config for names in TRAINERS.values())
+    configs = ", ".join(names.config for names in TRAINERS.values())
     raise TypeError(
-        f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted one of {wanted}, or pass its trainer."
+        f"args must be one of {configs}, got a {type(args).__module__}.{type(args).__qualname__}. For a config of your "
+        "own, pass its trainer."
     )

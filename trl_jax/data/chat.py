@@ -265,7 +265,7 @@ def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
     """
     role = prompt[-1]["role"]
     if role not in ("user", "tool", "assistant"):
-        raise ValueError(f"Invalid role in the last message: {role}; wanted user, tool or assistant.")
+        raise ValueError(f"Invalid role in the last message: {role}. It must be user, tool or assistant.")
     continues = role == "assistant"
     return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
@@ -276,7 +276,7 @@ def check_unicode(found: Any, column: str, where: str) -> None:
     messages = [{"role": "", "content": found}] if isinstance(found, str) else found
     for message in messages:
         if not isinstance(message, dict) or message.get("role") is None is message.get("from"):
-            raise cell_error(where, column, message, "only messages, each a dict with role and content")
+            raise cell_error(where, column, message, "messages, each a dict with role and content")
     for text in (value for message in messages for value in message.values()):
         try:
             str(text).encode()
@@ -284,7 +284,7 @@ def check_unicode(found: Any, column: str, where: str) -> None:
             shown = ascii(text[max(0, error.start - 20) : error.start + 1])
             raise ValueError(
                 f"{where}, column {column!r}: found a lone surrogate at character {error.start:,}, at the end of "
-                f'{shown}, wanted Unicode text. Drop surrogates with text.encode(errors="ignore").decode().'
+                f'{shown}, which is not valid Unicode. Drop surrogates with text.encode(errors="ignore").decode().'
             ) from error
 
 

@@ -88,17 +88,19 @@ def _check_stream_labels(
 
 def _check_label_block(block: pa.Table, first: int, columns: Columns, vocab_size: int, where: str) -> None:
     for text, column in zip(columns.texts, columns.labels, strict=True):
-        (_, wanted), (labels, found) = list_lengths(block, text), list_lengths(block, column)
-        if (wanted != found).any():
-            row = int(np.argmax(wanted != found))
-            asked = f"a label for each of the {wanted[row]:,} ids of {text}"
-            raise cell_error(f"Row {first + row} of {where}", column, f"a list of {found[row]:,}", asked)
+        (_, lengths), (labels, found) = list_lengths(block, text), list_lengths(block, column)
+        if (lengths != found).any():
+            row = int(np.argmax(lengths != found))
+            raise ValueError(
+                f"Row {first + row} of {where}, column {column!r}: must have {lengths[row]:,} labels, one for each id "
+                f"of {text}, got {found[row]:,}."
+            )
         wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
         if wrong.any():
             place = int(np.argmax(wrong))
             row = int(np.searchsorted(np.cumsum(found), place, side="right"))
-            asked = f"token ids from 0 to {vocab_size - 1:,}, or {IGNORED} for tokens without a target"
-            raise cell_error(f"Row {first + row} of {where}", column, int(labels[place]), asked)
+            valid = f"token ids from 0 to {vocab_size - 1:,}, or {IGNORED} for tokens without a target"
+            raise cell_error(f"Row {first + row} of {where}", column, int(labels[place]), valid)
 
 
 # Types, columns and values
@@ -183,10 +185,10 @@ def _media_of(part: Any) -> str | None:
     return next((_MEDIA[name] for name in named if isinstance(name, str) and name in _MEDIA), None)
 
 
-def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
+def cell_error(where: str, column: str, found: Any, valid: str) -> ValueError:
     """The error for one value; `where` is its row, such as "Row 3 of train_dataset"."""
     kind = "" if found is None else f" ({type(found).__name__})"
-    return ValueError(f"{where}, column {column!r}: found {brief(found, 60)}{kind}, wanted {wanted}.")
+    return ValueError(f"{where}, column {column!r}: must be {valid}, got {brief(found, 60)}{kind}.")
 
 
 def check_token_ids(
@@ -245,7 +247,7 @@ def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
     except ValueError:  # lists of different lengths
         found = np.asarray(None)
     if found.ndim != 1 or not found.size:
-        raise ValueError(f"{where}: found {brief(values)}, wanted a list of at least one token id.")
+        raise ValueError(f"{where}: must be a list of at least one token id, got {brief(values)}.")
     mixed = isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values))
     if not mixed and found.dtype.kind in "iu" and found.min() >= 0 and found.max() < vocab_size:
         return found.astype(np.int32)
@@ -253,8 +255,8 @@ def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
     for place, value in enumerate(values):
         if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
             raise ValueError(
-                f"{where}, position {place}: found {brief(value)} ({type(value).__name__}), wanted an int, a token id "
-                f"from 0 to {vocab_size - 1}."
+                f"{where}, position {place}: must be a token id from 0 to {vocab_size - 1}, got {brief(value)} "
+                f"({type(value).__name__})."
             )
         if not 0 <= value < vocab_size:
             raise ValueError(f"{where}, position {place}: {_OUTSIDE.format(id=value, size=vocab_size)}")
@@ -269,7 +271,7 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
         raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error)[:500])}") from error
 
 
-def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: str = "a finite number") -> None:
+def check_numbers(block: pa.Table, column: str, first: int, where: str, valid: str = "a finite number") -> None:
     """Raise ValueError for a row without a number, or with one that is not finite in float32."""
     numbers = block.column(column).combine_chunks()
     kind = numbers.type
@@ -282,7 +284,7 @@ def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: 
         bad = np.ones(len(numbers), dtype=bool)
     if bad.any():
         row = int(np.argmax(bad))
-        raise cell_error(f"Row {first + row} of {where}", column, numbers[row].as_py(), wanted)
+        raise cell_error(f"Row {first + row} of {where}", column, numbers[row].as_py(), valid)
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -304,7 +306,7 @@ def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
     if not pa.types.is_integer(kind.value_type) or values.null_count:
         bad = int(np.argmax(numbers_of(values.is_null())))
         row = first + pc.list_parent_indices(lists)[bad].as_py()
-        raise cell_error(f"Row {row} of {where}", column, values[bad].as_py(), "nothing but ints")
+        raise cell_error(f"Row {row} of {where}", column, values[bad].as_py(), "a list of ints")
     return lists
 
 

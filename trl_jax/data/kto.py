@@ -1,4 +1,4 @@
-"""Rows of KTO: a prompt and an answer labelled desirable or not, and a mismatched answer for the KL estimate."""
+"""Rows of KTO: a prompt and an answer labeled desirable or not, and a mismatched answer for the KL estimate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def prepare(
     else:
         plain, where = _unpaired(plain, first, where, options)
         facts = {"tokenizer": tokenizer, "where": where}
-        plain = plain.map(tokenise_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
+        plain = plain.map(tokenize_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
     plain = preference.without_full_prompts(plain, max_length, max_prompt_length, where, options)
     if block is not None:
         plain = _with_kl_rows(plain, block, where)
@@ -78,11 +78,11 @@ def is_prepared(columns: Any, block: int | None) -> bool:
     return all(column in columns for column in (*JOINED, *(() if block is None else KL_JOINED), "label"))
 
 
-def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
+def tokenize_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
     """Tokenize a row: ids of the prompt, and of what the answer adds to it. `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     read = preference.read_row(row, ("completion",), place)
-    ids = preference.behind_prompt(*preference.tokenised(read, ("completion",), tokenizer, place))
+    ids = preference.behind_prompt(*preference.tokenized(read, ("completion",), tokenizer, place))
     return dict(zip(IDS, ids, strict=False))
 
 

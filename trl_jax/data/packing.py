@@ -29,9 +29,9 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
         ValueError: lists of different lengths within a row, an unknown strategy, or a seq_length below 1.
     """
     if strategy not in _STRATEGIES:
-        raise ValueError(f"Invalid packing strategy {strategy!r}, wanted one of {', '.join(_STRATEGIES)}.")
+        raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}, got {strategy!r}.")
     if seq_length < 1:
-        raise ValueError(f"seq_length is {seq_length}, wanted a length of at least 1.")
+        raise ValueError(f"seq_length must be at least 1, got {seq_length}.")
     form = _form(dataset)
     if "columns" in form and strategy != "wrapped":
         form["columns"] = [*form["columns"], "seq_lengths"]

@@ -64,16 +64,16 @@ def prepare_dpo(
         plain = tokenize.with_columns(plain, JOINED, where)
         facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length}
         return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
-    tokenised = all(column in first for column in IDS)
-    if not tokenised and not all(column in first for column in _NEEDED):
+    tokenized = all(column in first for column in IDS)
+    if not tokenized and not all(column in first for column in _NEEDED):
         raise ValueError(
             f"{where} needs the columns 'chosen' and 'rejected' (with an optional 'prompt'), or {', '.join(IDS)}; "
             f"found {brief(list(first), 500)}."
         )
     read = [name for name in ("prompt", *_NEEDED) if name in first]
-    plain = tokenize.with_columns(plain, IDS if tokenised else read, where)
+    plain = tokenize.with_columns(plain, IDS if tokenized else read, where)
     options = map_options(plain, where, num_proc)
-    if not tokenised:
+    if not tokenized:
         facts = {"tokenizer": tokenizer, "where": where}
         plain = plain.map(tokenize_dpo_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
     longest = None if keep_end else max_length
@@ -87,7 +87,7 @@ def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str
     """Tokenize a row: ids of the prompt, and of what each answer adds. `index` and `where` name the row in errors."""
     place = f"Row {index} of {where}"
     read = read_row(row, _NEEDED, place)
-    ids = behind_prompt(*tokenised(read, _NEEDED, tokenizer, place))
+    ids = behind_prompt(*tokenized(read, _NEEDED, tokenizer, place))
     return dict(zip(IDS, ids, strict=True))
 
 
@@ -260,7 +260,7 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
     return row
 
 
-def tokenised(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
+def tokenized(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
     """Token ids of the prompt, and of the prompt with each answer. EOS is appended unless answers are messages."""
     if isinstance(row["prompt"], str):
         ended = [row["prompt"] + chat.with_eos(row[answer], tokenizer, place) for answer in answers]

@@ -21,7 +21,7 @@ from trl_jax.data.tokenize import check_has
 
 logger = logging.getLogger(__name__)
 
-_WANTED = 'a text, or messages such as [{"role": "user", "content": "..."}]'
+_WANTED = 'a string, or messages such as [{"role": "user", "content": "..."}]'
 _EMPTY = "A completion needs at least one token before it: leave the row out, or start prompts with the BOS token."
 
 
@@ -37,7 +37,7 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
         ValueError: a row has images, or its prompt is neither a text nor messages with content, or is empty.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
-        raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
+        raise TypeError(f"{name} must be a Dataset or IterableDataset of datasets, got a {type(dataset).__name__}.")
     if has_transform(dataset):
         return dataset
     columns = dataset.column_names
@@ -123,9 +123,9 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
 def _check_message(message: Any, where: str) -> None:
     """Raise ValueError unless a message has a role, and content or tool calls."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise cell_error(where, "prompt", message, "only messages, each a dict with role and content")
+        raise cell_error(where, "prompt", message, "messages, each a dict with role and content")
     if message.get("content") is None and not message.get("tool_calls"):
-        raise cell_error(where, "prompt", message, "a message with content; an empty one is ''")
+        raise cell_error(where, "prompt", message, "a message with content ('' if it is empty)")
 
 
 def is_conversation(prompt: Any) -> bool:

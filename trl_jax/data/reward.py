@@ -49,7 +49,7 @@ def prepare(
     if isinstance(plain, IterableDataset):
         opening = first_row(plain, checks.argument(name), ("prompt", "chosen", "rejected"))
         plain, read = settle(plain, list(opening), name)
-        needed = IDS if read.tokenised else TEXTS
+        needed = IDS if read.tokenized else TEXTS
         needed += ("margin",) if "margin" in opening else ()
         return prepare_stream(plain, tokenizer, needed, read.masks, max_length, checks.argument(name))
     if len(plain) == 0:
@@ -59,9 +59,9 @@ def prepare(
     if read.masks:
         plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
     max_characters = None
-    if not read.tokenised:
+    if not read.tokenized:
         max_characters = tokenize.character_bound_of_table(plain, tokenizer, max_length)
-        plain = _tokenise(plain, tokenizer, num_proc, name, max_characters)
+        plain = _tokenize(plain, tokenizer, num_proc, name, max_characters)
     lengths = _check_pairs(plain, max_length, checks.argument(name))
     about = "" if max_characters is None else "at least "
     return drop_long(plain, lengths, max_length, checks.argument(name), "pair", about)
@@ -86,10 +86,10 @@ def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
     return np.stack([np.concatenate(column) for column in counts])
 
 
-def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, max_characters: int | None) -> Dataset:
+def _tokenize(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, max_characters: int | None) -> Dataset:
     where = checks.argument(name)
     dataset = dataset.map(
-        tokenise_batch,
+        tokenize_batch,
         with_indices=True,
         batched=True,
         num_proc=num_proc,
@@ -170,7 +170,7 @@ def _read_row(
     ids = {column: row[column] for column in columns if column in IDS}
     if not ids:
         rows = {key: [value] for key, value in row.items()}
-        batch = tokenise_batch(rows, [index], tokenizer, where, max_characters)
+        batch = tokenize_batch(rows, [index], tokenizer, where, max_characters)
         ids = {column: values[0] for column, values in batch.items()}
         if "" in (row["chosen"], row["rejected"]):
             warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", state)
@@ -221,7 +221,7 @@ class Pair(NamedTuple):
     where: str
 
 
-def tokenise_batch(
+def tokenize_batch(
     batch: Any, indices: list[int], tokenizer: Any, where: str, max_characters: int | None = None
 ) -> dict[str, list[list[int]]]:
     """Tokenize a batch of `Dataset.map` to `chosen_ids` and `rejected_ids`.
@@ -236,7 +236,7 @@ def tokenise_batch(
     cells = zip(*(batch[column] for column in columns), strict=True)
     rows = [dict(zip(columns, row, strict=True)) for row in cells]
     pairs = [read_pair(row, f"Row {i} of {where}", tokenizer) for i, row in zip(indices, rows, strict=True)]
-    chosen, rejected = zip(*tokenise(pairs, tokenizer, max_characters), strict=True)
+    chosen, rejected = zip(*tokenize_pairs(pairs, tokenizer, max_characters), strict=True)
     return {"chosen_ids": list(chosen), "rejected_ids": list(rejected)}
 
 
@@ -262,11 +262,13 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
     return Pair(chosen, rejected, options, where)
 
 
-def tokenise(pairs: list[Pair], tokenizer: Any, max_characters: int | None = None) -> list[tuple[list[int], list[int]]]:
+def tokenize_pairs(
+    pairs: list[Pair], tokenizer: Any, max_characters: int | None = None
+) -> list[tuple[list[int], list[int]]]:
     """Token ids (chosen, rejected) of each pair; pairs must be all texts or all conversations.
 
     Args:
-        max_characters: see `tokenise_batch`.
+        max_characters: see `tokenize_batch`.
     """
     if isinstance(pairs[0].chosen, str):
         texts = [_cut(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
@@ -359,8 +361,8 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
         row = int(np.argmax(runs != 1))
         found = "zeros between ones" if runs[row] else "nothing but zeros"
         raise ValueError(
-            f"Row {first + row} of {where}, column {mask!r}: found {found}, wanted ones for the text and zeros for "
-            f"padding before or after it. Remove everything that is not text from {column!r}."
+            f"Row {first + row} of {where}, column {mask!r}: must be ones for the text and zeros for padding "
+            f"before or after it, got {found}. Remove everything that is not text from {column!r}."
         )
     ends = np.append(0, np.cumsum(np.bincount(rows[keeps], minlength=len(lengths))))
     values = lists.flatten().cast(pa.int64()).filter(pa.array(keeps))
@@ -369,17 +371,17 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
 
 def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
     """Whether the mask keeps each token of a block: bool `[tokens]`, rows concatenated."""
-    wanted, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
+    valid, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
     if not checks.is_list(lists.type):
-        raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), wanted)
+        raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), valid)
     found = pc.list_value_length(lists).fill_null(-1).to_numpy(zero_copy_only=False)
     if (found != lengths).any():
         row = int(np.argmax(found != lengths))
         if found[row] < 0:
-            raise checks.cell_error(f"Row {first + row} of {where}", mask, None, wanted)
+            raise checks.cell_error(f"Row {first + row} of {where}", mask, None, valid)
         raise ValueError(
-            f"Row {first + row} of {where}, column {mask!r}: found {found[row]:,} values, wanted "
-            f"{lengths[row]:,}, one for each token {of}."
+            f"Row {first + row} of {where}, column {mask!r}: must have {lengths[row]:,} values, one for each "
+            f"token {of}, got {found[row]:,}."
         )
     values = lists.flatten()
     good = np.zeros(len(values), bool)
@@ -389,7 +391,7 @@ def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, w
     if not good.all():
         bad = int(np.argmin(good))
         row = first + int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
-        raise checks.cell_error(f"Row {row} of {where}", mask, values[bad].as_py(), wanted)
+        raise checks.cell_error(f"Row {row} of {where}", mask, values[bad].as_py(), valid)
     return marks == 1
 
 
@@ -415,11 +417,11 @@ _UNREAD = {
 class Columns(NamedTuple):
     """The columns that are used.
 
-    tokenised: whether rows have token ids.
+    tokenized: whether rows have token ids.
     masks: the entries of `MASKS` that apply to them.
     """
 
-    tokenised: bool
+    tokenized: bool
     masks: dict[str, str]
 
 
@@ -441,14 +443,14 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
         older = next((pair for pair in LEGACY_IDS if set(pair) <= set(column_names)), None)
         older = None if older == _EARLY_IDS and set(TEXTS) <= set(column_names) else older
     masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in column_names}
-    tokenised = older is not None or set(IDS) <= set(column_names)
+    tokenized = older is not None or set(IDS) <= set(column_names)
     if older is not None:
         _warn_older(older, name)
         dataset = dataset.rename_columns(dict(zip(older, IDS, strict=True)))
-    elif not tokenised and not set(TEXTS) <= set(column_names):
+    elif not tokenized and not set(TEXTS) <= set(column_names):
         raise missing_columns(column_names, name)
-    _warn_unread([column for column in column_names if column not in masks.values()], tokenised, checks.argument(name))
-    return dataset, Columns(tokenised, masks)
+    _warn_unread([column for column in column_names if column not in masks.values()], tokenized, checks.argument(name))
+    return dataset, Columns(tokenized, masks)
 
 
 def _warn_older(names: tuple[str, str], name: str) -> None:
@@ -461,13 +463,13 @@ def _warn_older(names: tuple[str, str], name: str) -> None:
     )
 
 
-def _warn_unread(column_names: list[str], tokenised: bool, where: str) -> None:
-    prompted = tokenised or "prompt" in column_names
+def _warn_unread(column_names: list[str], tokenized: bool, where: str) -> None:
+    prompted = tokenized or "prompt" in column_names
     why: dict[str, list[str]] = {}
     for column in column_names:
         reason = _UNREAD.get(column)
-        idle = (reason == _TEXTS and tokenised) or (reason == _PROMPT and prompted)
-        if reason is None or idle or (reason == _PADDING and not tokenised):
+        idle = (reason == _TEXTS and tokenized) or (reason == _PROMPT and prompted)
+        if reason is None or idle or (reason == _PADDING and not tokenized):
             continue
         if column == "margins" and "margin" in column_names:
             continue
@@ -504,7 +506,7 @@ def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.n
 
 def check_margin(block: pa.Table, first: int, where: str) -> None:
     """Raise ValueError for a row without a finite margin."""
-    check_numbers(block, "margin", first, where, "a finite number: give every row a margin, or drop the column")
+    check_numbers(block, "margin", first, where, "a finite number in every row (or drop the column)")
 
 
 def empty_texts(block: pa.Table) -> np.ndarray:

@@ -92,8 +92,8 @@ def prepare(
     packs = packing and not (row_format.kind == "ids" and "seq_lengths" in first)
     limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
     limits |= {"row_format": row_format, "masking": masking, "where": where}
-    plain = _tokenised(plain, num_proc, tokenizer=tokenizer, **limits)
-    plain = _labelled(plain, where, drops=max_length is not None and not packs)
+    plain = _tokenized(plain, num_proc, tokenizer=tokenizer, **limits)
+    plain = _labeled(plain, where, drops=max_length is not None and not packs)
     if answer_marks is not None:
         plain = _answers_of(plain, answer_marks, num_proc, where)
     if packs:
@@ -117,7 +117,7 @@ def _packed(
 def _answers_of(
     dataset: Dataset | IterableDataset, marks: AnswerMarks, num_proc: int | None, where: str
 ) -> Dataset | IterableDataset:
-    return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labelling answers of {where}"))
+    return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labeling answers of {where}"))
 
 
 def _marked_template(tokenizer: Any) -> str | None:
@@ -150,16 +150,16 @@ def _unprepared(
     check_masks(first, name)
     row_format, masking = RowFormat("ids"), Masking(False, False, None)
     facts = {"tokenizer": None, "row_format": row_format, "masking": masking, "max_length": None, "keep_end": False}
-    return _tokenised(dataset, num_proc, where=where, **facts)
+    return _tokenized(dataset, num_proc, where=where, **facts)
 
 
-def _tokenised(
+def _tokenized(
     dataset: Dataset | IterableDataset, num_proc: int | None, *, where: str, **facts: Any
 ) -> Dataset | IterableDataset:
-    """Map `tokenise_batch` over the dataset; a stream is mapped one row at a time."""
+    """Map `tokenize_batch` over the dataset; a stream is mapped one row at a time."""
     options = {"batch_size": 1} if isinstance(dataset, IterableDataset) else {}
     options |= _map_options(dataset, num_proc, f"Tokenizing {where}")
-    return dataset.map(tokenise_batch, with_indices=True, batched=True, fn_kwargs=facts | {"where": where}, **options)
+    return dataset.map(tokenize_batch, with_indices=True, batched=True, fn_kwargs=facts | {"where": where}, **options)
 
 
 def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words
     return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
 
 
-def _labelled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
+def _labeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
     """Warn about rows whose labels are all -100, and drop them if `drops`.
 
     Raises:
@@ -200,7 +200,7 @@ def _has_label(row: dict[str, Any], index: int, where: str, state: tokenize.Stre
     if any(label != IGNORED for label in row["labels"]):
         state.removed = 0
         return True
-    tokenize.warn_once(f"Row {index} of {where} has no token to train on and is dropped", "unlabelled", state)
+    tokenize.warn_once(f"Row {index} of {where} has no token to train on and is dropped", "unlabeled", state)
     state.removed += 1
     if state.removed == tokenize.MAX_REMOVED:
         raise ValueError(f"{state.removed:,} rows of {where} in succession, up to row {index}, {_NO_LABEL}. {_WAY_OUT}")
@@ -220,7 +220,7 @@ class _Talk(NamedTuple):
     where: str
 
 
-def tokenise_batch(
+def tokenize_batch(
     batch: Any,
     indices: list[int],
     tokenizer: Any,
@@ -276,8 +276,8 @@ def _given_labels(block: pa.Table, lengths: np.ndarray, first: int, where: str) 
     if (found != lengths).any():
         row = int(np.argmax(found != lengths))
         raise ValueError(
-            f"Row {first + row} of {where}, column 'labels': found {found[row]:,} values, wanted {lengths[row]:,}, one "
-            "per token of 'input_ids': its id, or -100 if it is not a target."
+            f"Row {first + row} of {where}, column 'labels': must have {lengths[row]:,} values, one per token of "
+            f"'input_ids' (its id, or -100 if it is not a target), got {found[row]:,}."
         )
     return lists.flatten().to_numpy(zero_copy_only=False)
 
@@ -288,8 +288,8 @@ def _check_documents(
     """Raise ValueError for a packed row whose document lengths do not add up to its tokens, or that is too long."""
     for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
         if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
-            wanted = f"the number of tokens of each document in the row, {tokens:,} in total"
-            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, wanted)
+            valid = f"the number of tokens of each document in the row, {tokens:,} in total"
+            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, valid)
         if max_length is not None and tokens > max_length:
             raise ValueError(
                 f"Row {row} of {where} is already packed (it has 'seq_lengths') and has {tokens:,} tokens, more than "
@@ -357,12 +357,12 @@ def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format
         if row_format.kind == "conversations":
             messages = _as_messages(messages, where)
         if not chat.is_messages(messages):
-            wanted = "a non-empty list of messages, each with a 'role'"
-            raise checks.cell_error(where, row_format.kind, messages, wanted)
+            valid = "a non-empty list of messages, each with a 'role'"
+            raise checks.cell_error(where, row_format.kind, messages, valid)
         chat.check_unicode(messages, row_format.kind, where)
         checks.check_no_media(messages, f"{where}, column {row_format.kind!r}")
         talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
-    ids, said = _tokenise(talks, tokenizer, masking.assistant)
+    ids, said = _tokenize(talks, tokenizer, masking.assistant)
     return ids, [_labels(*both) for both in zip(ids, *said, strict=True)]
 
 
@@ -403,10 +403,10 @@ def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking:
     """Conversational rows: the prompt's messages followed by the completion's."""
     options = [_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
     whole = [row["prompt"] + row["completion"] for row in rows]
-    ids, found = _tokenise(list(map(_Talk, whole, options, places)), tokenizer, masking.assistant)
+    ids, found = _tokenize(list(map(_Talk, whole, options, places)), tokenizer, masking.assistant)
     if masking.completion:
         asked = [row["prompt"] for row in rows]
-        prompts, _ = _tokenise(list(map(_Talk, asked, options, places)), tokenizer, add_generation_prompt=True)
+        prompts, _ = _tokenize(list(map(_Talk, asked, options, places)), tokenizer, add_generation_prompt=True)
         found = [*found, list(map(_behind, prompts, ids))]
     return ids, [_labels(*all_) for all_ in zip(ids, *found, strict=True)]
 
@@ -419,7 +419,7 @@ def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) 
     return options
 
 
-def _tokenise(
+def _tokenize(
     talks: list[_Talk], tokenizer: Any, assistant: bool = False, **options: Any
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
     """The ids of conversations, and a list with the assistant masks if `assistant`, else an empty list.
@@ -544,19 +544,19 @@ def label_answers(
     Args:
         options: arguments of `Dataset.map`.
     """
-    labelled = dataset.map(_labelled_batch, batched=True, fn_kwargs={"marks": marks}, **options)
-    if not isinstance(labelled, IterableDataset):
-        missing = sum(_without_label(labels, lengths) for labels, lengths in _all_labels(labelled))
+    labeled = dataset.map(_labeled_batch, batched=True, fn_kwargs={"marks": marks}, **options)
+    if not isinstance(labeled, IterableDataset):
+        missing = sum(_without_label(labels, lengths) for labels, lengths in _all_labels(labeled))
         if missing:
             logger.warning(
-                f"{missing:,} of {len(labelled):,} rows of {where} have no answer to train on and do not contribute to "
+                f"{missing:,} of {len(labeled):,} rows of {where} have no answer to train on and do not contribute to "
                 f"the loss: they lack the response template (tokens {list(marks.response)}), or max_length cuts it "
                 "off. A template may be tokenized differently inside a text than on its own: pass its ids."
             )
-    return labelled
+    return labeled
 
 
-def _labelled_batch(batch: dict[str, list], marks: AnswerMarks) -> dict[str, list]:
+def _labeled_batch(batch: dict[str, list], marks: AnswerMarks) -> dict[str, list]:
     return {"labels": [answer_labels(ids, marks) for ids in batch["input_ids"]]}
 
 
@@ -710,7 +710,7 @@ def check_lengths(packing: bool, strategy: str, max_length: int | None, truncati
     if packing and max_length is None:
         raise ValueError("When packing is enabled, `max_length` can't be `None`. Pass the length of a packed row.")
     if packing and strategy not in STRATEGIES:
-        raise ValueError(f"packing_strategy={strategy!r}: wanted one of {', '.join(STRATEGIES)}.")
+        raise ValueError(f"packing_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}.")
     if truncation_mode not in ("keep_start", "keep_end"):
         raise ValueError(f"Unsupported truncation mode: {truncation_mode}, expected 'keep_start' or 'keep_end'")
 

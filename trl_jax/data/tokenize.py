@@ -68,23 +68,23 @@ def prepare_texts(
         raise ValueError(f"{where} is empty")
     lacking = set(columns.optional).difference(found)
     columns = columns._replace(numbers=tuple(name for name in columns.numbers if name not in lacking))
-    tokenised = set(columns.texts) <= set(found)
-    read = (*(columns.texts if tokenised else needed), *columns.numbers)
+    tokenized = set(columns.texts) <= set(found)
+    read = (*(columns.texts if tokenized else needed), *columns.numbers)
     if missing := [column for column in read if column not in found]:
         raise ValueError(f"{where} needs the columns {list(read)}; {missing} are missing, found {brief(found, 500)}.")
     facts = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
     if streams:
-        rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenised": tokenised})
+        rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenized": tokenized})
         limits = {"max_length": max_length, "where": where, "state": StreamState()}
         return without_long(rows, columns=columns.texts, unit="row", **limits)
-    if not tokenised:
+    if not tokenized:
         words = f"Tokenizing {where.replace('_', ' ', 1)}"
-        plain = plain.map(_tokenise, with_indices=True, batched=True, num_proc=num_proc, fn_kwargs=facts, desc=words)
+        plain = plain.map(_tokenize, with_indices=True, batched=True, num_proc=num_proc, fn_kwargs=facts, desc=words)
     lengths = [_checked(block, columns, first, where) for first, block in checks.blocks(plain, columns.all)]
     return drop_long(plain, np.concatenate(lengths), max_length, where, "row")
 
 
-def _tokenise(
+def _tokenize(
     batch: Any,
     indices: list[int],
     tokenizer: Any,
@@ -117,15 +117,15 @@ def _read_row(
     columns: Columns,
     needed: tuple[str, ...],
     where: str,
-    tokenised: bool,
+    tokenized: bool,
     **options: Any,
 ) -> dict[str, Any]:
     """Tokenize a row of a stream, with the same checks as for a table."""
-    check_has(row, index, (*(columns.texts if tokenised else needed), *columns.numbers), where)
+    check_has(row, index, (*(columns.texts if tokenized else needed), *columns.numbers), where)
     ids = {}
-    if not tokenised:
+    if not tokenized:
         batch = {column: [value] for column, value in row.items()}
-        tokens = _tokenise(batch, [index], columns=columns, needed=needed, where=where, **options)
+        tokens = _tokenize(batch, [index], columns=columns, needed=needed, where=where, **options)
         ids = {column: rows[0] for column, rows in tokens.items()}
     _checked(checks.row_block(row | ids, columns.all, f"Row {index} of {where}"), columns, index, where)
     return ids

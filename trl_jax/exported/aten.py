@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # ----------------------------------------------------------------------------------------------------
-# Runs a program: one JAX function a node, in order.
+# The interpreter: runs one JAX function per node, in order
 
 
 _NARROW = {"int64": "int32", "float64": "float32", "uint64": "uint32", "complex128": "complex64"}
@@ -34,8 +34,8 @@ def run(
     Args:
         params: by the names in `program.parameters`.
         rows: int32 `[2, R, T]`, token ids and mask.
-        remat: the backward pass keeps what passes between layers and recomputes the rest.
-        key: what random operations draw from; None where there are none.
+        remat: keep only the values that pass between layers, and recompute the rest in the backward pass.
+        key: for random operations; None if there are none.
     """
     values: dict[str, Any] = {
         name: jax.lax.stop_gradient(params[path]) if path in program.frozen else params[path]
@@ -50,7 +50,7 @@ def run(
 
 
 def _run_piece(piece: Piece, values: dict[str, Any], key: jax.Array | None, remat: bool) -> dict[str, Any]:
-    """The values that later pieces read. Python numbers pass beside JAX: shapes must stay known."""
+    """The values that later pieces read. Python numbers are not traced, because shapes must stay static."""
     given = {name: values[name] for name in piece.needs}
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
     arrays = {name: value for name, value in given.items() if name not in numbers}
@@ -85,7 +85,7 @@ def _filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _cast(value: Any, dtype: str | tuple | None) -> Any:
-    """The dtypes that the node records, in the widths JAX computes with."""
+    """The dtypes recorded in the node, in the widths that JAX computes with."""
     if dtype is None:
         return value
     if isinstance(dtype, tuple):
@@ -94,12 +94,12 @@ def _cast(value: Any, dtype: str | tuple | None) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A computation as plain data: what an exported model becomes before anything of JAX touches it.
+# A program as plain data, without JAX
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands in the arguments of a node for the value of an earlier one."""
+    """Refers to the value of an earlier node in the arguments of a node."""
 
     name: str
 
@@ -109,8 +109,8 @@ class Node:
     """One operation.
 
     op: the name of an ATen operation with its overload ("aten.add.Tensor"), or of a function on Python numbers
-    ("operator.mul"). dtype: of the result, a tuple of them where it has several; None for Python numbers. layer: the
-    call of a numbered submodule it belongs to; nodes of one layer are recomputed together.
+    ("operator.mul"). dtype: of the result, or a tuple for several results; None for Python numbers. layer: the call of
+    a numbered submodule that it belongs to; nodes of one layer are recomputed together.
     """
 
     name: str
@@ -121,13 +121,13 @@ class Node:
     layer: str | None
 
     def reads(self) -> Iterator[str]:
-        """The names of the values it is computed from."""
+        """Names of the values that it is computed from."""
         return _names((self.args, tuple(self.kwargs.values())))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring nodes of one layer; `needs` are the values they read from before, `gives` those read after."""
+    """Consecutive nodes of one layer. `needs`: values that they read from before; `gives`: values read afterward."""
 
     nodes: tuple[Node, ...]
     layer: str | None
@@ -137,10 +137,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """From int32 `[2, R, T]`, token ids above the mask, to scores `[R, 1]`.
+    """A function from int32 `[2, R, T]` (token ids and mask) to scores `[R, 1]`.
 
-    input, output: the names of these values. parameters: value name -> the parameter's name in the model it came
-    from; those in `frozen` get no gradient. constants hold arrays by value name.
+    input, output: names of these values. parameters: value name -> the parameter's name in the exported model; those in
+    `frozen` get no gradient. constants: value name -> array.
     """
 
     nodes: tuple[Node, ...]
@@ -151,18 +151,18 @@ class Program:
     output: str
 
     def pieces(self) -> list[Piece]:
-        """The nodes cut where the layer changes."""
+        """The nodes, split where the layer changes."""
         groups = [(layer, tuple(nodes)) for layer, nodes in groupby(self.nodes, lambda node: node.layer)]
-        pieces, wanted = [], {self.output}
+        pieces, needed = [], {self.output}
         for layer, nodes in reversed(groups):
             made = {node.name for node in nodes}
             read = {name for node in nodes for name in node.reads()}
-            pieces.append(Piece(nodes, layer, tuple(sorted(read - made)), tuple(sorted(made & wanted))))
-            wanted |= read
+            pieces.append(Piece(nodes, layer, tuple(sorted(read - made)), tuple(sorted(made & needed))))
+            needed |= read
         return pieces[::-1]
 
     def unread(self) -> frozenset[str]:
-        """The parameters that nothing is computed from, by any of the names that a tied one has here."""
+        """Names of the parameters that no node reads; of a tied parameter, any of its names."""
         read = {self.output}.union(*(node.reads() for node in self.nodes))
         used = {name for value, name in self.parameters.items() if value in read}
         return frozenset(self.parameters.values()) - used
@@ -177,7 +177,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Operations that move elements about or make new arrays.
+# Operations that move elements or create arrays
 
 
 def _view(x, shape):
@@ -233,7 +233,7 @@ def _squeeze(x, axes=None):
 
 
 def _cat(arrays, axis=0):
-    kept = [x for x in arrays if x.shape != (0,)]  # torch lets an empty vector stand among arrays of any rank
+    kept = [x for x in arrays if x.shape != (0,)]  # torch allows an empty vector among arrays of any rank
     return jnp.concatenate(kept, axis)
 
 
@@ -242,7 +242,7 @@ def _repeat(x, times):
 
 
 def _pad(x, pads, value=0.0):
-    """Pads come from the last axis on, two for each; a negative one cuts."""
+    """Two pad widths per axis, from the last axis on; a negative width cuts."""
     widths = [(0, 0)] * x.ndim
     for i in range(len(pads) // 2):
         widths[x.ndim - 1 - i] = (pads[2 * i], pads[2 * i + 1])
@@ -267,7 +267,7 @@ def _full_like(x, value):
 
 
 def _unfold(x, axis, size, step):
-    """Windows of an axis, their elements along a new last one."""
+    """Sliding windows of an axis, with their elements along a new last axis."""
     starts = jnp.arange((x.shape[axis] - size) // step + 1) * step
     windows = jnp.take(x, starts[:, None] + jnp.arange(size), axis=axis)
     return jnp.moveaxis(windows, axis % x.ndim + 1, -1)
@@ -324,7 +324,7 @@ SHAPES = {
     "aten.new_ones.default": lambda x, shape: jnp.ones(shape),
     "aten.eye.default": jnp.eye,
     "aten.eye.m": jnp.eye,
-    # Memory that a program asks for and then fills; what it holds until then is nobody's business.
+    # Uninitialized memory, which the program fills before reading it
     "aten.empty.memory_format": jnp.zeros,
     "aten.empty_permuted.default": lambda shape, order: jnp.zeros(shape),
     "aten.new_empty.default": lambda x, shape: jnp.zeros(shape),
@@ -332,11 +332,11 @@ SHAPES = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Operations that read or write at places which are themselves computed.
+# Gather and scatter operations
 
 
 def _embedding(weight, ids, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-    """The row `padding_idx` gets no gradient, as in torch."""
+    """As in torch, the row `padding_idx` gets no gradient."""
     del scale_grad_by_freq, sparse
     rows = jnp.take(weight, ids, axis=0, mode="clip")
     if padding_idx < 0:
@@ -345,7 +345,7 @@ def _embedding(weight, ids, padding_idx=-1, scale_grad_by_freq=False, sparse=Fal
 
 
 def _places(indices, ndim: int) -> tuple:
-    """torch's None takes a whole axis, JAX's adds one."""
+    """In torch, None selects a whole axis; in JAX, it adds an axis."""
     full = tuple(indices) + (None,) * (ndim - len(indices))
     return tuple(slice(None) if index is None else index for index in full)
 
@@ -365,7 +365,7 @@ def _index_select(x, axis, index):
 
 
 def _like_index(x, axis, index):
-    """`x` cut, in every axis but one, to the size that the index has there."""
+    """`x` cut to the size of the index in every axis but one."""
     sizes = [x.shape[i] if i == axis % x.ndim else index.shape[i] for i in range(x.ndim)]
     return x[tuple(slice(size) for size in sizes)]
 
@@ -376,7 +376,7 @@ def _gather(x, axis, index, *, sparse_grad=False):
 
 
 def _along(axis, index) -> tuple:
-    """Index arrays which, axis by axis, name the place that `index` names along `axis`."""
+    """One index array per axis for the elements that `index` selects along `axis`."""
     grid = jnp.meshgrid(*(jnp.arange(size) for size in index.shape), indexing="ij", sparse=True)
     return tuple(index if i == axis % index.ndim else places for i, places in enumerate(grid))
 
@@ -416,7 +416,7 @@ def _topk(x, count, axis=-1, largest=True, is_sorted=True):
 
 
 def _histc(x, bins=100, low=0, high=0):
-    """How many elements fall into each of `bins` equal parts of `low` to `high`; outside ones into none."""
+    """Counts of elements in `bins` equal bins from `low` to `high`; elements outside are not counted."""
     place = jnp.minimum(jnp.floor((x - low) * (bins / (high - low))).astype(jnp.int32), bins - 1)
     inside = (x >= low) & (x <= high)
     return jnp.zeros(bins, x.dtype).at[jnp.where(inside, place, bins)].add(1, mode="drop")
@@ -442,7 +442,7 @@ INDEXING = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Operations on Python numbers: sizes, and what is worked out from them while a shape is traced.
+# Operations on Python numbers: sizes, and values computed from them during tracing
 
 
 def _size(x: Any, axis: int | None = None) -> Any:
@@ -451,7 +451,7 @@ def _size(x: Any, axis: int | None = None) -> Any:
 
 def _assert(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(f"These rows do not fit the program they are run with: {message}.")
+        raise ValueError(f"The rows do not fit the exported program: {message}.")
 
 
 _NAMES = "add sub mul floordiv truediv mod neg pow eq ne lt le gt ge and_ or_ not_ getitem".split()
@@ -475,17 +475,17 @@ NUMBERS = {f"operator.{name}": getattr(operator, name) for name in _NAMES} | {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Operations that treat every element alike. At a kink, gradients are those of torch.
+# Elementwise operations. At a kink, gradients are torch's.
 
 
 _LARGEST = jnp.iinfo(jnp.int32).max
 
 
-def number(value, beside=None):
-    """A Python number as JAX can hold it: whole ones lie within 32 bits, or are floats beside floats."""
+def number(value, operand=None):
+    """A Python number as JAX can represent it: an integer within 32 bits, or a float if `operand` is a float array."""
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if beside is not None and jnp.issubdtype(jnp.result_type(beside), jnp.floating):
+    if operand is not None and jnp.issubdtype(jnp.result_type(operand), jnp.floating):
         return float(value)
     return max(-_LARGEST - 1, min(_LARGEST, value))
 
@@ -522,7 +522,7 @@ def _array_power(base, exponent):
 
 
 def _clamp(x, low=None, high=None):
-    """The bounds themselves pass the gradient on, as torch's do."""
+    """Values at the bounds pass the gradient on, as in torch."""
     if low is not None:
         x = jnp.where(x < low, low, x)
     return x if high is None else jnp.where(x > high, high, x)
@@ -621,7 +621,7 @@ POINTWISE = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Matrix products, convolutions, normalisation: what takes the time.
+# Matrix products, convolutions and normalization
 
 
 def _addmm(bias, a, b, *, beta=1, alpha=1):
@@ -632,7 +632,7 @@ def _addmm(bias, a, b, *, beta=1, alpha=1):
 def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """`x` is [N, in, ...], `weight` [out, in / groups, ...]."""
     if transposed or any(output_padding):
-        raise ValueError("The exported model has a transposed convolution, which trl_jax has no counterpart of.")
+        raise ValueError("The exported model has a transposed convolution, which trl_jax does not support.")
     y = jax.lax.conv_general_dilated(
         x,
         weight.astype(x.dtype),
@@ -645,7 +645,7 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 
 
 def _layer_norm(x, shape, weight, bias, eps):
-    """The normalised array, its mean, and one over its standard deviation."""
+    """The normalized array, the mean, and the reciprocal of the standard deviation."""
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axes, keepdims=True)
@@ -664,13 +664,13 @@ def _rms_norm(x, shape, weight, eps):
 
 
 def _grouped(x, weight, ends):
-    """Rows `[S, in]` times the matrix of their group, `weight` `[groups, in, out]`; a group's rows end at `ends`."""
+    """Rows `[S, in]` times the matrix of their group in `weight` `[groups, in, out]`; groups of rows end at `ends`."""
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
     return jax.lax.ragged_dot(x, weight.astype(x.dtype), sizes)
 
 
 def _fourier(x, axes, normalization, forward):
-    """`normalization` divides by nothing (0), by the root of the size (1) or by the size (2), whichever the way."""
+    """`normalization` divides by 1 (0), sqrt(size) (1) or size (2), in either direction."""
     transform = jnp.fft.fftn if forward else jnp.fft.ifftn
     unscaled = transform(x, axes=axes, norm="backward" if forward else "forward")
     size = math.prod(x.shape[axis] for axis in axes)
@@ -695,12 +695,12 @@ PRODUCTS = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Recurrences over an axis, which a loop over its places would compute.
+# Linear recurrences over an axis
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear_recurrence(decay: jax.Array, drive: jax.Array, axis: int) -> jax.Array:
-    """h of h[t] = decay[t] h[t - 1] + drive[t] along an axis, from h[-1] = 0; all arrays are alike in shape.
+    """h[t] = decay[t] h[t - 1] + drive[t] along an axis, with h[-1] = 0; all arrays have the same shape.
 
     Its gradient is the same recurrence from the end: g[t] = dh[t] + decay[t + 1] g[t + 1] is that of drive[t], and
     g[t] h[t - 1] that of decay[t].
@@ -709,7 +709,7 @@ def linear_recurrence(decay: jax.Array, drive: jax.Array, axis: int) -> jax.Arra
 
 
 def _scan(decay: jax.Array, drive: jax.Array, axis: int, reverse: bool) -> jax.Array:
-    """One place after the other on a CPU; elsewhere log T passes over all of them, as a place is too little work."""
+    """Sequential on a CPU; elsewhere log T passes over all positions, because one position is too little work."""
     how = {"axis": axis, "reverse": reverse}
     return jax.lax.platform_dependent(decay, drive, cpu=partial(_in_turn, **how), default=partial(_joined, **how))
 
@@ -742,7 +742,7 @@ def _backward(axis: int, kept: tuple, pull: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _moved(x: jax.Array, axis: int, places: int) -> jax.Array:
-    """Each value `places` further along the axis; zeros where none comes to."""
+    """Shift values by `places` along the axis, filling with zeros."""
     length = x.shape[axis]
     ends = jnp.zeros_like(jax.lax.slice_in_dim(x, 0, 1, axis=axis))
     if places > 0:
@@ -756,7 +756,7 @@ RECURRENCES = {"trl_jax.linear_recurrence.default": linear_recurrence}
 
 
 # ----------------------------------------------------------------------------------------------------
-# Operations that sum an axis up, or run along it. Sums of half precision are taken in float32.
+# Reductions and scans along an axis. Half-precision sums are accumulated in float32.
 
 
 def _axes(axes):
@@ -780,7 +780,7 @@ def _variance(x, axes=None, *, correction=1, keepdim=False):
 
 
 def _most(x, axis, keepdim=False):
-    """The largest values and the first place of each, which alone has the gradient."""
+    """The largest values and their first positions, which alone get the gradient."""
     place = jnp.argmax(x, axis, keepdims=True)
     values = jnp.take_along_axis(x, place, axis)
     return (values, place) if keepdim else (jnp.squeeze(values, axis), jnp.squeeze(place, axis))
@@ -864,11 +864,11 @@ REDUCTIONS = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Operations that draw random numbers; each wants a `key`.
+# Operations that draw random numbers; each takes a `key`
 
 
 def _dropout(x, rate, train=True, *, key):
-    """The numbers that are kept, scaled up to the same mean, and the places of those."""
+    """The values with dropped ones set to zero and the others scaled up, and the mask of kept values."""
     if not train or rate == 0.0:
         return x, jnp.ones(x.shape, bool)
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -891,8 +891,8 @@ RNG = {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Every operation there is, by the name it has in a program.
+# All operations, by their name in a program
 
 
-RANDOM = RNG  # these want a `key` beside their arguments
+RANDOM = RNG  # these take a `key` besides their arguments
 OPERATIONS = POINTWISE | SHAPES | INDEXING | REDUCTIONS | RECURRENCES | PRODUCTS | NUMBERS | RNG

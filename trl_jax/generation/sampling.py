@@ -133,7 +133,7 @@ def _check_count(name: str, count: Any) -> None:
 def _forced(name: str, length: int, ids: Any, text: Text) -> Processor:
     listed = _ids(ids)
     if not 0 <= listed.min() <= listed.max() < text.vocabulary:
-        raise ValueError(f"`{name}` is {ids}: wanted ids of the vocabulary, 0 to {text.vocabulary - 1}.")
+        raise ValueError(f"`{name}` must be token ids from 0 to {text.vocabulary - 1}, got {ids}.")
     return ForcedTokens(jnp.int32(length), listed)
 
 
@@ -141,8 +141,8 @@ def _exponential_decay(options: Options, text: Text) -> Processor:
     start, factor = options.exponential_decay_length_penalty
     if not text.eos or factor <= 0:
         raise ValueError(
-            f"`exponential_decay_length_penalty` is ({start}, {factor}) and `eos_token_id` is {list(text.eos)}: wanted "
-            "a factor above 0 and at least one EOS id. Set eos_token_id, or leave the penalty out."
+            "`exponential_decay_length_penalty` must have a factor above 0, and `eos_token_id` at least one id, got "
+            f"({start}, {factor}) and {list(text.eos)}. Set eos_token_id, or leave the penalty out."
         )
     return ExponentialDecay(jnp.int32(start), jnp.float32(np.log(factor)), _ids(text.eos))
 
@@ -503,7 +503,7 @@ class RepetitionPenalty(NamedTuple):
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         places = jnp.arange(history.ids.shape[1])
         counts_RT = (places >= history.pads[:, None]) & (places < history.lengths)
-        return _penalised(history, counts_RT, self.penalty, scores_RV)
+        return _penalized(history, counts_RT, self.penalty, scores_RV)
 
 
 class PromptRepetitionPenalty(NamedTuple):
@@ -514,13 +514,13 @@ class PromptRepetitionPenalty(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         places = jnp.arange(history.ids.shape[1])
-        return _penalised(history, places < history.lengths - history.new, self.penalty, scores_RV)
+        return _penalized(history, places < history.lengths - history.new, self.penalty, scores_RV)
 
 
-def _penalised(history: History, counts_RT: jax.Array, penalty: Number, scores_RV: jax.Array) -> jax.Array:
+def _penalized(history: History, counts_RT: jax.Array, penalty: Number, scores_RV: jax.Array) -> jax.Array:
     counts_RT = jnp.broadcast_to(counts_RT, history.ids.shape)
-    penalised_RV = jnp.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
-    return jnp.where(seen(history.ids, counts_RT, scores_RV.shape[-1]), penalised_RV, scores_RV)
+    penalized_RV = jnp.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
+    return jnp.where(seen(history.ids, counts_RT, scores_RV.shape[-1]), penalized_RV, scores_RV)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size", "of_prompt"))

@@ -357,8 +357,8 @@ class ConfigReader:
         """Refuse all values except those allowed, because they ask for something that is not implemented."""
         value = self.value(key, allowed[0])
         if value not in allowed:
-            wanted = " or ".join(map(repr, allowed))
-            raise self.wrong(key, value, f"{wanted}, the only value supported for this model_type")
+            supported = " or ".join(map(repr, allowed))
+            raise self.wrong(key, value, f"{supported}, the only value supported for this model_type")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.value(key, default)
@@ -402,8 +402,8 @@ class ConfigReader:
             raise self.wrong(key, value, "a list of names")
         return value
 
-    def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
-        return ValueError(f"{self.source}: {key} is {brief(value)}, wanted {wanted}.")
+    def wrong(self, key: str, value: Any, valid: str) -> ValueError:
+        return ValueError(f"{self.source}: {key} must be {valid}, got {brief(value)}.")
 
     def finish(self, unread: Callable[[str], bool] = lambda key: False) -> None:
         """Refuse keys that have not been read: an unknown key may change what the model computes.

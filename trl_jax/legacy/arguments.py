@@ -204,7 +204,7 @@ def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
     if isinstance(args, kind):
         return args
     if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
-        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: expected a {kind.__name__}.")
+        raise TypeError(f"args must be a {kind.__name__}, got a {type(args).__module__}.{type(args).__qualname__}.")
     warnings.warn(
         f"args is a TrainingArguments: its values are used, with {kind.__name__}'s defaults for the rest. Pass a "
         f"{kind.__name__}.",

@@ -1,4 +1,4 @@
-"""KTO losses: completions labelled desirable or undesirable, with a policy and a reference."""
+"""KTO losses: completions labeled desirable or undesirable, with a policy and a reference."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def pairwise_loss(
     $$ L = \sum_i w_i \left[ -\log \sigma(c_i - r_i - m_i) + \lambda (c_i + r_i)^2 \right] $$
 
     The first term is the negative log-likelihood that the chosen answer wins (Ouyang et al. 2022, eq. 1,
-    arXiv:2203.02155), with a margin as in Llama 2 (arXiv:2307.09288, eq. 2); the second keeps scores centred around
+    arXiv:2203.02155), with a margin as in Llama 2 (arXiv:2307.09288, eq. 2); the second keeps scores centered around
     zero (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
 
     Args:

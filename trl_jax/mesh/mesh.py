@@ -86,7 +86,7 @@ def _gather_layer_array(array: jax.Array, own: PartitionSpec, tensor: PartitionS
 
 # Sharding rules: mesh axes, and the logical parameter axes that they shard
 
-# Outermost first. Tensor-parallel products communicate between neighbours, so `tensor` comes last; and jaxlib 0.12
+# Outermost first. Tensor-parallel products communicate between neighbors, so `tensor` comes last; and jaxlib 0.12
 # requires that axes inside a shard_map over the other axes follow the order of the mesh.
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")

@@ -412,7 +412,7 @@ class Experts:
     """A mixture of experts in place of the MLP: each token is routed to `top_k` of `count` experts of width `size`.
 
     - scores: how router logits become weights: "softmax" over all experts, or "sigmoid" of each.
-    - renormalised: the weights of the selected experts are divided by their sum, to which `weight_floor` is added
+    - renormalized: the weights of the selected experts are divided by their sum, to which `weight_floor` is added
       ("sigmoid") or which it bounds from below ("softmax"). `scale` then multiplies the weights.
     - shared_size: width of an expert applied to every token, behind a sigmoid gate if `shared_gated`; None for none.
     - float32_router: the router computes in float32 regardless of the compute dtype.
@@ -433,7 +433,7 @@ class Experts:
     count: int
     top_k: int
     size: int
-    renormalised: bool
+    renormalized: bool
     shared_size: int | None = None
     bias: bool = False
     swiglu: ClampedSwiGLU | None = None

@@ -167,7 +167,7 @@ _outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)
 def divergences(
     student: HeadInputs, teacher: HeadInputs, targets: jax.Array, *, beta: float, temperature: float = 1.0
 ) -> Divergences:
-    r"""Generalised Jensen-Shannon divergence of two models at N reads, and the student's entropy.
+    r"""Generalized Jensen-Shannon divergence of two models at N reads, and the student's entropy.
 
     With $p_s$ and $p_t$ the softmax distributions at the temperature and $m = (1 - \beta) p_s + \beta p_t$, it is
     $\beta\, KL(p_t \| m) + (1 - \beta)\, KL(p_s \| m)$. At $\beta = 0$ it is the forward $KL(p_t \| p_s)$ and at

@@ -134,11 +134,11 @@ class XIELU(nnx.Module):
 class NormKind:
     """A norm over the last axis, with statistics in float32.
 
-    centred: subtract the mean first. weighted, biased: it has these parameters. one_plus: it scales by 1 + weight.
+    centered: subtract the mean first. weighted, biased: it has these parameters. one_plus: it scales by 1 + weight.
     scales_rounded: the normed value is rounded to the dtype of the input before scaling.
     """
 
-    centred: bool
+    centered: bool
     weighted: bool = True
     biased: bool = False
     one_plus: bool = False
@@ -147,14 +147,14 @@ class NormKind:
 
 # RMS norm: Zhang and Sennrich 2019, arXiv:1910.07467. Layer norm: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 NORMS = {
-    "rms": NormKind(centred=False, scales_rounded=True),
-    "rms_float32": NormKind(centred=False),
-    "rms_plain": NormKind(centred=False, weighted=False),
-    "rms_one_plus": NormKind(centred=False, one_plus=True),
-    "layer": NormKind(centred=True, biased=True),
-    "layer_one_plus": NormKind(centred=True, biased=True, one_plus=True),
-    "layer_unbiased": NormKind(centred=True),
-    "layer_plain": NormKind(centred=True, weighted=False),
+    "rms": NormKind(centered=False, scales_rounded=True),
+    "rms_float32": NormKind(centered=False),
+    "rms_plain": NormKind(centered=False, weighted=False),
+    "rms_one_plus": NormKind(centered=False, one_plus=True),
+    "layer": NormKind(centered=True, biased=True),
+    "layer_one_plus": NormKind(centered=True, biased=True, one_plus=True),
+    "layer_unbiased": NormKind(centered=True),
+    "layer_plain": NormKind(centered=True, weighted=False),
 }
 
 
@@ -172,7 +172,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.groups > 1:
             y = y.reshape(*x.shape[:-1], self.groups, -1)
-        if self.kind.centred:
+        if self.kind.centered:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         y = y.reshape(x.shape)
@@ -190,7 +190,7 @@ class Norm(nnx.Module):
 
 
 class Convolution(nnx.Module):
-    """`[R, T, D]` to the same: a convolution over `width` (odd) neighbouring tokens, zero-padded at the ends of the
+    """`[R, T, D]` to the same: a convolution over `width` (odd) neighboring tokens, zero-padded at the ends of the
     row.
 
     The weight is stored as on disk, (out, in / groups, width).

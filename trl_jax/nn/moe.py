@@ -149,7 +149,7 @@ class MoE(nnx.Module):
         weights = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
         _, selected = jax.lax.top_k(self._within_best_groups(self._selection_weights(weights)), experts.top_k)
         weights = jnp.take_along_axis(weights, selected, axis=-1)
-        if experts.renormalised:
+        if experts.renormalized:
             total, floor = jnp.sum(weights, axis=-1, keepdims=True), experts.weight_floor
             weights = weights / (jnp.maximum(total, floor) if experts.scores == "softmax" else total + floor)
         if self.expert_scale is not None:

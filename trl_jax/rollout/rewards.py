@@ -304,8 +304,8 @@ class RewardFunctions:
                 continue
             if is_model(now) or not callable(now):
                 raise TypeError(
-                    f"reward_funcs[{number}] is now a {type(now).__name__}: wanted a function. Reward models can only "
-                    "be passed when the trainer is built."
+                    f"reward_funcs[{number}] must be replaced by a function, got a {type(now).__name__}. Reward models "
+                    "can only be passed when the trainer is built."
                 )
             self.functions[number] = self._taken[number] = now
 
@@ -347,7 +347,9 @@ class RewardFunctions:
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"log_metric({name!r}, value) got {show('value', value)}: wanted a number.") from error
+            raise TypeError(
+                f"The value of log_metric({name!r}, value) must be a number, got {show('value', value)}."
+            ) from error
         self._numbers[self._free(name, taken, f"log_metric({name!r}, ...)")].append(number)
 
     def _free(self, name: str, taken: Sequence[str], call: str) -> str:
@@ -428,8 +430,8 @@ def numbered(names: Sequence[str]) -> list[str]:
 def _checked(name: str, found: Any, completions: int) -> np.ndarray:
     """Check the value that a function returned; float32 `[B]`, NaN for None."""
     wrong = TypeError(
-        f"The reward function {name!r} returned {show('rewards', found)}: wanted a list of {completions} rewards "
-        "(numbers or None)."
+        f"The reward function {name!r} must return a list of {completions} rewards (numbers or None), got "
+        f"{show('rewards', found)}."
     )
     if isinstance(found, Mapping | Set | str | bytes):  # iterable, but unordered or not numbers
         raise wrong
@@ -450,14 +452,14 @@ def _checked(name: str, found: Any, completions: int) -> np.ndarray:
         numbers = [_number(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
-            f"The reward function {name!r} returned {show('rewards', values)}: wanted numbers or None."
+            f"The rewards of the reward function {name!r} must be numbers or None, got {show('rewards', values)}."
         ) from error
     with np.errstate(over="ignore"):
         array = np.asarray(numbers, np.float32)
     if (bad := np.flatnonzero(np.isinf(array))).size:
         raise ValueError(
-            f"The reward function {name!r} returned {numbers[bad[0]]} for completion {bad[0]}: wanted a finite number "
-            "of float32, or None where it does not apply."
+            f"The rewards of the reward function {name!r} must be finite in float32, or None where it does not apply, "
+            f"got {numbers[bad[0]]} for completion {bad[0]}."
         )
     return array
 
@@ -467,7 +469,7 @@ def _finite_scores(name: str, scores: np.ndarray) -> np.ndarray:
     bad = np.flatnonzero(~np.isfinite(scores))
     if bad.size:
         raise ValueError(
-            f"The reward model {name!r} gave completion {bad[0]} the score {scores[bad[0]]}: wanted a finite number. "
+            f"The scores of the reward model {name!r} must be finite, got {scores[bad[0]]} for completion {bad[0]}. "
             "Its weights contain NaN or overflow their dtype."
         )
     return scores

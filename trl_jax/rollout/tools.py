@@ -378,7 +378,7 @@ def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, voc
     """
     output = function(copy.deepcopy(prompts))
     if not isinstance(output, Mapping):
-        raise TypeError(f"rollout_func returned {brief(output)}, wanted a dict with {', '.join(_REQUIRED)}.")
+        raise TypeError(f"rollout_func must return a dict with {', '.join(_REQUIRED)}, got {brief(output)}.")
     if missing := sorted(set(_REQUIRED) - output.keys()):
         raise ValueError(f"rollout_func must return keys {missing} in its output dict.")
     ids, completions = (_ids(name, output[name], prompts, vocab_size) for name in _REQUIRED[:2])
@@ -408,14 +408,14 @@ def _masks(masks: Any, completions: Sequence[np.ndarray]) -> list[np.ndarray]:
         raise ValueError("rollout_func returned an env_mask without exactly one number per token of completion_ids.")
     for number, own in enumerate(found):
         if bad := [value for value in own if isinstance(value, str | bytes) or value not in (0, 1)]:
-            raise ValueError(f"rollout_func's env_mask[{number}] has {brief(bad[0])}, wanted 0 or 1 for each token.")
+            raise ValueError(f"rollout_func's env_mask[{number}] must be 0 or 1 for each token, got {brief(bad[0])}.")
     return [np.asarray(own).astype(bool) for own in found]
 
 
 def _listed(name: str, values: Any) -> list:
     if isinstance(values, str | bytes | Mapping):
-        raise ValueError(f"rollout_func returned {brief(values)} as {name}, wanted a list.")
+        raise ValueError(f"rollout_func must return a list as {name}, got {brief(values)}.")
     try:
         return list(values)
     except TypeError as error:
-        raise ValueError(f"rollout_func returned {brief(values)} as {name}, wanted a list.") from error
+        raise ValueError(f"rollout_func must return a list as {name}, got {brief(values)}.") from error

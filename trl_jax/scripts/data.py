@@ -56,9 +56,7 @@ def _load_file(path: Path, config: str | None, streaming: bool) -> Mapping[str, 
 
     _no_config(path, config)
     if _suffix(path) not in READERS:
-        raise ValueError(
-            f"dataset file {path} ends in {path.suffix!r}: expected {_readable()}, or one of these with .gz."
-        )
+        raise ValueError(f"The suffix of a dataset file must be {_readable()}, or one of these with .gz, got {path}.")
     if path.stat().st_size == 0:
         raise ValueError(f"dataset file {path} is empty.")
     try:

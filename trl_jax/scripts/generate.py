@@ -97,7 +97,7 @@ def main(args: GenerateArguments) -> None:
         ValueError: a line is not a row, a field is out of range, or the output belongs to another run.
     """
     if args.batch_size < 1:
-        raise ValueError(f"--batch_size {args.batch_size}: expected at least 1.")
+        raise ValueError(f"--batch_size must be at least 1, got {args.batch_size}.")
     if args.file is None and args.output is not None:
         raise ValueError("--output needs a FILE of rows. For prompts from stdin, redirect stdout to a file.")
     source = None if args.file is None else Path(args.file)
@@ -181,7 +181,7 @@ def _ids(row: Row, tokenizer: Any) -> list[int]:
     [column, *_] = [name for name in PROMPTS if name in row.content] or [None]
     if column is None:
         raise ValueError(
-            f"{row.where} has the columns {', '.join(row.content) or '(none)'}: expected {' or '.join(PROMPTS)}."
+            f"{row.where} must have the column {' or '.join(PROMPTS)}, got {', '.join(row.content) or 'no columns'}."
         )
     options = row.content.get("chat_template_kwargs", {})
     options |= {"tools": row.content["tools"]} if "tools" in row.content else {}

@@ -28,7 +28,7 @@ class Job(NamedTuple):
     verb, done: for messages, such as "score" and "scored".
     read: reads and checks the rows of a file.
     added: the columns that the command adds to a row.
-    check: None if a value of an added column is valid, else what was expected.
+    check: None if a value of an added column is valid, else what it must be.
     kept: what to remember of a written row.
     """
 
@@ -162,8 +162,8 @@ class Output:
         if encoded({name: found[name] for name in found if name not in columns}) != encoded(row.content):
             raise ValueError(f"{where} does not match {row.where}. {advice}")
         for column in columns:
-            if wanted := self.job.check(found.get(column)):
-                raise ValueError(f"{where}: {column} is {found.get(column)!r}, expected {wanted}. {advice}")
+            if valid := self.job.check(found.get(column)):
+                raise ValueError(f"{where}: {column} must be {valid}, got {found.get(column)!r}. {advice}")
         return self.job.kept(found)
 
     def _filled(self, done: list[Any]) -> Iterator[Sink]:
@@ -278,7 +278,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
         nul = " It has NUL bytes: save the file as UTF-8." if b"\0" in line else ""
         raise ValueError(f"{where} is not JSON: {problem}. Expected one row per line.{nul}") from error
     if not isinstance(row, dict):
-        raise ValueError(f'{where} contains a {type(row).__name__}: expected a row, such as {{"text": "..."}}.')
+        raise ValueError(f'{where} must be a row, such as {{"text": "..."}}, got a {type(row).__name__}.')
     return row
 
 

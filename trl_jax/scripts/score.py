@@ -41,8 +41,8 @@ def as_pair(row: Row) -> dict[str, Any]:
     scored = [name for name in (*ANSWERS, "messages", "text") if name in content]
     if not scored:
         raise ValueError(
-            f"{row.where} has the columns {', '.join(content) or '(none)'}: expected text, messages, chosen and "
-            f"rejected, or prompt and one of {', '.join(ANSWERS)}."
+            f"{row.where} must have the columns text, messages, chosen and rejected, or prompt and one of "
+            f"{', '.join(ANSWERS)}, got {', '.join(content) or 'no columns'}."
         )
     answer = content[scored[0]]
     if scored[0] in ("messages", "text"):
@@ -130,7 +130,7 @@ def main(args: ScoreArguments) -> None:
         ValueError: a line is not a row, or the output belongs to another run.
     """
     if args.batch_size < 1:
-        raise ValueError(f"--batch_size {args.batch_size}: expected at least 1.")
+        raise ValueError(f"--batch_size must be at least 1, got {args.batch_size}.")
     source = Path(args.file)
     if not source.is_file():
         raise FileNotFoundError(f"{args.file}: no such file.")
@@ -197,9 +197,9 @@ class Scorer:
 
     def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of the texts to score, as in training: texts end with EOS, conversations as in their template."""
-        from trl_jax.data.reward import tokenise
+        from trl_jax.data.reward import tokenize_pairs
 
-        ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
+        ids = list(tokenize_pairs([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
         limit = self.model.max_positions
         if limit is not None and max(map(len, ids)) > limit:
             raise ValueError(
@@ -212,8 +212,8 @@ class Scorer:
         for name, score in scores.items():
             if not math.isfinite(score):
                 raise ValueError(
-                    f"{row.where}: {name} is {score}, expected a finite number. The weights of {self.checkpoint.name} "
-                    "are broken, or too large for the dtype. Use another checkpoint or dtype."
+                    f"{row.where}: {name} must be finite, got {score}. The weights of {self.checkpoint.name} are "
+                    "broken, or too large for the dtype. Use another checkpoint or dtype."
                 )
         return scores
 

@@ -40,14 +40,14 @@ class RewardSources(ScriptArguments):
 
     reward_model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Folder or Hub name of a reward model. Its reward comes before those of the functions."},
+        metadata={"help": "Folder or Hub id of a reward model. Its reward comes before those of reward_funcs."},
     )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": f"Reward functions: any of {', '.join(_REWARDS)} (which allows 1,280 tokens and punishes the last "
-            "256 of them increasingly), or the dotted path of a function, such as my_rewards.brevity. The current "
-            "folder is searched too."
+            "help": f"Reward functions: any of {', '.join(_REWARDS)} (for at most 1,280 tokens, with a rising penalty "
+            "on the last 256), or the import path of a function, such as my_rewards.brevity. The current folder is "
+            "searched, too."
         },
     )
 
@@ -286,6 +286,8 @@ def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
     no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:
         line = table.get(action.dest, Handling())
+        if action.const is False and action.nargs == 0:  # --no_NAME, which has the help of --NAME
+            action.help = f"Set {action.dest} to False."
         if line.how in ("silent", "warned"):
             no_effect.append(action.dest)
         elif line.how == "refused":
@@ -294,6 +296,8 @@ def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
             # transformers lists its own names as choices; the config knows those of this release.
             action.choices, action.metavar = None, "NAME"
             action.help = f"One of {', '.join(line.supported)}."
+        elif line.help and action.const is not False:
+            action.help = line.help
         if action.dest in (*no_effect, *refused):
             action.help = argparse.SUPPRESS
     parser.epilog = (

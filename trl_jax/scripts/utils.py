@@ -47,14 +47,16 @@ class ScriptArguments:
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file."},
+        metadata={"help": "Hub id, local folder, or a jsonl, json, parquet or csv file."},
     )
     dataset_config: str | None = field(
         default=None, metadata={"help": "Configuration of the dataset, if it has several."}
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Stream the rows."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Stream the dataset instead of loading it into memory."}
+    )
     ignore_bias_buffers: bool = field(
         default=False, metadata={"help": "Accepted without effect: there are no buffers to synchronize."}
     )
@@ -227,13 +229,13 @@ def read_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {_without_quoted_lines(error)}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} contains a {type(config).__name__}: expected flags as keys, such as `max_steps: 10`.")
+        raise ValueError(f"{path} must have flags as keys, such as `max_steps: 10`, got a {type(config).__name__}.")
     _check_size(path, config)
     if strange := [key for key in config if not isinstance(key, str)]:
-        raise ValueError(f"{path}: the keys {strange} are not text: expected names of flags.")
+        raise ValueError(f"{path}: keys must be names of flags, got {strange}.")
     env = config.pop("env", {})
     if not isinstance(env, dict):
-        raise ValueError(f"{path}: {shown('env', env)} is a {type(env).__name__}: expected names and values.")
+        raise ValueError(f"{path}: env must be names and values, got {shown('env', env)}.")
     learn(config)
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
@@ -269,8 +271,8 @@ def _set_defaults(parser: argparse.ArgumentParser, config: Mapping[str, Any]) ->
             value = config[action.dest]
             if action.choices is not None and value is not None and value not in action.choices:
                 raise ValueError(
-                    f"{action.dest}: {masked(value, action.dest)!r} in the config file; "
-                    f"expected one of {list(action.choices)}."
+                    f"{action.dest} in the config file must be one of {list(action.choices)}, got "
+                    f"{masked(value, action.dest)!r}."
                 )
             action.default, action.required = value, False
             used.add(action.dest)

@@ -23,7 +23,7 @@ _SUMS = ("entropy", "targets")
 class DistillationTask(RolloutTask):
     """TRL's on-policy distillation (GKD, https://huggingface.co/papers/2306.13649). The run's reference is the teacher.
 
-    beta: of the generalised Jensen-Shannon divergence, `nn.head.divergence.divergences`.
+    beta: of the generalized Jensen-Shannon divergence, `nn.head.divergence.divergences`.
     """
 
     beta: float = 1.0

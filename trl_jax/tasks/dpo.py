@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a policy is trained to prefer chosen answers, as compared with a reference."""
+"""Direct preference optimization: a policy is trained to prefer chosen answers, as compared with a reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps
 
 @dataclass(frozen=True)
 class DpoTask(PairTask):
-    """TRL's direct preference optimisation: two texts an example, of which the answers' tokens are labelled.
+    """TRL's direct preference optimization: two texts an example, of which the answers' tokens are labeled.
 
     objective: the loss of pairs, with its options.
     ld_alpha: what tokens beyond the length of the pair's shorter answer count (LD-DPO); None counts all alike.

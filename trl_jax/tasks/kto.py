@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: a policy is trained to prefer desirable answers, as compared with a reference."""
+"""Kahneman-Tversky optimization: a policy is trained to prefer desirable answers, as compared with a reference."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ALL_SUMS = ("examples", "kl", *(f"{name}_{side}" for name in _SIDE_SUMS for sid
 
 @dataclass(frozen=True)
 class KtoTask(TokenTask):
-    """TRL's Kahneman-Tversky optimisation: an example is a prompt with its answer and, where the loss estimates a
-    divergence, with the answer of the row before; the answers' tokens are labelled.
+    """TRL's Kahneman-Tversky optimization: an example is a prompt with its answer and, where the loss estimates a
+    divergence, with the answer of the row before; the answers' tokens are labeled.
 
     objective: the loss, with its options.
     max_length: longest prompt with its answer, whichever set it is of; None cuts nothing.

@@ -277,7 +277,7 @@ class OnlineTask(PolicyTask):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Group relative policy optimisation, and the losses that grew out of it.
+# Group relative policy optimization, and the losses that grew out of it.
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class ReferenceFreeTask(TokenTask):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Contrastive preference optimisation: chosen answers are fine-tuned on, and must beat the rejected ones.
+# Contrastive preference optimization: chosen answers are fine-tuned on, and must beat the rejected ones.
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class CpoTask(ReferenceFreeTask):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Odds ratio preference optimisation: fine-tuning on the chosen texts, which answers must beat the rejected ones.
+# Odds ratio preference optimization: fine-tuning on the chosen texts, which answers must beat the rejected ones.
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ _JOINS = {
 
 @dataclass(frozen=True)
 class RewardTask(ScoreTask):
-    """TRL's reward modelling: two texts an example, each read at its last real token.
+    """TRL's reward modeling: two texts an example, each read at its last real token.
 
-    center_rewards_coefficient: the factor of the term that centres scores; None leaves it out.
+    center_rewards_coefficient: the factor of the term that centers scores; None leaves it out.
     """
 
     center_rewards_coefficient: float | None = None

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a language model is trained to predict the tokens of texts, or the labelled part of them."""
+"""Supervised fine-tuning: a language model is trained to predict the tokens of texts, or the labeled part of them."""
 
 from __future__ import annotations
 

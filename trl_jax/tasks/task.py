@@ -197,7 +197,7 @@ class Task(Protocol):
 
         Args:
             max_length: rows with a text of more tokens are left out; None keeps all.
-            num_proc: processes that tokenise.
+            num_proc: processes that tokenize.
             name: "train", "eval", "test", or the dataset's name in errors.
 
         Raises:

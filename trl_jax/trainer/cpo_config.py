@@ -1,4 +1,4 @@
-"""CPOConfig: the arguments of contrastive preference optimisation."""
+"""CPOConfig: the arguments of contrastive preference optimization."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,28 +30,28 @@ class CPOConfig(ReferenceFreeConfig):
 
     beta: float = arg(
         0.1,
-        help="Factor of the difference between the scores of the two answers; tau of 'ipo'.",
+        help="Scale of the difference between the chosen and the rejected completion's score; tau of 'ipo'.",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
     label_smoothing: float = arg(
         0.0,
-        help="Probability that a preference is the wrong way round, of 'sigmoid' and 'simpo'.",
+        help="Probability that a preference label is flipped, for 'sigmoid' and 'simpo'.",
         rule=rules.number(0, most=1.0),
         note=_unsmoothed,
     )
     loss_type: str = arg(
         "sigmoid",
-        help="Loss of a pair; 'alphapo' is 'simpo' with cpo_alpha=0.0. trl_jax.losses.reference_free has the formulas.",
+        help="The loss; 'alphapo' is 'simpo' with cpo_alpha=0.0. For the formulas, see trl_jax.losses.reference_free.",
         choices=CPO_LOSSES,
         rule=_loss_type,
     )
     cpo_alpha: float = arg(
         1.0,
-        help="Factor of the chosen answers' negative log-likelihood.",
+        help="Weight of the negative log-likelihood of the chosen completions.",
         rule=rules.number(0, most=rules.MOST_FLOAT32),
     )
-    simpo_gamma: float = arg(0.5, help="Target margin of 'simpo'.", rule=_any_number)
-    alpha: float = arg(0.0, help="Alpha of AlphaPO's scores; 0 takes log-probabilities.", rule=_any_number)
+    simpo_gamma: float = arg(0.5, help="Target reward margin of 'simpo'.", rule=_any_number)
+    alpha: float = arg(0.0, help="Alpha of AlphaPO's scores; 0 uses plain log-probabilities.", rule=_any_number)
 
     def __post_init__(self):
         if self.loss_type == "alphapo":

@@ -36,13 +36,13 @@ class DistillationConfig(BaseConfig):
     mesh_shape: str | None = mesh_shape("DistillationTrainer")
 
     teacher_model_name_or_path: str | None = arg(
-        None, help="The teacher: a checkpoint's folder or Hub id.", rule=rules.path
+        None, help="Teacher model: a checkpoint's folder or Hub id.", rule=rules.path
     )
     teacher_model_revision: str | None = arg(
         None, help="Branch, tag or commit of the teacher.", rule=rules.text(optional=True)
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = arg(
-        None, help="Further arguments of from_pretrained for the teacher, as a dict or JSON.", rule=rules.a_dict
+        None, help="Other arguments of from_pretrained for the teacher, as a dict or JSON.", rule=rules.a_dict
     )
     disable_dropout: bool = online("disable_dropout", default=False)
 
@@ -77,7 +77,8 @@ class DistillationConfig(BaseConfig):
 
     beta: float = arg(
         1.0,
-        help="Of the divergence: 0.0, the forward KL from the teacher; 1.0, the reverse; 0.5, Jensen-Shannon's.",
+        help="Divergence between student and teacher: 0.0 is the forward KL, 1.0 the reverse KL, and "
+        "values between them a generalized Jensen-Shannon divergence.",
         rule=rules.number(0, most=1.0),
     )
     max_tool_calling_iterations: int | None = online("max_tool_calling_iterations")
@@ -87,7 +88,7 @@ class DistillationConfig(BaseConfig):
     log_unique_prompts: bool = online("log_unique_prompts")
 
     max_prompt_length: int | None = online(
-        "max_prompt_length", help="Tokens of a prompt to keep, the last ones. Unset, all."
+        "max_prompt_length", help="Number of tokens to keep of a prompt, counted from its end. If unset, all."
     )
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 from trl_jax.config import rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
-from trl_jax.config.rules import show
+from trl_jax.config.rules import must_be
 from trl_jax.config.shared import shared, warn_of_keep_end, warn_of_prompt_length
 from trl_jax.losses.names import DIVERGENCES, DPO_LOSSES, losses_of
 
@@ -17,7 +17,7 @@ _WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}
 
 def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not isinstance(value, list | tuple | str) or not value:
-        return f"{show(name, value)}: wanted the names of losses, as in loss_type=['sigmoid']."
+        return must_be(name, "a list of losses, such as ['sigmoid']", value)
     value = losses_of(value)
     for loss in value:
         if loss not in DPO_LOSSES:
@@ -45,7 +45,7 @@ def _weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(weight, int | float) for weight in value):
-        return f"{show(name, value)}: wanted a list of numbers, one for each of loss_type."
+        return must_be(name, "a list of numbers, one for each loss of loss_type", value)
     if len(value) != (count := len(losses_of(values["loss_type"]))):
         return (
             "`loss_weights` must have the same length as `loss_type` when combining multiple losses. Got "
@@ -96,31 +96,32 @@ class DPOConfig(BaseConfig):
     truncation_mode: str = shared("truncation_mode")
     padding_free: bool = arg(
         False,
-        help="Accepted without effect; batch_layout has layouts without padding.",
+        help="Accepted without effect: batch_layout='packed' has no padding.",
         how="warned",
         why="it is temporarily unavailable in TRL; batch_layout='packed' has no padding.",
     )
     pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
     precompute_ref_log_probs: bool = shared("precompute_ref_log_probs")
     precompute_ref_batch_size: int | None = shared(
-        "precompute_ref_batch_size", help="Pairs of a batch then. Unset, those of training or evaluation."
+        "precompute_ref_batch_size",
+        help="Batch size for precompute_ref_log_probs, in pairs. If unset, that of training or evaluation.",
     )
 
     loss_type: list[str] = arg(
         ["sigmoid"],
-        help="One or more losses, which are added: 'sigmoid', 'hinge', 'ipo', 'exo_pair', 'nca_pair', 'robust', "
-        "'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero', 'apo_down', 'discopop', 'sft', "
-        "'sigmoid_norm'. trl_jax.losses.dpo has the formulas.",
+        help="One or more losses, which are added: 'sigmoid', 'hinge', 'ipo', 'exo_pair', 'nca_pair', "
+        "'robust', 'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero', 'apo_down', "
+        "'discopop', 'sft', 'sigmoid_norm'. For the formulas, see trl_jax.losses.dpo.",
         rule=_losses,
         note=_losses_note,
     )
     loss_weights: list[float] | None = arg(
-        None, help="Factor of each loss, as in 0.8 0.2 1.0. Unset, 1.0.", rule=_weights
+        None, help="Weight of each loss, such as 0.8 0.2 1.0. If unset, 1.0 each.", rule=_weights
     )
     ld_alpha: float | None = arg(
         None,
-        help="Weight of tokens beyond the length of the shorter answer (LD-DPO), from 0.0 to 1.0. Unset, as the "
-        "others.",
+        help="Weight, from 0.0 to 1.0, of the tokens beyond the length of the shorter completion "
+        "(LD-DPO). If unset, all tokens count equally.",
         rule=rules.number(0, optional=True, most=1.0),
     )
     f_divergence_type: str = arg(
@@ -134,17 +135,16 @@ class DPOConfig(BaseConfig):
     )
     label_smoothing: float = arg(
         0.0,
-        help="Probability that a preference is the wrong way round, of 'robust', 'exo_pair', 'aot' and 'aot_unpaired'.",
+        help="Probability that a preference label is flipped, for 'robust', 'exo_pair', 'aot' and 'aot_unpaired'.",
         rule=rules.number(0, most=1.0),
     )
     beta: float = arg(
         0.1,
-        help="How strongly the policy is held near the reference; tau of 'ipo'.",
+        help="KL penalty strength (beta in the DPO paper): higher values keep the policy closer to the "
+        "reference model. tau of 'ipo'.",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
-    use_weighting: bool = arg(
-        False, help="Weight pairs by how likely the policy is to write them (WPO).", rule=_weighting
-    )
+    use_weighting: bool = arg(False, help="Weight pairs by their likelihood under the policy (WPO).", rule=_weighting)
     discopop_tau: float = arg(0.05, help="Temperature of 'discopop'.", rule=rules.number(1e-9, most=rules.MOST_FLOAT32))
     activation_offloading: bool = shared("activation_offloading")
     sync_ref_model: bool = shared("sync_ref_model")

@@ -11,7 +11,7 @@ from trl_jax.config import generation, rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, parallelism_config
-from trl_jax.config.rules import show
+from trl_jax.config.rules import must_be, show
 from trl_jax.losses.names import GRPO_LOSSES, SAMPLER_CORRECTIONS
 
 
@@ -68,7 +68,7 @@ def _least_entropy_coef(name: str, value: Any, values: Mapping[str, Any]) -> str
     most = values["entropy_coef_max"]
     if not values["use_adaptive_entropy"] or _any_number("entropy_coef_max", most, values) or value <= most:
         return None
-    return f"{show(name, value)} is above {show('entropy_coef_max', most)}: wanted at most that. Lower it."
+    return must_be(name, f"at most {show('entropy_coef_max', most)}", value)
 
 
 @dataclass(repr=False)
@@ -134,37 +134,37 @@ class GRPOConfig(BaseConfig):
     epsilon: float = online("epsilon")
     delta: float | None = arg(
         None,
-        help="Upper clip of the ratio for negative advantages. Unset, none.",
+        help="Upper bound of the policy ratio for negative advantages. If unset, no bound.",
         rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32),
     )
     epsilon_high: float | None = online("epsilon_high")
     sapo_temperature_neg: float = arg(
         1.05,
-        help="Temperature of 'sapo' where the advantage is not positive.",
+        help="Temperature of 'sapo' for advantages <= 0.",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
     sapo_temperature_pos: float = arg(
         1.0,
-        help="Temperature of 'sapo' where the advantage is positive.",
+        help="Temperature of 'sapo' for advantages > 0.",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
     vespo_k_pos: float = arg(
-        2.0, help="k of 'vespo' where the advantage is not negative.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+        2.0, help="k of 'vespo' for advantages >= 0.", rule=rules.number(0, most=rules.MOST_FLOAT32)
     )
     vespo_lambda_pos: float = arg(
         3.0,
-        help="lambda of 'vespo' where the advantage is not negative.",
+        help="lambda of 'vespo' for advantages >= 0.",
         rule=rules.number(0, most=rules.MOST_FLOAT32),
     )
     vespo_k_neg: float = arg(
-        3.0, help="k of 'vespo' where the advantage is negative.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+        3.0, help="k of 'vespo' for advantages < 0.", rule=rules.number(0, most=rules.MOST_FLOAT32)
     )
     vespo_lambda_neg: float = arg(
-        2.0, help="lambda of 'vespo' where the advantage is negative.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+        2.0, help="lambda of 'vespo' for advantages < 0.", rule=rules.number(0, most=rules.MOST_FLOAT32)
     )
     importance_sampling_level: str = arg(
         "token",
-        help="Ratios of each 'token', or one of the 'sequence' (GSPO).",
+        help="'token' uses a policy ratio per token, 'sequence' one per completion (GSPO).",
         rule=_named(
             ("token", "sequence"), "Unknown importance sampling level: {}. Possible values are 'token' and 'sequence'."
         ),
@@ -172,7 +172,7 @@ class GRPOConfig(BaseConfig):
     reward_weights: list[float] | None = online("reward_weights")
     multi_objective_aggregation: str = arg(
         "sum_then_normalize",
-        help="Of several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO).",
+        help="How several rewards are combined: 'sum_then_normalize' or 'normalize_then_sum' (GDPO).",
         rule=_named(
             ("sum_then_normalize", "normalize_then_sum"),
             "Invalid multi_objective_aggregation: {}. Must be 'sum_then_normalize' or 'normalize_then_sum'.",
@@ -180,7 +180,8 @@ class GRPOConfig(BaseConfig):
     )
     scale_rewards: str = arg(
         "group",
-        help="Divide advantages by the standard deviation of the 'group', of the 'batch', or 'none'.",
+        help="Divide advantages by the standard deviation of the rewards in the 'group' or in the "
+        "'batch'; 'none' does not divide.",
         rule=_named(
             ("batch", "group", "none"),
             "Invalid value for scale_rewards: {}. Must be one of 'batch', 'group', or 'none'.",
@@ -196,44 +197,57 @@ class GRPOConfig(BaseConfig):
     ref_model_mixup_alpha: float = online("ref_model_mixup_alpha")
     ref_model_sync_steps: int = online("ref_model_sync_steps")
     top_entropy_quantile: float = arg(
-        1.0, help="Share of the tokens, those of highest entropy, whose loss counts.", rule=rules.number(0, most=1.0)
+        1.0,
+        help="Fraction of the tokens that count in the loss: those with the highest entropy.",
+        rule=rules.number(0, most=1.0),
     )
     entropy_coef: float = arg(
-        0.0, help="Weight of the tokens' mean entropy, which is subtracted from the loss.", rule=_any_number
+        0.0,
+        help="Weight of the entropy bonus: the mean token entropy, which is subtracted from the loss.",
+        rule=_any_number,
     )
     use_adaptive_entropy: bool = arg(
         False,
-        help="Adapt entropy_coef after each step, towards entropy_target (Skywork-OR1, https://huggingface.co/papers/2505.22312).",
+        help="Adapt entropy_coef after each step so that the entropy approaches entropy_target "
+        "(Skywork-OR1, https://huggingface.co/papers/2505.22312).",
     )
     entropy_coef_min: float = arg(0.0, help="Lower bound of the adapted entropy_coef.", rule=_least_entropy_coef)
     entropy_coef_max: float = arg(1.0, help="Upper bound of the adapted entropy_coef.", rule=_any_number)
     entropy_coef_delta: float = arg(
-        0.005, help="Change of the adapted entropy_coef in a step.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+        0.005,
+        help="Amount by which entropy_coef changes per step when it is adapted.",
+        rule=rules.number(0, most=rules.MOST_FLOAT32),
     )
-    entropy_target: float = arg(0.2, help="Target mean entropy of tokens, in nats.", rule=_any_number)
+    entropy_target: float = arg(0.2, help="Target of the mean token entropy, in nats.", rule=_any_number)
     max_tool_calling_iterations: int | None = online("max_tool_calling_iterations")
     vllm_importance_sampling_correction: bool = arg(
-        True, help="With use_vllm: multiply losses by the ratio of policy and sampler.", how="mapped"
+        True, help="With use_vllm: multiply the loss by the importance ratio of policy to sampler.", how="mapped"
     )
     vllm_importance_sampling_mode: str = arg(
         "sequence_mask",
-        help="Ratios of each token or of the sequence, truncated or left out beyond the bounds: "
-        "'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'.",
+        help="Whether importance ratios are per token or per sequence, and truncated at the bounds or "
+        "masked beyond them: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'.",
         how="mapped",
         rule=_correction,
     )
     vllm_importance_sampling_clip_max: float | None = arg(
-        3.0, help="Upper bound of that ratio. Unset, none.", how="mapped", rule=rules.number(0, optional=True)
+        3.0,
+        help="Upper bound of the importance ratio of policy to sampler. If unset, none.",
+        how="mapped",
+        rule=rules.number(0, optional=True),
     )
     vllm_importance_sampling_clip_min: float | None = arg(
-        None, help="Lower bound of that ratio. Unset, none.", how="mapped", rule=_least_ratio
+        None,
+        help="Lower bound of the importance ratio of policy to sampler. If unset, none.",
+        how="mapped",
+        rule=_least_ratio,
     )
     off_policy_mask_threshold: float | None = arg(
         None,
-        help="Leave out completions with a negative advantage and a mean log-ratio of sampler and policy above this.",
+        help="Mask completions with a negative advantage whose mean log-ratio of sampler to policy is above this.",
         rule=rules.number(-rules.MOST_FLOAT32, optional=True, most=rules.MOST_FLOAT32),
     )
-    use_bias_correction_kl: bool = arg(True, help="Multiply the divergence from the reference by the ratio.")
+    use_bias_correction_kl: bool = arg(True, help="Multiply the KL penalty by the policy ratio.")
 
     log_completions: bool = online("log_completions")
     log_multimodal: bool = online("log_multimodal")
@@ -241,7 +255,7 @@ class GRPOConfig(BaseConfig):
     log_unique_prompts: bool = online("log_unique_prompts")
     log_completions_hub_repo: str | None = arg(
         None,
-        help="Dataset on the Hub that gets the completions, every two minutes and at the end; with log_completions.",
+        help="Hub dataset to upload the completions to, every two minutes and at the end. Requires log_completions.",
         rule=_hub_repo,
     )
 
@@ -250,7 +264,10 @@ class GRPOConfig(BaseConfig):
 
     use_transformers_paged: bool = online("use_transformers_paged")
     vllm_importance_sampling_cap: float | None = arg(
-        None, rule=rules.number(0, optional=True), help="Deprecated: vllm_importance_sampling_clip_max.", how="mapped"
+        None,
+        rule=rules.number(0, optional=True),
+        help="Deprecated: use vllm_importance_sampling_clip_max.",
+        how="mapped",
     )
 
     max_prompt_length: int | None = online("max_prompt_length")

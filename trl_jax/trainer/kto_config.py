@@ -19,7 +19,7 @@ class KTOConfig(BaseConfig):
     train_sampling_strategy: str = inherited(
         "train_sampling_strategy",
         default="sequential",
-        help="Order of rows; loss_type='kto' takes 'sequential' alone.",
+        help="Order of the rows; loss_type='kto' requires 'sequential'.",
         choices=SAMPLING_STRATEGIES,
     )
     label_names: list[str] | None = inherited(
@@ -40,20 +40,20 @@ class KTOConfig(BaseConfig):
 
     loss_type: str = arg(
         "kto",
-        help="The loss; trl_jax.losses.kto has the formulas.",
+        help="The loss. For the formulas, see trl_jax.losses.kto.",
         choices=KTO_LOSSES,
         rule=rules.one_of(*KTO_LOSSES),
     )
     beta: float = arg(
         0.1,
-        help="How strongly the policy is held near the reference.",
+        help="KL penalty strength: higher values keep the policy closer to the reference model.",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )
     desirable_weight: float = arg(
-        1.0, help="Factor of the losses of desirable answers.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+        1.0, help="Weight of the losses of desirable completions.", rule=rules.number(0, most=rules.MOST_FLOAT32)
     )
     undesirable_weight: float = arg(
-        1.0, help="Factor of the losses of undesirable answers.", rule=rules.number(0, most=rules.MOST_FLOAT32)
+        1.0, help="Weight of the losses of undesirable completions.", rule=rules.number(0, most=rules.MOST_FLOAT32)
     )
     activation_offloading: bool = shared("activation_offloading")
     sync_ref_model: bool = shared("sync_ref_model")

@@ -27,7 +27,7 @@ def _taking_torch_dtype(kind: type) -> type:
 @_taking_torch_dtype
 @dataclass
 class ModelConfig:
-    """TRL's fields, defaults and order. Whether a flag can be honoured is said by the script that reads it.
+    """TRL's fields, defaults and order. Whether a flag can be honored is said by the script that reads it.
 
     A lora_target_modules of one entry becomes that entry, so that it may be a pattern or "all-linear".
     Raises ValueError where both load_in_8bit and load_in_4bit are set.
@@ -42,36 +42,43 @@ class ModelConfig:
     dtype: str | None = field(
         default="float32",
         metadata={
-            "help": "Type to load the weights in; auto keeps the checkpoint's.",
+            "help": "Data type to load the weights in; auto keeps the checkpoint's.",
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "Attention kernel to use, by name."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "Name of the attention kernel to use."})
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter instead of the whole model."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA adapter."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA adapter, before division by its rank."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of the LoRA adapter."})
-    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Modules to adapt."})
-    lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "Parameters to adapt."})
+    lora_alpha: int = field(
+        default=32, metadata={"help": "Scale of the LoRA adapter, before it is divided by the rank."}
+    )
+    lora_dropout: float = field(
+        default=0.05, metadata={"help": "Dropout probability at the input of the LoRA adapter."}
+    )
+    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Modules to adapt with LoRA."})
+    lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "Parameters to adapt with LoRA."})
     lora_modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules to train whole, beside the adapter."}
+        default=None, metadata={"help": "Modules to train in full, in addition to the adapter."}
     )
     lora_task_type: str = field(
-        default="CAUSAL_LM", metadata={"help": "Task the adapter is for: SEQ_CLS for a reward model."}
+        default="CAUSAL_LM", metadata={"help": "Task of the adapter: SEQ_CLS for a reward model."}
     )
     use_rslora: bool = field(
-        default=False, metadata={"help": "Divide lora_alpha by the square root of the rank, not by the rank."}
+        default=False, metadata={"help": "Divide lora_alpha by the square root of the rank instead of by the rank."}
     )
     use_dora: bool = field(
-        default=False, metadata={"help": "Adapt direction by LoRA and magnitude by a vector of its own."}
+        default=False,
+        metadata={
+            "help": "Use DoRA: LoRA adapts the direction of a weight matrix, and a separate vector its magnitude."
+        },
     )
-    load_in_8bit: bool = field(default=False, metadata={"help": "Quantise the base model to 8 bits."})
-    load_in_4bit: bool = field(default=False, metadata={"help": "Quantise the base model to 4 bits."})
+    load_in_8bit: bool = field(default=False, metadata={"help": "Quantize the base model to 8 bits."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "Quantize the base model to 4 bits."})
     bnb_4bit_quant_type: str = field(
         default="nf4", metadata={"help": "Number format of 4-bit weights.", "choices": ["fp4", "nf4"]}
     )
-    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the scales of 4-bit weights too."})
-    bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Type that holds 4-bit weights."})
+    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantize the scales of 4-bit weights too."})
+    bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Data type that stores 4-bit weights."})
 
     def __post_init__(self):
         read_bools(self)

@@ -53,7 +53,8 @@ class OnlineConfig(BaseConfig):
     reward_timeout: float | None = online("reward_timeout")
     scale_rewards: str = arg(
         "group",
-        help="Divide advantages by the standard deviation of the 'group', of the 'batch', or 'none'.",
+        help="Divide advantages by the standard deviation of the rewards in the 'group' or in the "
+        "'batch'; 'none' does not divide.",
         rule=rules.one_of("batch", "group", "none"),
     )
     mask_truncated_completions: bool = online("mask_truncated_completions")

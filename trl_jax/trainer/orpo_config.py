@@ -7,6 +7,7 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.shared import shared, warn_of_prompt_length
 
+# ----------------------------------------------------------------------------------------------------
 # The base of the configs of trainers on preference pairs without a reference.
 
 
@@ -36,7 +37,8 @@ class ReferenceFreeConfig(BaseConfig):
         super().__post_init__()
 
 
-# ORPOConfig: the arguments of odds ratio preference optimisation.
+# ----------------------------------------------------------------------------------------------------
+# ORPOConfig: the arguments of odds ratio preference optimization.
 
 
 @dataclass(repr=False)
@@ -45,6 +47,6 @@ class ORPOConfig(ReferenceFreeConfig):
 
     beta: float = arg(
         0.1,
-        help="Factor of the odds ratio, which is added to the negative log-likelihood; lambda in the paper.",
+        help="Weight of the odds ratio loss, which is added to the negative log-likelihood (lambda in the paper).",
         rule=rules.number(1e-9, most=rules.MOST_FLOAT32),
     )

@@ -26,14 +26,15 @@ class RewardConfig(BaseConfig):
     dataset_num_proc: int | None = shared("dataset_num_proc")
     eos_token: str | None = shared("eos_token")
     max_length: int | None = shared(
-        "max_length", help="Longest text in tokens; a pair with a longer one is left out. None keeps all."
+        "max_length",
+        help="Maximum length of a text in tokens; pairs with a longer text are dropped. None keeps all pairs.",
     )
     pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
 
     center_rewards_coefficient: float | None = arg(
         None,
-        help="Weight of the mean squared sum of a pair's two scores, which draws scores to a mean of zero "
-        "(https://huggingface.co/papers/2312.09244, equation 2); 0.01 is usual.",
+        help="Weight of the mean squared sum of a pair's two scores, an auxiliary loss that keeps the "
+        "mean score near zero (https://huggingface.co/papers/2312.09244, equation 2); 0.01 is common.",
         rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32),
     )
     activation_offloading: bool = shared("activation_offloading")
@@ -42,11 +43,11 @@ class RewardConfig(BaseConfig):
     # Not in TRL, and never by position.
     eval_report: bool = arg(
         False,
-        help="In evaluations, log the calibration error (eval_ece) and the accuracy of each subset "
-        "(eval_accuracy_SUBSET, and their mean eval_accuracy_of_subsets) too, and draw the margins into "
+        help="In evaluation, also log the calibration error (eval_ece) and the accuracy of each subset "
+        "(eval_accuracy_SUBSET, and their mean eval_accuracy_of_subsets), and plot the margins in "
         "output_dir/eval_margins.svg.",
         kw_only=True,
     )
     eval_subset_column: str = arg(
-        "subset", help="Column that names a pair's subset, for eval_report.", rule=rules.text(), kw_only=True
+        "subset", help="Column with the name of a pair's subset, for eval_report.", rule=rules.text(), kw_only=True
     )

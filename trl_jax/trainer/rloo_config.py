@@ -11,7 +11,7 @@ from trl_jax.config import generation, rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, parallelism_config
-from trl_jax.config.rules import show
+from trl_jax.config.rules import must_be, show
 from trl_jax.legacy import arguments
 
 
@@ -22,19 +22,19 @@ def _range(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         least, most = value
         if least <= most:
             return None
-    old = " Up to TRL 0.21 a single number counted with normalize_reward alone: leave it out."
-    wanted = f"{show(name, value)}: wanted two numbers, the lower one first, as in (-10.0, 10.0), or None."
-    return wanted + (old if isinstance(value, Real) else "")
+    old = " Up to TRL 0.21, a single number had an effect only with normalize_reward. Leave it out."
+    problem = must_be(name, "two numbers in ascending order, such as (-10.0, 10.0), or None", value)
+    return problem + (old if isinstance(value, Real) else "")
 
 
-def _beside_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+def _without_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if problem := rules.number(0, optional=True, most=rules.MOST_FLOAT32)(name, value, values):
         return problem
     if value is None or values["reward_weights"] is None:
         return None
     return (
-        f"{show(name, value)} beside reward_weights: the penalty is one reward function more. Write it, with a weight "
-        "of its own, and leave missing_eos_penalty out."
+        f"{show(name, value)} cannot be combined with reward_weights, because the penalty is another reward function. "
+        "Write it as one, with its own weight, and leave missing_eos_penalty out."
     )
 
 
@@ -96,17 +96,20 @@ class RLOOConfig(BaseConfig):
     beta: float = online(
         "beta",
         default=0.05,
-        help="Factor of the divergence from the reference that is subtracted from a reward; 0.0: no reference.",
+        help="Weight of the KL penalty against the reference model, which is subtracted from the rewards; "
+        "0.0 uses no reference model.",
     )
     num_iterations: int = online("num_iterations")
     epsilon: float = online("epsilon")
     epsilon_high: float | None = online("epsilon_high")
     reward_weights: list[float] | None = online("reward_weights")
     normalize_advantages: bool = arg(
-        False, help="Divide advantages by the standard deviation of all, their mean taken off."
+        False, help="Subtract the mean of all advantages and divide by their standard deviation."
     )
     reward_clip_range: tuple[float, float] | None = arg(
-        None, help="Bounds of a completion's weighted reward, as in -10.0 10.0. Unset, none.", rule=_range
+        None,
+        help="Lower and upper bound of a completion's weighted reward, such as -10.0 10.0. If unset, no bounds.",
+        rule=_range,
     )
     mask_truncated_completions: bool = online("mask_truncated_completions")
     sync_ref_model: bool = online("sync_ref_model")
@@ -130,31 +133,31 @@ class RLOOConfig(BaseConfig):
     # Of TRL up to 0.21
     missing_eos_penalty: float | None = arg(
         None,
-        help="Deprecated: what a completion without an end loses of its reward. Unset, nothing.",
-        rule=_beside_weights,
+        help="Deprecated: amount subtracted from the reward of a completion without EOS. If unset, nothing.",
+        rule=_without_weights,
         kw_only=True,
     )
     total_episodes: int | None = arg(
         None,
-        help="Deprecated: completions that are written in all, from which max_steps is made.",
+        help="Deprecated: total number of completions to generate; max_steps is computed from it.",
         rule=rules.whole(1, optional=True),
         kw_only=True,
     )
     reward_model_path: str | None = arg(
         None,
-        help="Deprecated: where a script finds the reward model; the trainer does not read it.",
+        help="Deprecated: for scripts that load a reward model from it; the trainer does not read it.",
         how="silent",
         kw_only=True,
     )
     sft_model_path: str | None = arg(
         None,
-        help="Deprecated: where a script finds the policy; the trainer does not read it.",
+        help="Deprecated: for scripts that load the policy from it; the trainer does not read it.",
         how="silent",
         kw_only=True,
     )
     sanity_check: bool = arg(
         False,
-        help="Deprecated: whether a script takes few rows; the trainer does not read it.",
+        help="Deprecated: for scripts that then use few rows; the trainer does not read it.",
         how="silent",
         kw_only=True,
     )

@@ -76,38 +76,45 @@ class SFTConfig(BaseConfig):
     router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
     chat_template_path: str | None = shared("chat_template_path")
 
-    dataset_text_field: str = arg("text", help="Column of plain texts.", rule=rules.text())
+    dataset_text_field: str = arg(
+        "text", help="Column that contains the text, for datasets of plain text.", rule=rules.text()
+    )
     dataset_kwargs: dict[str, Any] | str | None = arg(
         None,
-        help="'{\"skip_prepare_dataset\": true}' for rows that are tokenised and truncated already.",
+        help="Pass '{\"skip_prepare_dataset\": true}' if the rows are already tokenized and truncated.",
         rule=rules.a_dict,
         note=_dataset_kwargs,
     )
     dataset_num_proc: int | None = shared("dataset_num_proc")
     eos_token: str | None = shared("eos_token")
     max_length: int | None = shared(
-        "max_length", help="Longest text in tokens, the rest is cut off; length of packed rows. None cuts nothing."
+        "max_length",
+        help="Maximum length in tokens: longer texts are truncated, and packed rows have this length. "
+        "None truncates nothing.",
     )
     truncation_mode: str = shared("truncation_mode")
-    shuffle_dataset: bool = arg(False, help="Shuffle the prepared rows once, by seed, before packing.")
-    packing: bool = arg(False, help="Join texts to rows of max_length tokens.")
+    shuffle_dataset: bool = arg(False, help="Shuffle the prepared rows once, with seed, before packing.")
+    packing: bool = arg(False, help="Pack several texts into each row of max_length tokens.")
     packing_strategy: str = arg(
         "bfd",
-        help="How rows are filled: 'bfd' with whole texts, longest first, cut to max_length; 'bfd_split' cuts "
-        "longer ones to pieces; 'wrapped' joins all end to end and cuts anywhere.",
+        help="How rows are packed: 'bfd' (best-fit decreasing) packs whole texts, truncated to "
+        "max_length; 'bfd_split' splits longer texts instead; 'wrapped' concatenates all texts and "
+        "cuts them anywhere.",
         choices=_PACKING,
         rule=rules.one_of(*_PACKING),
     )
     padding_free: bool = arg(
-        False, help="Texts of a batch end to end, not as padded rows; batch_layout='packed'.", how="mapped"
+        False,
+        help="Lay out the texts of a batch end to end instead of in padded rows, as batch_layout='packed' does.",
+        how="mapped",
     )
     pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
-    eval_packing: bool | None = arg(None, help="Packing of evaluation sets. Unset, as packing.")
+    eval_packing: bool | None = arg(None, help="Pack the evaluation datasets. If unset, the value of packing.")
 
     completion_only_loss: bool | None = arg(
-        None, help="Learn completions and not prompts. Unset, where rows have both."
+        None, help="Compute the loss on completions only. If unset, true for rows with a prompt and a completion."
     )
-    assistant_only_loss: bool = arg(False, help="Learn only what the assistant says in messages.")
+    assistant_only_loss: bool = arg(False, help="Compute the loss only on what the assistant says in conversations.")
     loss_type: str = arg(
         "nll",
         help="'nll', the negative log-likelihood, or 'dft', dynamic fine-tuning "

@@ -74,7 +74,7 @@ def prepare(
 
 def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]) -> int | None:
     """`dataset_num_proc` while JAX has not started. A fork can deadlock once JAX has threads, so rows are then
-    tokenised in this process, with the same result."""
+    tokenized in this process, with the same result."""
     if not asked or not xla_bridge.backends_are_initialized():
         return asked
     if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
@@ -82,7 +82,7 @@ def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]
         logger.warning(
             "dataset_num_proc=%d: %s is tokenised in this process alone: JAX runs in it already, and processes that "
             "fork beside its threads can deadlock. A trainer that is given its model's name, and is the first of its "
-            "process, tokenises before JAX starts.",
+            "process, tokenizes before JAX starts.",
             asked,
             argument(name),
         )

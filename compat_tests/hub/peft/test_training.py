@@ -1,4 +1,4 @@
-"""A run with an adapter: what it says, keeps and takes up again; dropout, layouts and quantised weights."""
+"""A run with an adapter: what it says, keeps and takes up again; dropout, layouts and quantized weights."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_base_of_sixteen_bits_is_never_made_32(checkpoint, tmp_path):
     assert (np.asarray(merged.params["decoder.embed.weight"]) == np.asarray(plain.params["decoder.embed.weight"])).all()
 
 
-# ---- quantised weights ---------------------------------------------------------------------------------------
+# ---- quantized weights ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("nf4", False), ("fp4", False)])
@@ -205,7 +205,7 @@ def test_eight_bits_are_within_half_a_step():
 
 
 @only_thorough  # SFT's is in trainer/test_sft_trainer.py
-def test_training_on_quantised_weights(checkpoint, tmp_path):
+def test_training_on_quantized_weights(checkpoint, tmp_path):
     """Loss falls as on float weights; the matrices are held small; merging gives floats that compute the same."""
     held = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     rows, config = table(80, seed=3), {"max_steps": 20, "learning_rate": 1e-2}
@@ -232,7 +232,7 @@ def test_eight_bit_weights_score_nearly_the_same(checkpoint, tmp_path):
     assert 0 < np.abs(np.asarray(plain(IDS).logits) - np.asarray(small(IDS).logits)).max() < 0.02
 
 
-def test_what_is_not_quantised(checkpoint):
+def test_what_is_not_quantized(checkpoint):
     from trl_jax.hub.config import read_native_config
 
     folder = checkpoint("llama", **FACTS)
@@ -241,7 +241,7 @@ def test_what_is_not_quantised(checkpoint):
     assert {path.split(".")[-2] for path in found} == {"q", "k", "v", "gate", "up"}
 
 
-def test_quantised_weights_do_not_train(checkpoint, tmp_path):
+def test_quantized_weights_do_not_train(checkpoint, tmp_path):
     folder = checkpoint("llama", **FACTS)
     four, lora = BitsAndBytesConfig(load_in_4bit=True), adapter(init_lora_weights="pissa")
     with pytest.raises(ValueError, match="'pissa' modifies .*q.weight, which is quantized to fp4."):

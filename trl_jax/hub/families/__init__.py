@@ -1,5 +1,5 @@
-"""One small file a model_type: the meaning of its config (`arch`) and the names of its modules on disk (`names`).
-Those that see or hear, too, share one: `beside_towers`.
+"""One small file per model_type: what its config means (`arch`) and the names of its modules on disk (`names`).
+Vision-language models share one file for their text part: `vlm_text`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from trl_jax.hub.tensor_map import Names
 
 @dataclass(frozen=True)
 class Family:
-    """The facts of a model_type that the rest of the hub needs.
+    """What the rest of the hub needs to know about a model_type.
 
     Attributes:
-        class_prefix: how the names of its classes in transformers begin.
-        arch, names: the meaning of a config; the names of its modules on disk.
-        score_head, lm_head: its heads on disk; lm_head is None where there are no causal models.
-        base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
-        other_prefixes: stand in its place in checkpoints of other times; kept on save.
-        other_head: the same of the module of `lm_head`.
-        moved: (part of names on disk, what transformers' modules have in its place).
-        ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
-        carried: a regular expression of tensors that no text is computed with; they are saved as they came.
-        in_float32: a regular expression of tensors that stay float32 where the model is loaded with sixteen bits
+        class_prefix: start of the names of its classes in transformers.
+        arch, names: read the architecture from a config; the names of its modules on disk.
+        score_head, lm_head: its heads on disk; lm_head is None if there is no causal model.
+        base_prefix: start of every tensor name but the head's. Checkpoints of a bare base model leave it out.
+        other_prefixes: the same prefix in older or newer checkpoints; kept on save.
+        other_head: the name of the module of `lm_head` in such checkpoints.
+        moved: (part of names on disk, its name in transformers' modules).
+        ignored: regular expressions of tensors in checkpoints; dropped if the model does not use them.
+        carried: a regular expression of tensors that do not affect texts; saved unchanged.
+        in_float32: a regular expression of tensors that stay float32 if the model is loaded in 16 bits
             (transformers' `_keep_in_fp32_modules_strict`).
-        linear_router: whether transformers' router of experts is a linear map, which PEFT adapts like others.
+        linear_router: whether transformers' expert router is a linear layer, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
     """
 
@@ -57,7 +57,7 @@ class Family:
 
     @property
     def language_heads(self) -> tuple[str, ...]:
-        """The names that the tensor of a causal model's head may have, that of new ones first; () without a head."""
+        """The possible names of the LM head's tensor, that of new checkpoints first; () without a head."""
         modules = () if self.lm_head is None else (self.lm_head.names[0][1], self.other_head)
         return tuple(f"{module}.weight" for module in modules if module is not None)
 
@@ -77,7 +77,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     """The family of a config.json.
 
     Raises:
-        ValueError: no model_type, or one that is not supported; the message lists those that are.
+        ValueError: no model_type, or an unsupported one; the message lists the supported ones.
     """
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in families():
@@ -86,7 +86,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
 
 
 def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
-    """The family and the facts of a config.json; every key it holds has been accounted for."""
+    """The family and the architecture of a config.json. Every key has been read or refused."""
     family = family_of(raw, source)
     kind = config_class(family.model_type)
     reader = ConfigReader(raw, str(source), _defaults(kind))
@@ -96,7 +96,7 @@ def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
 
 
 def read_section(raw: dict[str, Any], source: str, model_type: str, arch: Callable[[ConfigReader], Any]) -> Any:
-    """The facts of a section of a config.json, whose sizes may be left to the class of this model_type."""
+    """The architecture in a section of a config.json; absent sizes come from the config class of this model_type."""
     kind = config_class(model_type)
     reader = ConfigReader(raw, source, _defaults(kind, ()))
     found = arch(reader)
@@ -105,9 +105,9 @@ def read_section(raw: dict[str, Any], source: str, model_type: str, arch: Callab
 
 
 def _defaults(kind: Any, without: Collection[str] = _REQUIRED) -> dict[str, Any]:
-    """The values of transformers' config class for absent keys. Sizes have no default: none would fit."""
+    """The defaults of transformers' config class for absent keys. Sizes have no default, because none would fit."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    if isinstance(kind.default_theta, float):  # some have one for each kind of layer
+    if isinstance(kind.default_theta, float):  # some have a theta for each layer type
         defaults["rope_theta"] = kind.default_theta
     return {
         key: value

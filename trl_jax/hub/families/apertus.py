@@ -1,4 +1,4 @@
-"""apertus: llama with each head's q and k normed, a plain MLP, and an activation that learns in every layer."""
+"""apertus: llama with q and k normed per head, a plain MLP, and an activation with learned parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS, XIELU_NAME
 
-# What transformers' class takes where a config says nothing of positions.
+# The defaults of transformers' class for positions
 _ROPE = {
     "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

@@ -1,4 +1,4 @@
-"""bert: an encoder whose sums are normed, learned positions, a pooler before the classifier."""
+"""bert: a post-norm encoder with learned positions and a pooler before the classifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl_jax.models.arch import EncoderArch, HeadFacts
 from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.layers import ACTIVATIONS
 
-# Of a pooler with layers of its own, which no released model has, and of training.
+# Keys of training, and of a pooler that no released model has
 UNUSED = """
     directionality gradient_checkpointing output_past pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
     pooler_size_per_head pooler_type
@@ -26,7 +26,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
-    """The facts that later encoders share."""
+    """The part of the architecture that later encoders share."""
     hidden, heads = read_heads(config, "hidden_size", "num_attention_heads")
     for key in UNUSED:
         config.value(key)
@@ -70,7 +70,7 @@ def read_classifier_dropout(config: ConfigReader) -> float:
 
 
 def body(prefix: str) -> Names:
-    """The modules of bert's trunk, whatever stands before their names."""
+    """The names of bert's body, with this prefix."""
     layer = prefix + "encoder.layer.{}."
     return {
         "encoder.embed": f"{prefix}embeddings.word_embeddings",
@@ -93,7 +93,7 @@ def names(arch: EncoderArch) -> Names:
 
 
 def draw_head(dense: str, out: str) -> Callable[[EncoderArch], list[Draw]]:
-    """New linear maps of these names: weights normal, biases 0."""
+    """New linear layers of these names: normal weights, zero biases."""
 
     def drawn(arch: EncoderArch) -> list[Draw]:
         weights = [Draw(f"{name}.weight", arch.initializer_range) for name in (dense, out)]

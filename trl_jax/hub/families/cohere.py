@@ -1,4 +1,4 @@
-"""cohere: attention and MLP side by side on one layer norm without bias, interleaved rotary channels."""
+"""cohere: parallel attention and MLP on one layer norm without bias, and interleaved rotary channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cohere2: cohere with a window on three layers of four; the others do not know positions."""
+"""cohere2: cohere with a window in three of four layers; the others have no positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_ty
 from trl_jax.hub.families import Family, cohere, llama
 from trl_jax.models.arch import Arch
 
-# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+# Keys of early checkpoints that transformers does not read; it computes as if they had these values.
 _SAID = {
     "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
     "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,

@@ -1,4 +1,4 @@
-"""deberta: deberta-v2 before it had buckets of distances; query, key and value of each head in one tensor."""
+"""deberta: deberta-v2 without distance buckets; query, key and value of each head in one tensor."""
 
 from __future__ import annotations
 

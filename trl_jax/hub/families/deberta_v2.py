@@ -1,4 +1,4 @@
-"""deberta-v2 and v3: bert with disentangled attention, in some a convolution beside the first layer."""
+"""deberta-v2 and v3: bert with disentangled attention, and in some models a convolution next to the first layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.layers import ACTIVATIONS
 
-# Of the language model's head, and a key that transformers does not read.
+# Keys of the language model's head, and one that transformers does not read
 UNUSED = ("legacy", "padding_idx")
 IGNORED = (r"^(cls|lm_predictions|mask_predictions)\.", r"\bposition_embeddings\.", *bert.BUFFERS)
 
@@ -36,7 +36,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def shared(config: ConfigReader) -> EncoderArch:
-    """The facts that deberta shares: all but the attention."""
+    """The part of the architecture that deberta shares: all but the attention."""
     for key in UNUSED:
         config.value(key)
     dropout = bert.read_dropout(config, "hidden_dropout_prob", 0.1)
@@ -59,7 +59,7 @@ def read_longest(config: ConfigReader) -> int:
 
 
 def read_products(config: ConfigReader) -> dict[str, bool]:
-    """The products of contents with distances that `pos_att_type` asks for: a list, or a text with bars."""
+    """The content-position products in `pos_att_type`, a list or a string separated by "|"."""
     found = config.value("pos_att_type", [])
     kinds = [kind.strip() for kind in found.lower().split("|")] if isinstance(found, str) else found
     if not isinstance(kinds, list) or len(set(kinds)) < len(kinds) or not set(kinds) <= {"c2p", "p2c"}:

@@ -1,4 +1,4 @@
-"""deepseek_v2: latent attention; experts by a softmax, and one for every token."""
+"""deepseek_v2: latent attention, and softmax-routed experts with a shared one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _experts(config: ConfigReader) -> Experts:
         count=count,
         top_k=config.size("num_experts_per_tok"),
         size=size,
-        renormalised=False,
+        renormalized=False,
         shared_size=size * config.size("n_shared_experts"),
         shared_gated=False,
         float32_router=True,

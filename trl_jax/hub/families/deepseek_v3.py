@@ -1,4 +1,4 @@
-"""deepseek_v3: DeepSeek V3 and R1: latent attention; experts by sigmoids in groups, and one for every token."""
+"""deepseek_v3: DeepSeek V3 and R1: latent attention, and sigmoid-routed experts in groups with a shared one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl_jax.hub.families import Family, llama, qwen2_moe
 from trl_jax.hub.tensor_map import Names, in_runs, ordered
 from trl_jax.models.arch import Arch, Experts, Latent, LayerKind
 
-# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+# Keys of early checkpoints that transformers does not read; it computes as if they had these values.
 _SAID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 _OF_TRAINING = (
     "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits", "seq_aux",
@@ -32,7 +32,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def latent_arch(config: ConfigReader) -> Arch:
-    """The facts of a model with latent attention."""
+    """The architecture of a model with latent attention."""
     for key in ("head_dim", "qk_head_dim", *_OF_TRAINING):  # the first two follow from others
         config.value(key)
     heads, rotary_dim = config.size("num_attention_heads"), config.size("qk_rope_head_dim")
@@ -54,7 +54,7 @@ def read_experts(config: ConfigReader) -> Experts:
         count=count,
         top_k=config.size("num_experts_per_tok"),
         size=size,
-        renormalised=config.flag("norm_topk_prob", True),
+        renormalized=config.flag("norm_topk_prob", True),
         shared_size=size * config.size("n_shared_experts"),
         shared_gated=False,
         scores="sigmoid",
@@ -68,7 +68,7 @@ def read_experts(config: ConfigReader) -> Experts:
 
 
 def read_kinds(config: ConfigReader, num_layers: int, key: str = "first_k_dense_replace") -> tuple[LayerKind, ...]:
-    """The first layers, as many as `key` says, have an MLP; the others have experts."""
+    """The first config[`key`] layers have an MLP; the others have experts."""
     dense = config.size(key, 0, minimum=0)
     return tuple(LayerKind(experts=layer >= dense) for layer in range(num_layers))
 
@@ -78,7 +78,7 @@ def names(arch: Arch) -> Names:
 
 
 def mlp_names(arch: Arch, kind: LayerKind, *, router_first: bool = False) -> Names:
-    """An MLP, or experts beside those that see every token; their router is made before or after them."""
+    """The names of an MLP, or of routed and shared experts; the router comes before or after them."""
     ours, theirs = "decoder.layers.mlp.", "model.layers.{}.mlp."
     if not kind.experts:
         return {ours + name: f"{theirs}{name}_proj" for name in ("gate", "up", "down")}

@@ -1,4 +1,4 @@
-"""distilbert: bert without token types, under names and keys of its own."""
+"""distilbert: bert without token types, with its own names and config keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_jax.nn.layers import ACTIVATIONS
 
 def arch(config: ConfigReader) -> EncoderArch:
     hidden, heads = bert.read_heads(config, "dim", "n_heads")
-    # How positions began before training, and keys of another head or of older code.
+    # Keys of the initialization of positions, of another head or of older code
     for key in ("sinusoidal_pos_embds", "qa_dropout", "tie_weights_", "output_past"):
         config.value(key)
     dropout = bert.read_dropout(config, "dropout", 0.1)

@@ -1,4 +1,4 @@
-"""electra: bert with a narrower embedding, and roberta's head with another activation."""
+"""electra: bert with a smaller embedding, and roberta's head with another activation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_jax.models.model import EncoderScorer
 
 def arch(config: ConfigReader) -> EncoderArch:
     for key in ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"):
-        config.value(key)  # of the head for multiple choice
+        config.value(key)  # only for the multiple-choice head
     dropout = bert.read_classifier_dropout(config)
     base = bert.shared(config, HeadFacts("gelu", dropout_before=dropout, dropout_after=dropout))
     return replace(base, embedding_size=config.size("embedding_size", 128))

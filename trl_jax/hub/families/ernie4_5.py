@@ -1,4 +1,4 @@
-"""ernie4_5: llama with neighbouring channels turned together, and one flag for all biases."""
+"""ernie4_5: llama with interleaved rotary channels, and one flag for all biases."""
 
 from __future__ import annotations
 

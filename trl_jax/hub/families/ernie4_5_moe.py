@@ -1,4 +1,4 @@
-"""ernie4_5_moe: ernie4_5 with experts in some layers, and others that see every token."""
+"""ernie4_5_moe: ernie4_5 with experts in some layers, and shared experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _experts(config: ConfigReader) -> Experts:
         count=config.size("moe_num_experts"),
         top_k=config.size("moe_k"),
         size=size,
-        renormalised=True,
+        renormalized=True,
         shared_size=size * shared or None,
         shared_gated=False,
         float32_router=True,

@@ -1,4 +1,4 @@
-"""exaone4: olmo2's block with each head's q and k normed; where some layers have a window, only they know positions."""
+"""exaone4: olmo2's block with q and k normed per head. If some layers have a window, only these have positions."""
 
 from __future__ import annotations
 

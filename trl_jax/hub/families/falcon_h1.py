@@ -1,4 +1,4 @@
-"""falcon_h1: Falcon-H1: attention and Mamba-2 side by side in each layer, and multipliers of what they make."""
+"""falcon_h1: Falcon-H1: parallel attention and Mamba-2 in each layer, with multipliers on their outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl_jax.hub.families import Family, granitemoehybrid, llama
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch, LayerKind, MixerScales, StateSpace
 
-# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+# Keys of early checkpoints that transformers does not read; it computes as if they had these values.
 _SAID = {"attn_layer_indices": None, "mamba_use_mlp": True}
 _UNREAD = (
     "layers_block_type", "layer_types", "mlp_expansion_factor", "num_logits_to_keep", "time_step_floor",
@@ -63,7 +63,7 @@ def _scales(config: ConfigReader, key: str, count: int) -> tuple[float, ...]:
 
 
 def names(arch: Arch) -> Names:
-    """The MLP is made first, then Mamba."""
+    """The MLP's parameters come first, then Mamba's."""
     layer, ours = "model.layers.{}.", "decoder.layers."
     attention, mlp = ours + "attention.attention.", ours + "mlp."
     return {

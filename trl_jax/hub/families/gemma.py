@@ -12,7 +12,7 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config)
     config.refuse("use_bidirectional_attention", False, None)
-    activation = "gelu_pytorch_tanh" if base.activation == "gelu" else base.activation  # the old name of the same
+    activation = "gelu_pytorch_tanh" if base.activation == "gelu" else base.activation  # gelu is its old name
     return replace(
         base,
         activation=activation,

@@ -1,4 +1,4 @@
-"""gemma2: gemma with norms around attention and MLP, capped scores, and a window on every other layer."""
+"""gemma2: gemma with norms around attention and MLP, capped scores, and a window in every other layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def shared(config: ConfigReader) -> Arch:
-    """The facts that gemma3 shares."""
+    """The part of the architecture that gemma3 shares."""
     base = gemma.arch(config)
     scale = config.number("query_pre_attn_scalar", 256, minimum=1e-9) ** -0.5
     return replace(

@@ -10,7 +10,7 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    config.optional_number("attn_logit_softcapping")  # transformers has the key and never applies it
+    config.optional_number("attn_logit_softcapping")  # transformers never applies it
     pattern = config.size("sliding_window_pattern", 6)
     layers = config.size("num_hidden_layers", maximum=4096)
     types = read_layer_types(config, [SLIDING if (i + 1) % pattern else FULL for i in range(layers)])

@@ -1,4 +1,4 @@
-"""gemma4_text: gemma3_text with heads of another width in full attention, keys and values that layers share, and
+"""gemma4_text: gemma3_text with other head sizes in full attention, layers that share keys and values, and
 embeddings of each layer's own.
 """
 
@@ -16,7 +16,7 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# Checkpoints have these of layers that reuse keys and values, too; transformers drops them.
+# Checkpoints also have these for layers that reuse keys and values; transformers drops them.
 _UNUSED = r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."
 
 
@@ -54,7 +54,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _types(config: ConfigReader, num_layers: int) -> list[str]:
-    """The last layer sees everything, whatever is said of it."""
+    """The last layer always has full attention."""
     types = read_layer_types(config, [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers)])
     return [*types[:-1], FULL]
 
@@ -99,7 +99,7 @@ def _experts(config: ConfigReader) -> Experts | None:
             config.value(key)
         return None
     count, top_k, size = (config.size(key) for key in names)
-    return Experts(count, top_k, size, renormalised=True, beside_mlp=True)
+    return Experts(count, top_k, size, renormalized=True, beside_mlp=True)
 
 
 def _kinds(config: ConfigReader, base: Arch, types: list[str], heads: dict[str, Heads]) -> tuple[LayerKind, ...]:

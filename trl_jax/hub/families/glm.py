@@ -1,4 +1,4 @@
-"""glm: llama with half of a head's channels rotated, interleaved, and gate and up in one tensor."""
+"""glm: llama with half of each head's channels rotated, interleaved, and gate and up in one tensor."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import Names, concatenated
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS
 
-# Settings of other heads, or of older code.
+# Keys of other heads or of older code
 OF_OTHER_HEADS = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx
 """.split()
@@ -19,7 +19,7 @@ OF_OTHER_HEADS = """
 def arch(config: ConfigReader) -> Arch:
     base = shared(config)
     for key in (*OF_OTHER_HEADS, "reorder_and_upcast_attn", "classifier_dropout"):
-        config.value(key)  # reorder_and_upcast_attn is about rounding in float16
+        config.value(key)  # reorder_and_upcast_attn only affects rounding in float16
     scale = base.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
     return replace(
@@ -32,7 +32,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def shared(config: ConfigReader) -> Arch:
-    """The facts that gptj shares."""
+    """The part of the architecture that gptj shares."""
     hidden, layers, heads = config.size("n_embd"), config.size("n_layer", maximum=4096), config.size("n_head")
     if hidden % heads:
         raise config.wrong("n_embd", hidden, f"a multiple of n_head {heads}")

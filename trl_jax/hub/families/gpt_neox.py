@@ -1,4 +1,4 @@
-"""gpt_neox: Pythia and its kin: two layer norms side by side, q, k and v of each head in one tensor."""
+"""gpt_neox: Pythia and others: parallel attention and MLP on two layer norms; q, k and v of each head in one tensor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    heads = config.size("num_attention_heads")  # of keys, too, whatever num_key_value_heads says
+    heads = config.size("num_attention_heads")  # also of keys; num_key_value_heads has no effect
     base = llama.arch(_with_todays_theta(config).with_values(num_key_value_heads=heads), partial=True)
     base = rotated(config, base, 0.25, "rotary_pct")
     bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, maximum=0.99)
-    config.optional_number("classifier_dropout")  # of a token classifier
+    config.optional_number("classifier_dropout")  # only for token classifiers
     return replace(
         base,
         block="parallel_two_norms" if config.flag("use_parallel_residual", True) else "pre",

@@ -1,4 +1,4 @@
-"""gpt_oss: attention with sinks, a window on every other layer, and experts with biases and a clamped gate."""
+"""gpt_oss: attention with sinks, a window in every other layer, and experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import ExpertColumns, Names, ordered
 from trl_jax.models.arch import Arch, Experts
 from trl_jax.nn.layers import ClampedSwiGLU
 
-# What transformers' class takes where a config says nothing of positions.
+# The defaults of transformers' class for positions
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -22,8 +22,8 @@ def arch(config: ConfigReader) -> Arch:
         config = config.with_values(rope_parameters=_YARN)
     base = llama.arch(config)
     types = read_layer_types(config, [FULL if i % 2 else SLIDING for i in range(base.num_layers)])
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
-    config.value("experts_per_token"), config.value("initial_context_length")  # of the original code
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.value("experts_per_token"), config.value("initial_context_length")  # only for the original code
     return replace(
         base,
         mlp_bias=False,
@@ -33,7 +33,7 @@ def arch(config: ConfigReader) -> Arch:
             count=config.size("num_local_experts"),
             top_k=config.size("num_experts_per_tok"),
             size=base.mlp_size,
-            renormalised=True,
+            renormalized=True,
             bias=True,
             swiglu=ClampedSwiGLU(config.number("swiglu_alpha"), config.number("swiglu_limit")),
         ),
@@ -42,7 +42,7 @@ def arch(config: ConfigReader) -> Arch:
 
 def names(arch: Arch) -> Names:
     layer, mlp, experts = "model.layers.{}.", "decoder.layers.mlp.", "model.layers.{}.mlp.experts."
-    gate, up = ExpertColumns(0, 2), ExpertColumns(1, 2)  # their columns take turns
+    gate, up = ExpertColumns(0, 2), ExpertColumns(1, 2)  # their columns alternate
     found = llama.names(arch) | {
         "decoder.layers.attention.sinks": layer + "self_attn.sinks",
         mlp + "router": layer + "mlp.router",

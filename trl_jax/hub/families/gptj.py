@@ -1,4 +1,4 @@
-"""gptj: attention and MLP side by side on one layer norm, interleaved rotary channels."""
+"""gptj: parallel attention and MLP on one layer norm, and interleaved rotary channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""granite: llama with factors on the embedding, on attention's scores and on what each layer adds."""
+"""granite: llama with multipliers on the embedding, the attention scores and the residual updates."""
 
 from __future__ import annotations
 

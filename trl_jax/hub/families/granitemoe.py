@@ -1,4 +1,4 @@
-"""granitemoe: granite with experts, whose matrices of a layer lie in two tensors."""
+"""granitemoe: granite with experts; the matrices of a layer's experts are in two tensors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def read_experts(config: ConfigReader, base: Arch) -> Experts:
-    """Experts as wide as `base` has the MLP whose place they take."""
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    """Experts as wide as the MLP of `base`, which they replace."""
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
-    # A softmax over the logits of the selected is one over all of them, renormalised.
-    return Experts(count, top_k, size=base.mlp_size, renormalised=True)
+    # A softmax over the logits of the selected is one over all of them, renormalized.
+    return Experts(count, top_k, size=base.mlp_size, renormalized=True)
 
 
 def names(arch: Arch) -> Names:

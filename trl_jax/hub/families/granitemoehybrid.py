@@ -51,9 +51,9 @@ def _state_space(config: ConfigReader, hidden: int) -> StateSpace:
 
 
 def read_state_space(config: ConfigReader, inner: int) -> StateSpace:
-    """That of layers with `inner` channels."""
-    config.value("mamba_chunk_size")  # changes nothing that is computed
-    config.refuse("hidden_act", "silu")  # which the convolution has, too
+    """The Mamba-2 configuration of layers with `inner` channels."""
+    config.value("mamba_chunk_size")  # does not change the results
+    config.refuse("hidden_act", "silu")  # also the convolution's activation
     heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
     auto = config.value("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if auto else config.size("mamba_d_head")
@@ -85,7 +85,7 @@ def names(arch: Arch) -> Names:
 
 
 def _layer_names(arch: Arch, kind: LayerKind) -> Names:
-    """The mixer is made last, behind the MLP."""
+    """The mixer's parameters come last, after the MLP's."""
     found, layer, mlps = llama.names(arch), "decoder.layers.", "decoder.layers.mlp."
     others = {name: place for name, place in found.items() if not name.startswith((OURS, mlps))}
     attention = {name: place for name, place in found.items() if name.startswith(OURS)}

@@ -1,4 +1,4 @@
-"""hunyuan_v1_dense: llama with each head's q and k normed after they are rotated."""
+"""hunyuan_v1_dense: llama with q and k normed per head, after rotation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _with_stretched_theta(config: ConfigReader) -> ConfigReader:
-    """`type: dynamic` with an `alpha` is, in spite of its name, a rope of fixed and larger theta."""
+    """In spite of its name, `type: dynamic` with an `alpha` is a rope with a fixed, larger theta."""
     for key in ("rope_scaling", "rope_parameters"):
         found = config.section(key)
         alpha = found.get("alpha")

@@ -1,4 +1,4 @@
-"""hunyuan_v1_moe: hunyuan_v1_dense with experts, and an MLP beside them that sees every token."""
+"""hunyuan_v1_moe: hunyuan_v1_dense with experts, one of them shared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def arch(config: ConfigReader) -> Arch:
         count=config.size("num_experts"),
         top_k=_top_k(config, base.num_layers),
         size=base.mlp_size,
-        renormalised=True,
+        renormalized=True,
         shared_size=base.mlp_size,
         shared_gated=False,
     )
@@ -25,7 +25,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _top_k(config: ConfigReader, layers: int) -> int:
-    """A number, or a list that has the same one for every layer."""
+    """A number, or a list with the same number for every layer."""
     found = config.value("moe_topk")
     if not isinstance(found, list):
         return config.size("moe_topk")

@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import Names, concatenated, in_runs
 from trl_jax.models.arch import Arch, LayerKind, ShortConvolution
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"
-# Keys of its first checkpoints, which transformers does not read, or no text is computed with.
+# Keys of early checkpoints that transformers does not read, or that have no effect
 _SAID = {"block_use_swiglu": True, "use_pos_enc": True, "tie_embedding": True}
 _UNREAD = (
     "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init",
@@ -33,7 +33,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def hybrid_arch(config: ConfigReader) -> Arch:
-    """The facts of a model of which some layers convolve."""
+    """The architecture of a model of which some layers convolve."""
     base = llama.arch(config.with_values(rms_norm_eps=config.number("norm_eps", 1e-5)))
     convolution = ShortConvolution(config.size("conv_L_cache", 3, minimum=2), config.flag("conv_bias"))
     return replace(base, qk_norm="head", short_convolution=convolution)

@@ -25,7 +25,7 @@ def _experts(config: ConfigReader) -> Experts:
         count=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),
         size=config.size("moe_intermediate_size"),
-        renormalised=config.flag("norm_topk_prob", True),
+        renormalized=config.flag("norm_topk_prob", True),
         scores="sigmoid",
         weight_floor=1e-6,
         scale=config.number("routed_scaling_factor", 1.0),

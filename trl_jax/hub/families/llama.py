@@ -10,11 +10,11 @@ from trl_jax.nn.layers import ACTIVATIONS
 
 
 def arch(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Arch:
-    """The facts of most decoders; a family replaces those that differ. `partial` and `extra_keys` as in `read_rope`."""
+    """The architecture of most decoders; a family replaces what differs. `partial`, `extra_keys`: see `read_rope`."""
     hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", maximum=4096)
     heads, key_heads, head_dim = read_heads(config, hidden)
     bias = config.flag("attention_bias")
-    for key in ("rope_interleaved", "use_mrope"):  # written into some configs, always false
+    for key in ("rope_interleaved", "use_mrope"):  # in some configs, always false
         config.refuse(key, False)
     return Arch(
         vocab_size=config.size("vocab_size"),
@@ -54,7 +54,7 @@ def read_heads(config: ConfigReader, hidden: int) -> tuple[int, int, int]:
 
 
 def read_padding_idx(config: ConfigReader) -> int | None:
-    """The pad token that the checkpoint names; one that a script sets later trains like any other."""
+    """The checkpoint's pad token, which is not trained. One that a script sets later is."""
     if config.value("pad_token_id") is None:
         return None
     size = config.size("vocab_size")

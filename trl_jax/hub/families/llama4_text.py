@@ -1,4 +1,4 @@
-"""llama4_text: llama with attention to chunks, layers without positions, and experts that see weighted tokens."""
+"""llama4_text: llama with chunked attention, layers without positions, and experts whose inputs are weighted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 def arch(config: ConfigReader) -> Arch:
     base, mlp_size = llama.arch(config), config.size("intermediate_size_mlp")
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
-    config.value("router_jitter_noise")  # transformers has the key and never applies it
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.value("router_jitter_noise")  # transformers never applies it
     config.refuse("for_llm_compressor", False)
     placed, normed = _placed(config, base.num_layers), config.flag("use_qk_norm", True)
     with_experts = _with_experts(config, base.num_layers)
@@ -23,7 +23,7 @@ def arch(config: ConfigReader) -> Arch:
         count=config.size("num_local_experts"),
         top_k=config.size("num_experts_per_tok"),
         size=base.mlp_size,
-        renormalised=False,
+        renormalized=False,
         shared_size=base.mlp_size,
         shared_gated=False,
         scores="sigmoid",
@@ -48,7 +48,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _placed(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer knows positions."""
+    """Whether each layer has positions."""
     every = config.size("no_rope_layer_interval", 4)
     told = config.value("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
     if not isinstance(told, list) or len(told) < num_layers or set(told) - {0, 1}:

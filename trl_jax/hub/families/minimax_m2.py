@@ -1,4 +1,4 @@
-"""minimax_m2: mixtral with norms over all of q and k, a router of corrected sigmoids, and some channels rotated."""
+"""minimax_m2: mixtral with norms over all of q and k, a sigmoid router with corrections, and partial rotary."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trl_jax.hub.families import Family, llama, mixtral
 from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 
-# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+# Keys of early checkpoints that transformers does not read; it computes as if they had these values.
 _SAID = {
     "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": None,
     "use_qk_norm": True, "use_routing_bias": True,
 }  # fmt: skip
-# Of tokens further ahead, which transformers does not predict, and of parts that these models do not have.
+# Keys of multi-token prediction, which transformers does not implement, and of parts that these models lack
 _WITHOUT_EFFECT = (
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
     "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp",

@@ -1,4 +1,4 @@
-"""ministral: mistral with the window on some layers only."""
+"""ministral: mistral with the window in some layers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ministral3: mistral whose queries grow with their position."""
+"""ministral3: mistral with queries scaled by their position."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset()) -> Arch:
-    # An attention_bias in its config has no effect, in transformers neither.
+    # attention_bias has no effect, as in transformers.
     base = llama.arch(config, extra_keys=extra_keys)
     windows = (read_window(config),) * base.num_layers
     return replace(base, qkv_bias=False, o_bias=False, mlp_bias=False, windows=windows)

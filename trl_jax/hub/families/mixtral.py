@@ -16,11 +16,11 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def read_experts(config: ConfigReader, base: Arch) -> Experts:
-    """Experts as wide as `base` has the MLP whose place they take."""
+    """Experts as wide as the MLP of `base`, which they replace."""
     config.refuse("router_jitter_noise", 0.0)
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
     count, top_k = config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2)
-    return Experts(count, top_k, size=base.mlp_size, renormalised=True)
+    return Experts(count, top_k, size=base.mlp_size, renormalized=True)
 
 
 def names(arch: Arch) -> Names:

@@ -1,4 +1,4 @@
-"""modernbert: an encoder with rotary positions, windows to both sides on most layers, and gated MLPs."""
+"""modernbert: an encoder with rotary positions, two-sided windows in most layers, and gated MLPs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.layers import ACTIVATIONS
 from trl_jax.nn.rope import Rope
 
-# Of kernels and of the language model's head; position_embedding_type and layer_norm_eps nobody reads.
+# Keys of kernels and of the language model's head; position_embedding_type and layer_norm_eps have no effect.
 UNUSED = """
     cls_token_id decoder_bias deterministic_flash_attn gradient_checkpointing layer_norm_eps position_embedding_type
     reference_compile repad_logits_with_grad sparse_pred_ignore_index sparse_prediction
 """.split()
-_LEAST_CUTOFF = 0.4  # below, torch draws in another way
+_LEAST_CUTOFF = 0.4  # below this, torch uses another algorithm
 
 
 def arch(config: ConfigReader) -> EncoderArch:
@@ -95,7 +95,7 @@ def names(arch: EncoderArch) -> Names:
 
 
 def draw_head(arch: EncoderArch) -> list[Draw]:
-    """Each new weight is drawn as any linear map's, and then once more, bounded and with a deviation of its own."""
+    """Each new weight is first drawn as in other linear layers, then again from a truncated normal."""
     plain, cutoff = arch.initializer_range, arch.initializer_cutoff
     dense, out = plain / math.sqrt(2 * arch.num_layers), arch.hidden_size**-0.5
     weights = [

@@ -1,4 +1,4 @@
-"""nemotron: llama with layer norms that scale by 1 + weight, a plain MLP, and half of a head's channels rotated."""
+"""nemotron: llama with layer norms that scale by 1 + weight, a plain MLP, and half of each head's channels rotated."""
 
 from __future__ import annotations
 

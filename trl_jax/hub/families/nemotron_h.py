@@ -18,12 +18,12 @@ _KINDS = {
 }
 _OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
-# Names of its first configs -> those of today.
+# Names in early configs -> current names
 _RENAMED = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
-# Nothing is computed with these, in transformers neither: among them positions, windows and the biases of attention.
+# Keys without effect, also in transformers, among them positions, windows and the biases of attention
 _OF_MAMBA = (
     "conv_kernel", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "n_groups", "ssm_state_size",
     "time_step_min", "use_bias", "use_conv_bias",
@@ -63,7 +63,7 @@ def arch(config: ConfigReader) -> Arch:
         experts=_experts(config, bias) if any(kind.experts for kind in kinds) else None,
         state_space=_state_space(config) if any(kind.mixer == "mamba" for kind in kinds) else None,
         kinds=kinds,
-        tied_embeddings=False,  # whatever the config says
+        tied_embeddings=False,  # regardless of the config
         padding_idx=None,
     )
 
@@ -87,7 +87,7 @@ def _types(config: ConfigReader) -> list[str] | None:
 def _experts(config: ConfigReader, bias: bool) -> Experts:
     size, latent = config.size("moe_shared_expert_intermediate_size"), config.value("moe_latent_size")
     return replace(
-        deepseek_v3.read_experts(config.with_values(n_shared_experts=1)),  # whose number is not read
+        deepseek_v3.read_experts(config.with_values(n_shared_experts=1)),  # their number is not read
         gated=False,
         shared_size=size,
         latent_size=None if latent is None else config.size("moe_latent_size"),
@@ -147,7 +147,7 @@ FAMILY = Family(
     names,
     base_prefix="backbone.",
     other_prefixes=("model.",),
-    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^mtp\."),  # the last predicts further tokens
+    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^mtp\."),  # mtp predicts further tokens
     in_float32=deepseek_v3.ROUTER,
     in_transformers=False,
 )

@@ -1,4 +1,4 @@
-"""olmo3: olmo2 with a window on three layers of four, and a rope for either kind."""
+"""olmo3: olmo2 with a window in three of four layers, and another rope in these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     layers = config.size("num_hidden_layers", maximum=4096)
     types = read_layer_types(config, [SLIDING if (i + 1) % 4 else FULL for i in range(layers)])
-    ropes = read_ropes(config, types, local_theta=500_000.0)  # whatever rope_theta says
+    ropes = read_ropes(config, types, local_theta=500_000.0)  # regardless of rope_theta
     base = olmo2.arch(config.with_values(rope_parameters=None, rope_scaling=None))
     return replace(base, ropes=ropes, windows=windows_of(types, read_window(config)))
 

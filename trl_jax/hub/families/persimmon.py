@@ -1,4 +1,4 @@
-"""persimmon: layer norms, a plain MLP, q, k and v of each head in one tensor, half of a head's channels rotated."""
+"""persimmon: layer norms, a plain MLP, half of each head's channels rotated; q, k and v of each head in one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""phi: attention and a plain MLP side by side on one layer norm, biases everywhere."""
+"""phi: parallel attention and plain MLP on one layer norm, with biases everywhere."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config, partial=True)
     dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
-    config.value("original_max_position_embeddings")  # of longrope alone
-    config.number("embd_pdrop", 0.0, maximum=0.99)  # read by nobody, in transformers neither
+    config.value("original_max_position_embeddings")  # only for longrope
+    config.number("embd_pdrop", 0.0, maximum=0.99)  # no effect, as in transformers
     return replace(
         base,
         qkv_bias=False,

@@ -13,7 +13,7 @@ _OF_ROPE = frozenset({"short_mscale", "long_mscale", "original_max_position_embe
 
 
 def arch(config: ConfigReader) -> Arch:
-    config.refuse("hidden_dropout", 0.0)  # of its first checkpoints, read by nobody
+    config.refuse("hidden_dropout", 0.0)  # in early checkpoints, without effect
     base = llama.arch(config, extra_keys=_OF_ROPE)
     return replace(
         base,
@@ -27,12 +27,12 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _experts(config: ConfigReader, size: int) -> Experts:
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
     config.refuse("num_experts_per_tok", 2)
     mixer = SparseMixer(config.number("router_jitter_noise"), config.number("input_jitter_noise"))
     count = config.size("num_local_experts", minimum=2)
-    config.refuse("num_experts", count)  # which TRL's load-balancing loss asks for, so people add it
-    return Experts(count, top_k=2, size=size, renormalised=False, sparse_mixer=mixer)
+    config.refuse("num_experts", count)  # users add it for TRL's load-balancing loss
+    return Experts(count, top_k=2, size=size, renormalized=False, sparse_mixer=mixer)
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""qwen2: llama with biases on q, k and v, and a sliding window on some layers."""
+"""qwen2: llama with biases on q, k and v, and a sliding window in some layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """A window for each layer: `layer_types` says where, or `max_window_layers` from where on."""
+    """The window of each layer: from `layer_types`, or in all layers from `max_window_layers` on."""
     used = config.flag("use_sliding_window") and not config.is_null("sliding_window")
     first = config.size("max_window_layers", 28, minimum=0)
     default = [SLIDING if used and i >= first else FULL for i in range(num_layers)]
@@ -26,7 +26,7 @@ def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...
             f"{config.source}: layer_types names {SLIDING} but use_sliding_window is false or sliding_window null. "
             "Make them agree."
         )
-    config.value("sliding_window")  # says nothing unless it is used
+    config.value("sliding_window")  # no effect without use_sliding_window
     return windows_of(types, config.size("sliding_window", 4096) if used else None)
 
 

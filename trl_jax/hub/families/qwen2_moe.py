@@ -24,15 +24,15 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def read_experts(config: ConfigReader, shared_size: int | None = None) -> Experts:
-    """The experts of the qwen families; layers without any among them are refused."""
+    """The experts of the Qwen families. Models with some layers without experts are refused."""
     config.refuse("decoder_sparse_step", 1)
     config.refuse("mlp_only_layers", [], None)
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
     return Experts(
         count=config.size("num_local_experts", config.size("num_experts")),  # transformers writes the one or the other
         top_k=config.size("num_experts_per_tok"),
         size=config.size("moe_intermediate_size"),
-        renormalised=config.flag("norm_topk_prob"),
+        renormalized=config.flag("norm_topk_prob"),
         shared_size=shared_size,
     )
 

@@ -1,4 +1,4 @@
-"""qwen3: llama with each head's q and k normed, and a sliding window on some layers."""
+"""qwen3: llama with q and k normed per head, and a sliding window in some layers."""
 
 from __future__ import annotations
 

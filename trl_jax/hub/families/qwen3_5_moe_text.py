@@ -1,4 +1,4 @@
-"""qwen3_5_moe_text: qwen3_5_text with experts in every layer, one of them for every token."""
+"""qwen3_5_moe_text: qwen3_5_text with experts in every layer, one of them shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def arch(config: ConfigReader) -> Arch:
     base = qwen3_5_text.arch(config.with_values(intermediate_size=size))
     experts = qwen2_moe.read_experts(config, shared_size=config.size("shared_expert_intermediate_size"))
     kinds = tuple(LayerKind(kind.mixer, experts=True) for kind in base.kinds)
-    return replace(base, experts=replace(experts, renormalised=True), kinds=kinds)
+    return replace(base, experts=replace(experts, renormalized=True), kinds=kinds)
 
 
 def names(arch: Arch) -> Names:

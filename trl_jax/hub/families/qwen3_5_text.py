@@ -1,4 +1,4 @@
-"""qwen3_5_text: qwen3_next without experts, and its projections in tensors of their own."""
+"""qwen3_5_text: qwen3_next without experts, with each projection in its own tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from trl_jax.hub.families.qwen3_next import OURS
 from trl_jax.hub.tensor_map import Names, concatenated, in_runs
 from trl_jax.models.arch import Arch
 
-_OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})  # a text has the same position on all three axes
+_OF_IMAGES = frozenset(
+    {"mrope_section", "mrope_interleaved"}
+)  # unused by texts, which have the same position on all three axes
 
 
 def arch(config: ConfigReader) -> Arch:

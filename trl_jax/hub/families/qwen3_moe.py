@@ -14,7 +14,7 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config)
     window = read_window(config) if config.flag("use_sliding_window") else None
-    config.value("max_window_layers"), config.value("sliding_window")  # without effect unless the flag is set
+    config.value("max_window_layers"), config.value("sliding_window")  # no effect unless the flag is set
     return replace(
         base,
         mlp_bias=False,

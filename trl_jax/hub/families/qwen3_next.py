@@ -12,7 +12,7 @@ from trl_jax.models.arch import Arch, GatedDelta, LayerKind
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
 OURS = "decoder.layers.attention."
-IGNORED = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^mtp\.")  # the last predicts further tokens
+IGNORED = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^mtp\.")  # mtp predicts further tokens
 
 
 def arch(config: ConfigReader) -> Arch:
@@ -27,7 +27,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def hybrid_arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset()) -> Arch:
-    """The facts of a model of gated delta nets and gated attention; `extra_keys` as in `read_rope`."""
+    """The architecture of a model of gated delta nets and gated attention; `extra_keys` as in `read_rope`."""
     base = llama.arch(config, partial=True, extra_keys=extra_keys)
     return replace(
         base,
@@ -43,7 +43,7 @@ def hybrid_arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset(
 
 
 def _gated_delta(config: ConfigReader) -> GatedDelta:
-    config.refuse("hidden_act", "silu")  # which the convolution has, too
+    config.refuse("hidden_act", "silu")  # also the convolution's activation
     key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
     if value_heads % key_heads:
         raise config.wrong("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads {key_heads}")
@@ -70,7 +70,7 @@ def _layer_names(arch: Arch, kind: LayerKind) -> Names:
 
 
 def layer_names(arch: Arch, kind: LayerKind, mlp: Names, projections) -> Names:
-    """The names of a layer with these of its MLP; `projections` has those of a delta net, by its Arch."""
+    """The names of a layer. `mlp`: those of its MLP; `projections` returns those of a delta net for an Arch."""
     mixer = projections(arch) if kind.mixer == "delta_net" else _attention(arch)
     return {
         "decoder.embed": "model.embed_tokens",
@@ -106,21 +106,22 @@ def _projections(arch: Arch) -> Names:
 
 
 def of_delta_net(arch: Arch) -> Names:
-    """The names of a delta net's parameters that are in no linear map or norm."""
+    """The names of a delta net's parameters outside linear layers and norms."""
     theirs = "model.layers.{}.linear_attn."
     convolutions = concatenated(theirs + "conv1d.weight", delta_channels(arch, "_convolution"))
     return {OURS + name: theirs + name for name in ("dt_bias", "A_log")} | convolutions
 
 
 def delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
-    """The channels of queries, keys and values, by our names with this ending."""
+    """The numbers of channels of queries, keys and values, by our names with this ending."""
     facts = arch.gated_delta
     keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
     return {f"{OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
 
 
 def behind_decays(head: Head) -> Head:
-    """The head, drawn as transformers does: behind a decay for each value head, though the checkpoint has those."""
+    """The head, initialized as in transformers, which first draws a decay for each value head, even though the
+    checkpoint has them."""
 
     def draws(arch: Arch) -> list[Draw]:
         unused = arch.gated_delta.value_heads * sum(kind.mixer == "delta_net" for kind in arch.kinds)

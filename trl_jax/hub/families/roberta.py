@@ -1,4 +1,4 @@
-"""roberta: bert whose positions pass over pads, and a head of two linear maps."""
+"""roberta: bert with positions that skip pads, and a head of two linear layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""seed_oss: llama with a bias of its own on o, and dropout after attention and MLP."""
+"""seed_oss: llama with a separate flag for the bias on o, and dropout after attention and MLP."""
 
 from __future__ import annotations
 

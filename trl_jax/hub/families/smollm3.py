@@ -1,4 +1,4 @@
-"""smollm3: llama, in which every fourth layer does not know positions."""
+"""smollm3: llama without positions in every fourth layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stablelm: llama with layer norms and a quarter of a head's channels rotated."""
+"""stablelm: llama with layer norms and a quarter of each head's channels rotated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""llava_next: llava with a whole picture and tiles of it (Liu et al. 2024, "LLaVA-NeXT"). The features of the tiles form
-one large picture, from which padding is cut off, and a learned separator follows each of its rows."""
+"""llava_next: llava with a whole picture and tiles of it (Liu et al. 2024, "LLaVA-NeXT"). The features of the tiles
+form one large picture, from which padding is cut off, and a learned separator follows each of its rows."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def _names(arch: VisionArch) -> Names:
 FAMILIES = (
     VisionFamily(
         "llava_next", _arch, _names, _patches, pixels=("pixel_values", "image_sizes"),
-        prefixes=(*clip.PREFIXES, ("image_newline", "model.image_newline")), modules=clip.MODULES, rows=False, image_token="image_token_index",
+        prefixes=(*clip.PREFIXES, ("image_newline", "model.image_newline")), modules=clip.MODULES, rows=False,
+        image_token="image_token_index",
     ),
 )  # fmt: skip

@@ -29,8 +29,8 @@ def attend_packed(
 ) -> jax.Array:
     """Attention `[R, T, H, C]` within packed rows; T must be a multiple of BLOCK.
 
-    Tokens that attend to nothing get zeros. Reads scale, packed, window, ahead and striped of `inputs`; if tokens are striped,
-    S counts those of all devices. `sinks` as in `attend_padded`.
+    Tokens that attend to nothing get zeros. Reads scale, packed, window, ahead and striped of `inputs`; if tokens are
+    striped, S counts those of all devices. `sinks` as in `attend_padded`.
 
     Raises:
         ValueError: T is not a multiple of BLOCK.
@@ -135,7 +135,7 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
         return KeyRanges(jnp.maximum(begin, branch + (place - first) - window + 1), branch, nearest, last)
     if packed.prompt is None:
         return KeyRanges(nearest, last)
-    # A completion before its prompt: its first token follows the last token of the prompt, not its neighbour.
+    # A completion before its prompt: its first token follows the last token of the prompt, not its neighbor.
     prompt = (packed.prompt + offset).reshape(-1)
     before, position = place < prompt, end - 1 - place
     second = prompt + jnp.maximum(position - window + 1, 0)

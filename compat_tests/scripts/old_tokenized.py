@@ -1,4 +1,4 @@
-"""2023: the script tokenises and pads itself, into input_ids_chosen and its like."""
+"""2023: the script tokenizes and pads itself, into input_ids_chosen and its like."""
 
 import sys
 
@@ -10,7 +10,7 @@ name, data, out = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(name)
 
 
-def tokenise(rows):
+def tokenize(rows):
     new = {"input_ids_chosen": [], "attention_mask_chosen": [], "input_ids_rejected": [], "attention_mask_rejected": []}
     for chosen, rejected in zip(rows["chosen"], rows["rejected"], strict=True):
         for side, text in (("chosen", chosen), ("rejected", rejected)):
@@ -21,7 +21,7 @@ def tokenise(rows):
 
 
 rows = load_dataset("json", data_files=data, split="train")
-rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
+rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)
 args = RewardConfig(
     out, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-3, logging_steps=1, bf16=False, use_cpu=True,
     report_to="none", save_strategy="no", remove_unused_columns=False, max_length=512, save_safetensors=True,

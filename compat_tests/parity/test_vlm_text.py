@@ -33,7 +33,7 @@ def test_the_text_part_trains_as_in_trl(case, tmp_path):
     folder, rows = tmp_path / "there", text_rows(16)
     towers.build(folder, case, tie_word_embeddings=case == "qwen2_5_vl")
     ours = reference.run_ours(folder, rows, tmp_path / "ours", **CONFIG)
-    theirs = golden.run_trl(f"beside_towers/{case}", folder, rows, tmp_path / "theirs", model=case, **CONFIG)
+    theirs = golden.run_trl(f"vlm_text/{case}", folder, rows, tmp_path / "theirs", model=case, **CONFIG)
     assert_same_curve(ours.logs, theirs.logs, grad_norm=5e-4)
     assert sorted(ours.weights) == sorted(theirs.weights)
     before = reference.read_weights(folder)
@@ -55,7 +55,7 @@ def test_an_adapter_is_pefts_but_for_the_tower(targets, tmp_path):
     config = CONFIG | {"learning_rate": 5e-3, "peft_config": lora}
     ours = reference.run_ours(folder, text_rows(16), tmp_path / "ours", **config)
     theirs = golden.run_trl(
-        f"beside_towers/{targets}", folder, text_rows(16), tmp_path / "theirs", model="mistral3", **config
+        f"vlm_text/{targets}", folder, text_rows(16), tmp_path / "theirs", model="mistral3", **config
     )
     assert_same_curve(ours.logs, theirs.logs, grad_norm=5e-4)
     others = theirs.weights.keys() - ours.weights.keys()

@@ -1,5 +1,6 @@
-"""Models that see or hear, too: a row each. Their text part is a model of another family; the towers for images and
-sounds are carried along unused.
+"""The text part of vision-language models, one table row per model_type. It is a model of another family.
+
+The weights of vision and audio towers are kept and saved unchanged; `hub.vision` reads the towers that can be computed.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from trl_jax.hub.heads import lm_head
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
 
-Texts = Mapping[str, Callable[[ConfigReader], Arch]]  # by their model_type
-# A text has the same position on all axes; and what older files call "type" is rope_type by then.
+Texts = Mapping[str, Callable[[ConfigReader], Arch]]  # by model_type
+# Unused by texts, which have the same position on all axes; "type" is the old name of rope_type.
 _PASSED_OVER = ("mrope_section", "mrope_interleaved", "type")
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the tensors of a checkpoint are called; fields as in `Family`."""
+    """The names of the tensors in a checkpoint; fields as in `Family`."""
 
     base_prefix: str = "model.language_model."
     carried: str = r"^model\.visual\."
@@ -63,27 +64,27 @@ _GEMMA4 = _Layout(carried=r"^model\.(vision_tower|embed_vision|audio_tower|embed
 
 
 def _arch(config: ConfigReader, texts: Texts) -> Arch:
-    """The facts of the text part. transformers' class of the whole says which of a config's values are the text's: some
-    files have them all in one section."""
+    """The architecture of the text part. transformers' config class of the whole model determines which values belong
+    to the text, because some files have all values in one section."""
     whole = config_object(config.raw, config.source)
     for key in (*whole.__dataclass_fields__, *whole.attribute_map):
         config.value(key)
     text = whole.text_config.to_dict()
     if text["model_type"] not in texts:
-        wanted = " or ".join(map(repr, texts))
-        raise config.wrong("model_type of text_config", text["model_type"], f"{wanted}, which are computed here")
+        supported = " or ".join(map(repr, texts))
+        raise config.wrong("model_type of text_config", text["model_type"], f"{supported} for this model_type")
     if "text_config" not in config.raw:
         for key in (*text, "rope_scaling", "rope_theta"):
             config.value(key)
     rope = text.get("rope_parameters") or {}
     text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _PASSED_OVER}
     found = read_section(text, f"{config.source}: text_config", text["model_type"], texts[text["model_type"]])
-    std = config.number("initializer_range", 0.02)  # of the head
+    std = config.number("initializer_range", 0.02)  # for the head
     return replace(found, tied_embeddings=whole.tie_word_embeddings, initializer_range=std)
 
 
 def _with_prefix(prefix: str, names: Names) -> Names:
-    """The names of a text model, with this prefix in the place of `model.`."""
+    """The names of a text model, with `prefix` instead of `model.`."""
 
     def renamed(name):
         whole = isinstance(name, str)
@@ -96,9 +97,7 @@ def _with_prefix(prefix: str, names: Names) -> Names:
 def _family(
     model_type: str, class_prefix: str, texts: Texts, names: Callable[[Arch], Names], layout: _Layout, **facts: Any
 ) -> Family:
-    """A row of the table.
-    texts: the text families that it may have, all with these `names`.
-    """
+    """A row of the table. texts: the possible text models, which all have these `names`."""
     facts = {"in_transformers": False, "lm_head": lm_head(layout.head)} | facts
     return Family(
         model_type, class_prefix, lambda config: _arch(config, texts),
@@ -107,14 +106,14 @@ def _family(
     )  # fmt: skip
 
 
-def _renormalised(config: ConfigReader) -> Arch:
-    """qwen3_moe, whose experts' weights always sum to 1."""
+def _renormalized(config: ConfigReader) -> Arch:
+    """qwen3_moe with weights of experts that always sum to 1."""
     found = qwen3_moe.arch(config)
-    return replace(found, experts=replace(found.experts, renormalised=True))
+    return replace(found, experts=replace(found.experts, renormalized=True))
 
 
 def _unscaled(config: ConfigReader) -> Arch:
-    """cohere2, whose logits transformers scales where there is no tower alone."""
+    """cohere2 without logit scaling, which transformers applies only in the text-only model."""
     return replace(cohere2.arch(config), logit_scale=1.0)
 
 
@@ -162,7 +161,7 @@ FAMILIES = (
         **_GATED_DELTA,
     ),
     _family("qwen3_vl", "Qwen3VL", {"qwen3_vl_text": qwen3.arch}, llama.names, _VISUAL),
-    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalised}, qwen3_moe.names, _VISUAL),
+    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalized}, qwen3_moe.names, _VISUAL),
     _family("smolvlm", "SmolVLM", _LLAMAS, llama.names, _IDEFICS),
     _family("vipllava", "VipLlava", _LLAMAS, llama.names, _LLAVA),
 )  # fmt: skip
