@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trl_jax.core.outputs import BLOCK, Images
-
-if TYPE_CHECKING:
-    from trl_jax.data.batch import Example
 
 
 class ImagePatches(NamedTuple):
@@ -174,9 +171,10 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
 # Images of passes
 
 
-def position_axes(examples: Iterable[Example]) -> int | None:
-    """The number of axes of positions in a step with these examples; None where tokens are only counted."""
-    return next((example.positions[0].shape[-1] for example in examples if example.positions), None)
+def position_axes(positions: Iterable[Sequence[np.ndarray]]) -> int | None:
+    """The number of axes of positions in a step, from the `positions` of its examples; None where tokens are only
+    counted."""
+    return next((own[0].shape[-1] for own in positions if own), None)
 
 
 class PassImages:
@@ -192,13 +190,13 @@ class PassImages:
         self._first: dict[tuple, int] = {}
         self._count = [0] * len(like)
 
-    def enter(self, number: int, example: Example, key: Hashable) -> int:
+    def enter(self, number: int, images: Sequence[ImagePatches], key: Hashable) -> int:
         """Add the images of an example to a pass, unless an example with the same key has; returns the index of their
         first feature."""
         if (number, key) not in self._first:
             self._first[number, key] = self._count[number]
-            self._images[number] += example.images
-            self._count[number] += sum(len(image.groups) for image in example.images)
+            self._images[number] += images
+            self._count[number] += sum(len(image.groups) for image in images)
         return self._first[number, key]
 
     def write(self, index: tuple, features: np.ndarray, first: int) -> None:

@@ -145,7 +145,7 @@ def pack_examples(
         length, text = spec.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
         view = no_view(rows, view_rows(placed, into, spec.row_view), text, length, sharing(placed, into))
     branches = any(one.context is not None for one in placed)
-    axes = position_axes(one.example for one in placed)
+    axes = position_axes(one.example.positions for one in placed)
     batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches, axes)
     images = PassImages(batch.tokens)
     longest_texts = longest_in_batch(placed, examples) if longest_texts is None else longest_texts
@@ -159,7 +159,7 @@ def pack_examples(
         else:
             places = _write_branch(batch, row, free[row], one, before[0] if before else None)
         if one.example.images:
-            seen = images.enter(row, one.example, one.slot if one.context is None else one.context)
+            seen = images.enter(row, one.example.images, one.slot if one.context is None else one.context)
             for at, features in zip(places, one.example.features, strict=True):
                 images.write((row, 0, at), features, seen)
         read[row] = _write_reads(batch, row, read[row], one, places, spec.pad_token_id)
@@ -398,7 +398,9 @@ def pad_examples(
     length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
     documents = max(sum(len(example.documents) for example in batch) for batch in micro_batches)
     rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
-    batch = _empty_padded(count, examples, rows, length, pad_token_id, like, position_axes(every))
+    batch = _empty_padded(
+        count, examples, rows, length, pad_token_id, like, position_axes(example.positions for example in every)
+    )
     images = PassImages(batch.tokens)
     for m, own in enumerate(micro_batches):
         row = read = 0
@@ -409,7 +411,7 @@ def pad_examples(
             read = _write_padded(batch, m, slot, example, first, read, pad_token_id)
             row += len(example.documents)
             if example.images:
-                seen = images.enter(m, example, slot if example.context is None else example.context.key)
+                seen = images.enter(m, example.images, slot if example.context is None else example.context.key)
                 for at, features in zip(first, example.features, strict=True):
                     images.write((m, at, np.arange(len(features))), features, seen)
     return batch._replace(images=images.joined())
