@@ -150,6 +150,17 @@ def check_type(dataset: Any, name: str, *, transforms: bool = False, images: boo
     raise TypeError(f"{argument(name)} must be a Dataset or IterableDataset, got a {found}{splits}: {fix}.")
 
 
+def has_images(dataset: Dataset | IterableDataset) -> bool:
+    """Whether the first row of a dataset has images: a column of them, or image parts in a conversation."""
+    rows = dataset.take(1) if isinstance(dataset, IterableDataset) else dataset.select(range(min(1, len(dataset))))
+    row = next(iter(rows), {})
+    if "image" in row or "images" in row:
+        return True
+    messages = [message for value in row.values() if isinstance(value, list) for message in value]
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return any(_media_of(part) == "images" for parts in contents if isinstance(parts, list) for part in parts)
+
+
 def check_no_images(columns: Collection[str], where: str) -> None:
     """Raise ValueError for a dataset with an image column, of which only the text would be trained on."""
     if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):

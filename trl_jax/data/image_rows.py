@@ -8,13 +8,11 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
-from datasets import Dataset, IterableDataset
 
 from trl_jax.data import chat, checks, sft
 from trl_jax.data.batch import IGNORED, Example
 from trl_jax.data.chat_templates import prepare_multimodal_messages
 
-IMAGE_COLUMNS = ("image", "images")
 _ROW = "the row"  # in errors; whoever reads the dataset adds its number
 
 
@@ -24,19 +22,6 @@ class Encoder(Protocol):
     tokenizer: Any
 
     def encode(self, text: str, pictures: Any = (), *, max_length: int | None = None) -> Any: ...
-
-
-def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
-    """The first row of a dataset; empty if there is none."""
-    rows = dataset.take(1) if isinstance(dataset, IterableDataset) else dataset.select(range(min(1, len(dataset))))
-    return next(iter(rows), {})
-
-
-def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether rows like this first one have images: a column of them, or image parts in a conversation."""
-    if any(column in row for column in IMAGE_COLUMNS):
-        return True
-    return any(_pictures_in(value) for value in row.values() if chat.is_messages(value))
 
 
 def _pictures_in(messages: Any) -> list[Any]:

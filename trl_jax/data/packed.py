@@ -145,9 +145,10 @@ def pack_examples(
         length, text = spec.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
         view = no_view(rows, view_rows(placed, into, spec.row_view), text, length, sharing(placed, into))
     branches = any(one.context is not None for one in placed)
-    axes = position_axes(one.example.positions for one in placed)
+    sees = any(one.example.images for one in placed)
+    axes = position_axes(one.example.positions for one in placed) if sees else None
     batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches, axes)
-    images = PassImages(batch.tokens)
+    images = PassImages(batch.tokens) if sees else None
     longest_texts = longest_in_batch(placed, examples) if longest_texts is None else longest_texts
     free, taken, read = [0] * rows, [0] * rows, [0] * rows
     contexts: dict[Hashable, list[np.ndarray]] = {}
@@ -173,7 +174,7 @@ def pack_examples(
         end = max(free[row], *(1 + int(at.max()) for at in places))
         batch.packed.longest[row, 0, free[row] : end] = longest
         free[row] = end
-    return batch._replace(images=images.joined())
+    return batch if images is None else batch._replace(images=images.joined())
 
 
 def _empty(
@@ -398,10 +399,10 @@ def pad_examples(
     length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
     documents = max(sum(len(example.documents) for example in batch) for batch in micro_batches)
     rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
-    batch = _empty_padded(
-        count, examples, rows, length, pad_token_id, like, position_axes(example.positions for example in every)
-    )
-    images = PassImages(batch.tokens)
+    sees = any(example.images for example in every)
+    axes = position_axes(example.positions for example in every) if sees else None
+    batch = _empty_padded(count, examples, rows, length, pad_token_id, like, axes)
+    images = PassImages(batch.tokens) if sees else None
     for m, own in enumerate(micro_batches):
         row = read = 0
         for slot, example in enumerate(own):
@@ -414,7 +415,7 @@ def pad_examples(
                 seen = images.enter(m, example.images, slot if example.context is None else example.context.key)
                 for at, features in zip(first, example.features, strict=True):
                     images.write((m, at, np.arange(len(features))), features, seen)
-    return batch._replace(images=images.joined())
+    return batch if images is None else batch._replace(images=images.joined())
 
 
 def _empty_padded(

@@ -21,7 +21,7 @@ from trl_jax.core.text import brief
 from trl_jax.core.torch_random import set_seed
 from trl_jax.data import chat
 from trl_jax.data.chat import load_tokenizer
-from trl_jax.data.image_rows import first_row, has_images
+from trl_jax.data.checks import has_images
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_beside
 from trl_jax.hub.peft_targets import with_new_tokens
@@ -332,7 +332,7 @@ def build(
         checkpoint = model.find(given.model, args, task.head)
     else:
         checkpoint = model.from_torch(torch_model, args, task.head)
-    sees = spec.check_images is not None and has_images(first_row(given.train))
+    sees = spec.check_images is not None and has_images(given.train)
     if sees:
         check_image_arguments(own_loss, given.adapter)
         spec.check_images()
