@@ -321,7 +321,7 @@ class Example(NamedTuple):
 
     def positions_of(self, text: int, start: int, end: int, axes: int | None) -> np.ndarray:
         """Positions of the tokens `start` to `end` of a text, `[n]`, or `[n, axes]` unless that is None."""
-        if self.positions:
+        if self.positions and axes is not None:
             return self.positions[text][start:end]
         counted = np.arange(end - start, dtype=np.int32)
         return counted if axes is None else np.repeat(counted[:, None], axes, axis=1)

@@ -464,7 +464,7 @@ def _write_padded(
         for row, (start, end) in enumerate(spans, start=rows[number]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
             batch.router_token_count[m, row, : end - start] = number in primary
-            if example.positions:
+            if example.positions and _axes(batch) is not None:
                 batch.positions[m, row, : end - start] = example.positions[number][start:end]
             at.append(row * length + np.arange(end - start))
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
