@@ -638,7 +638,7 @@ def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
 
 
 def _another(folder: Path) -> str:
-    """A sentence that names the newest complete checkpoint beside a broken one, of the same run if that is known."""
+    """A sentence that names the newest complete checkpoint next to a broken one, of the same run if that is known."""
     run = run_of(folder)
     for candidate in reversed(checkpoints(folder.absolute().parent)):
         if candidate != folder.absolute() and (run is None or run_of(candidate) == run):
@@ -719,7 +719,7 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
 def rollout_place(
     folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
 ) -> LoopProgress:
-    """The same of a run whose rows are completions, of which transformers keeps none; with the place in the streams of
+    """The same in online training, where transformers keeps no completions; also restores the place in the streams of
     random numbers, and the coefficient of the entropy bonus, unless the checkpoint has the model alone."""
     of_epoch = steps.pass_over(state.global_step)
     for rank, stream in enumerate(() if model_only else steps.streams):
@@ -761,7 +761,7 @@ ARGUMENTS = "training_args.json"
 
 def arguments_text(args: BaseConfig) -> str:
     """The arguments as JSON, without secrets, dtypes by name."""
-    values = args.to_dict()  # hides every name that ends in _token, of which two are no secrets
+    values = args.to_dict()  # hides every name that ends in _token, but two of them are no secrets
     values |= {name: vars(args)[name] for name in ("eos_token", "pad_token") if name in values}
     for name, value in values.items():
         if isinstance(value, dict):
