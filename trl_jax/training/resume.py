@@ -185,7 +185,7 @@ def _of_ours(
         if moved:
             saved.progress.examples = setup.rollout.micro_batches_done * setup.micro_batch_examples
         if moved or saved.facts["step_examples"] != setup.step_examples:
-            _check_steps_left(saved, setup.args, setup.rollout, len(setup.train_dataset), step, length)
+            _check_steps_left(saved, setup.args, setup.rollout, setup.train_dataset, step, length)
     if setup.reference is not None:
         _resume_reference(setup.reference, setup.sharding_plan, saved)
     setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
@@ -244,14 +244,16 @@ def _check_step(saved: SavedProgress, args: BaseConfig, *, shards: int, micro_ba
 
 
 def _check_steps_left(
-    saved: SavedProgress, args: BaseConfig, source: RolloutSteps, rows: int, step: int, length: RunLength
+    saved: SavedProgress, args: BaseConfig, source: RolloutSteps, dataset: Dataset, step: int, length: RunLength
 ) -> None:
     """Raise ValueError where a run of whole epochs, with other sizes than before, would end with prompts left."""
     progress = saved.progress
     if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
         return
     cycle = source.cycle
-    left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
+    left = (
+        len(dataset) - source.sampler.num_done
+    ) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
     left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
     reached = (progress.epoch + 1) * len(source) - left
     if step > reached and reached < length.max_steps:
