@@ -250,10 +250,8 @@ def _check_steps_left(
     progress = saved.progress
     if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
         return
-    cycle = source.cycle
-    left = (
-        len(dataset) - source.sampler.num_done
-    ) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
+    cycle, rows = source.cycle, len(dataset)
+    left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
     left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
     reached = (progress.epoch + 1) * len(source) - left
     if step > reached and reached < length.max_steps:
