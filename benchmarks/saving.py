@@ -22,7 +22,7 @@ from compat_tests.faults.killed_saves import events_of
 from trl_jax.training.checkpoint import (
     TENSORS,
     AsyncSaver,
-    Progress,
+    LoopProgress,
     SavedProgress,
     digest,
     host_copy,
@@ -48,7 +48,7 @@ def once(base: Path, trees: dict) -> dict[str, float]:
         start = time.perf_counter()
         on_host = {name: np.asarray(leaf) for name, leaf in trees["params"].items()}
         save_file(on_host, folder / "model.safetensors")
-        write_progress(folder, [], {"optimizer": trees["optimizer"]}, progress_json(Progress(), {}))
+        write_progress(folder, [], {"optimizer": trees["optimizer"]}, progress_json(LoopProgress(), {}))
         files = [folder / "model.safetensors", folder / TENSORS]
         parts["write"] = time.perf_counter() - start
         parts["onto the disk"] = sum(timed(lambda file=file: sync(file)) for file in files)
@@ -71,7 +71,7 @@ def aside(run_dir: Path, trees: dict) -> float:
 
     def write(folder: Path) -> None:
         save_file(held["params"], folder / "model.safetensors")
-        write_progress(folder, [], {"optimizer": held["optimizer"]}, progress_json(Progress(), {}))
+        write_progress(folder, [], {"optimizer": held["optimizer"]}, progress_json(LoopProgress(), {}))
 
     save_checkpoint(str(run_dir), write, events_of(2), {"dataset": None}, begin=background.begin)
     blocked = time.perf_counter() - start

@@ -256,11 +256,12 @@ class BaseTrainer(abc.ABC):
             resume_from_checkpoint: a checkpoint's folder, or True for the newest whole one in `args.output_dir`.
 
         Raises:
-            ValueError: there is nothing whole to resume from, or it is of another model, optimizer or dataset.
-            FloatingPointError: several steps in a row gave no number.
+            ValueError: there is no complete checkpoint to resume from, or it belongs to another model, optimizer or
+                dataset.
+            FloatingPointError: several steps in a row were not finite.
             MemoryError: a step does not fit; the text says what takes how much.
-            SystemExit: SIGTERM (143), SIGINT (130) or SIGHUP (129) asked for it; what the last step gave is in a
-                checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
+            SystemExit: after SIGTERM (143), SIGINT (130) or SIGHUP (129); the last step is in a checkpoint, unless
+                save_strategy="no". A running evaluation is interrupted, and resuming repeats it.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._settle_task()
@@ -304,7 +305,7 @@ class BaseTrainer(abc.ABC):
         in_train = self._setup.progress.in_train
         check_same_rows(then, task, in_train=in_train, config=self.config_class.__name__)
         self._editable.task = task
-        self.parts.evaluator.compile_anew()
+        self.parts.evaluator.recompile()
 
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False

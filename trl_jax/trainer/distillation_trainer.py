@@ -41,7 +41,7 @@ class DistillationTrainer(RolloutTrainer):
         processing_class: the tokenizer; loaded with the student if None.
         callbacks: transformers' callbacks, besides the default ones.
         optimizers: an optax transformation with its rate, and None or a function of the step.
-        quantization_config: the student's weights beside an adapter are held in 4 or 8 bits.
+        quantization_config: the student's base model under an adapter is loaded in 4 or 8 bits (QLoRA).
         peft_config: a LoraConfig of ours or of peft's.
         tools: functions that the student may call in its completions, by name; their annotations and docstrings say
             how. What they return, or raise, is the next message, which is not learned from, and the student goes on.

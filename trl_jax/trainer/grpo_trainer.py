@@ -51,7 +51,7 @@ class GRPOTrainer(OnlineTrainer):
             the models.
         callbacks: transformers' callbacks, besides the default ones.
         optimizers: an optax transformation with its rate, and None or a function of the step.
-        quantization_config: the weights beside an adapter are held in 4 or 8 bits.
+        quantization_config: the base model of an adapter is loaded in 4 or 8 bits (QLoRA).
         peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's.
         rollout_func: called with a generation's prompts, each as often as it is to be completed, and this trainer, in
             the place of our generator. It returns a dict of `prompt_ids`, `completion_ids` and `logprobs`, lists with

@@ -368,7 +368,7 @@ class OnlineTrainer(RolloutTrainer):
         """
         Args:
             reward_funcs: a reward function or reward model, or a list of them, as in `GRPOTrainer`.
-            environments: that completions act in, of which some judge themselves; None: there are none.
+            environments: that completions act in; some of them have rewards of their own. None for none.
             arguments: those of `BaseTrainer`, by name.
         """
         check_config(type(self), OnlineConfig, ("scale_rewards",))

@@ -182,7 +182,7 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
         )
 
 
-# Methods that TRL's trainers, or transformers', call on themselves and nobody calls here, and what a script does
+# Methods that TRL's trainers, or transformers', call on themselves and trl_jax never calls, and what a script does
 # instead.
 
 
@@ -312,7 +312,7 @@ def check_set(
     names: Collection[str], cls: type, never_called: Mapping[str, str], never_read: Mapping[str, str]
 ) -> None:
     """Raises TypeError for a method set on a trainer itself that would never be called, or that is compiled from the
-    class, and for an attribute that nobody would read."""
+    class, and for an attribute that is never read."""
     if unread := sorted(never_read.keys() & names):
         raise TypeError(f"{unread[0]} was set on the trainer, and trl_jax never reads it. {never_read[unread[0]]}")
     if unheard := sorted(never_called.keys() & names):
@@ -337,7 +337,7 @@ _INSTEAD_OF_COLLATOR = {
 
 
 def check_collator(collator: Any, known: tuple[type, ...]) -> None:
-    """Raises ValueError for a collator of another class than the trainer's own, whose code nobody would call."""
+    """Raises ValueError for a collator of another class than the trainer's own, because it would never be called."""
     if collator is None or type(collator) in known:
         return
     name = type(collator).__qualname__

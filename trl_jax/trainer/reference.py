@@ -50,10 +50,10 @@ class ReferenceFreeTrainer(BaseTrainer):
         callbacks: transformers' callbacks, besides the default ones.
         optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
-        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter trains beside the
-            frozen model, and is what is saved.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
-            4 or 8 bits.
+        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter of the frozen
+            model trains, and only it is saved.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
+            loaded in 4 or 8 bits (QLoRA).
         data_collator, model_init, preprocess_logits_for_metrics, compute_metrics: not None is refused. (TRL hands a
             compute_metrics two means a batch.)
 

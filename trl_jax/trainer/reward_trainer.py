@@ -45,9 +45,9 @@ class RewardTrainer(BaseTrainer):
         optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
         data_collator: a DataCollatorForPreference, or early TRL's RewardDataCollatorWithPadding, whose
             `pad_to_multiple_of` then holds.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
-            4 or 8 bits.
-        peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
+            loaded in 4 or 8 bits (QLoRA).
+        peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen model trains, and only it is saved.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.

@@ -61,10 +61,10 @@ class SFTTrainer(BaseTrainer):
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
         optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it gives is kept, and not them.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
-            4 or 8 bits.
-        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter trains beside the
-            frozen model, and is what is saved.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
+            loaded in 4 or 8 bits (QLoRA).
+        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter of the frozen
+            model trains, and only it is saved.
         formatting_func: makes the text of a row.
 
     Raises:

@@ -140,9 +140,9 @@ class Evaluator:
     ):
         self._setup, self._forward, self._sharded_step = setup, forward, sharded_step
         self._user_loss, self._prediction_step = user_loss, prediction_step
-        self.compile_anew()
+        self.recompile()
 
-    def compile_anew(self) -> None:
+    def recompile(self) -> None:
         """Forget the compiled programs, because the task has changed."""
         setup, forward = self._setup, self._forward
         # New function objects, because JAX caches programs by function.
@@ -406,7 +406,7 @@ class LogitsEvaluation:
 
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
         labels = self._labels(arrays)
-        if self._virtual:  # which predict first tokens, of which these logits know nothing
+        if self._virtual:  # they predict first tokens, which these logits do not contain
             batch = jax.tree.map(lambda leaf: leaf[0], arrays)
             sums, logits = self._evaluate_both(params, batch, dtype=dtype)
             logits = logits[batch.lengths > 0]

@@ -185,7 +185,7 @@ def _of_ours(
         if moved:
             saved.progress.examples = setup.rollout.micro_batches_done * setup.micro_batch_examples
         if moved or saved.facts["step_examples"] != setup.step_examples:
-            _check_steps_left(saved, setup.args, setup.rollout, len(setup.train_dataset), step, length)
+            _check_steps_left(saved, setup.args, setup.rollout, setup.train_dataset, step, length)
     if setup.reference is not None:
         _resume_reference(setup.reference, setup.sharding_plan, saved)
     setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
@@ -244,13 +244,13 @@ def _check_step(saved: SavedProgress, args: BaseConfig, *, shards: int, micro_ba
 
 
 def _check_steps_left(
-    saved: SavedProgress, args: BaseConfig, source: RolloutSteps, rows: int, step: int, length: RunLength
+    saved: SavedProgress, args: BaseConfig, source: RolloutSteps, dataset: Dataset, step: int, length: RunLength
 ) -> None:
     """Raise ValueError where a run of whole epochs, with other sizes than before, would end with prompts left."""
     progress = saved.progress
     if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
         return
-    cycle = source.cycle
+    cycle, rows = source.cycle, len(dataset)
     left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats
     left = 0 if progress.epoch_over else math.ceil(left / cycle.accumulation)
     reached = (progress.epoch + 1) * len(source) - left
@@ -640,7 +640,7 @@ def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
 
 
 def _another(folder: Path) -> str:
-    """A sentence that names the newest complete checkpoint beside a broken one, of the same run if that is known."""
+    """A sentence that names the newest complete checkpoint next to a broken one, of the same run if that is known."""
     run = run_of(folder)
     for candidate in reversed(checkpoints(folder.absolute().parent)):
         if candidate != folder.absolute() and (run is None or run_of(candidate) == run):
@@ -721,7 +721,7 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
 def rollout_place(
     folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
 ) -> LoopProgress:
-    """The same of a run whose rows are completions, of which transformers keeps none; with the place in the streams of
+    """The same in online training, where transformers keeps no completions; also restores the place in the streams of
     random numbers, and the coefficient of the entropy bonus, unless the checkpoint has the model alone."""
     of_epoch = steps.pass_over(state.global_step)
     for rank, stream in enumerate(() if model_only else steps.streams):
@@ -763,7 +763,7 @@ ARGUMENTS = "training_args.json"
 
 def arguments_text(args: BaseConfig) -> str:
     """The arguments as JSON, without secrets, dtypes by name."""
-    values = args.to_dict()  # hides every name that ends in _token, of which two are no secrets
+    values = args.to_dict()  # hides every name that ends in _token, but two of them are no secrets
     values |= {name: vars(args)[name] for name in ("eos_token", "pad_token") if name in values}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -281,7 +281,7 @@ class Sampling:
     """How the policy completes prompts.
 
     template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
-    None: all. options: fields of a GenerationConfig, of which eos_token_id, or each of these, ends a completion.
+    None: all. options: fields of a GenerationConfig, where eos_token_id, or each of several, ends a completion.
     parses_messages: completions of conversations are parsed where the tokenizer knows how. tools: which the model may
     call; None: there are none.
     """

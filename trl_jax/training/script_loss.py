@@ -218,7 +218,7 @@ class BoundModel:
         num_items_in_batch: Any = None,
         **others: Any,
     ) -> Outputs:
-        """Score rows of token ids `[rows, T]`, before which virtual tokens stand where the model has some.
+        """Score rows of token ids `[rows, T]`; virtual tokens are put before them if the model has some.
 
         Args:
             labels: `[rows, T]`, of a language model, which then gives `loss`, too.
