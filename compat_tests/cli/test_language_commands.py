@@ -84,4 +84,4 @@ def test_a_plan(kind, checkpoint, folder, capsys, monkeypatch):
     monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
     flags = f"--model_name_or_path {checkpoint(**SMALL)} --topology h100:1 --max_length 64 --batch_layout padded"
     assert main(["plan", "--trainer", kind.lower(), *flags.split()]) == 0
-    assert "It fits by estimate alone" in capsys.readouterr().out
+    assert "Whether it fits is unknown: weights" in capsys.readouterr().out

@@ -8,9 +8,12 @@ import sys
 import pytest
 
 from compat_tests.effort import only_thorough
+from compat_tests.plan.planned import with_figures
 from compat_tests.tiny import preference_rows
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
+from trl_jax.plan import plan as plans
+from trl_jax.plan.chips import CHIPS
 from trl_jax.scripts.plan import NO_PART, without_part
 from trl_jax.trainer.reward_config import RewardConfig
 
@@ -40,12 +43,16 @@ def test_simulated_devices_from_the_shell(checkpoint, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
-def test_suggestions_from_the_shell(checkpoint, capsys):
+def test_suggestions_from_the_shell(checkpoint, capsys, monkeypatch):
+    monkeypatch.setitem(CHIPS, "a100", CHIPS["a100"]._replace(memory=3e8))
+    monkeypatch.setattr(
+        plans, "plan", lambda run, args, place, plan=plans.plan: with_figures(plan(run, args, place), args)
+    )
     flags = f"--model_name_or_path {checkpoint()} --topology a100:1 --max_length 50000 --per_device_train_batch_size 2"
     assert main(["plan", *flags.split()]) == 0
     told = capsys.readouterr().out
-    assert "It does not fit by estimate alone" in told
-    assert "- --per_device_train_batch_size 1 --gradient_accumulation_steps 2: It" in told
+    assert "It does not fit: " in told
+    assert "- --per_device_train_batch_size 1 --gradient_accumulation_steps 2: It fits" in told
     assert "- --max_length 25000: It fits" in told
     for flag in ("--suggestions", "--levers"):  # the second is its former name
         assert main(["plan", *flags.split(), flag, "false"]) == 0
@@ -59,7 +66,7 @@ def test_rows_of_a_file_tell_the_lengths(checkpoint, capsys, tmp_path):
     assert main(["plan", *flags.split(), "--per_device_train_batch_size", "4", "--batch_layout", "padded"]) == 0
     told = capsys.readouterr().out
     assert "Row lengths: 32" in told or "Row lengths: 64" in told
-    assert "(x" in told and "It fits by estimate alone" in told
+    assert "(x" in told and "Whether it fits is unknown: weights" in told
 
 
 def test_mistakes_are_told_in_a_line(checkpoint, capsys):

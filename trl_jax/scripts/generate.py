@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_jax.scripts.loaded_model import FieldsParser, LoadedModel, add_model_flags
-from trl_jax.scripts.rows import Job, Output, Row, read_rows, to_stdout
+from trl_jax.scripts.rows import Job, Output, Row, add_output_flags, read_rows, to_stdout
 
 if TYPE_CHECKING:
     from trl_jax.hub.generate import Completion
@@ -75,18 +75,10 @@ def make_parser(prog: str | None = None) -> Parser:
     )
     parser.add_argument("model", help="folder or Hub name of the language model")
     parser.add_argument("file", nargs="?", help="jsonl file of rows to complete (default: lines of stdin)")
-    parser.add_argument(
-        "-o", "--output", help="file to write. Rows go to OUTPUT.partial until it is complete; after an interruption, "
-        "the same command continues where it stopped"
-    )  # fmt: skip
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing OUTPUT once the new one is complete, and an "
-        "OUTPUT.partial of another run"
-    )  # fmt: skip
+    add_output_flags(parser)
     parser.add_argument("--batch_size", type=int, default=16, help="completions computed at once (default: 16)")
     parser.add_argument("--seed", type=int, default=42, help="seed for sampling (default: 42)")
     add_model_flags(parser)
-    parser.add_argument("--quiet", action="store_true", help="hide the progress bar")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Parts that `trl-jax generate` and `trl-jax chat` share: generation flags and the loaded model."""
+"""Parts that `trl-jax generate`, `chat` and `score` share: flags and the loaded model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trl_jax.core.secrets import CleanParser
 if TYPE_CHECKING:
     from trl_jax.hub.auto import Checkpoint
     from trl_jax.hub.generation_inputs import Settings
+    from trl_jax.hub.heads import HeadName
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.mesh.mesh import ShardingPlan
 
@@ -94,9 +95,18 @@ def _near(name: str, known: Sequence[str]) -> str:
 # Model
 
 
+def add_loading_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for loading a model and its tokenizer."""
+    parser.add_argument("--dtype", default="auto", help="dtype to load weights in (default: as stored)")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="allow a tokenizer's repository to run its own code; a "
+        "model's code is never run"
+    )  # fmt: skip
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for loading and running a language model."""
-    parser.add_argument("--dtype", default="auto", help="dtype to load weights in (default: as stored)")
+    add_loading_flags(parser)
     parser.add_argument(
         "--bf16", action="store_true", help="compute in bfloat16 (default: float32 on a CPU; elsewhere the 16-bit "
         "dtype of the stored weights, if they have one)"
@@ -105,15 +115,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--mesh_shape", help="devices to generate on, such as data:4, or fsdp:4,tensor:2 to shard the weights as well "
         "(default: one device)"
     )  # fmt: skip
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="allow a tokenizer's repository to run its own code; a "
-        "model's code is never run"
-    )  # fmt: skip
 
 
 @dataclass
 class LoadedModel:
-    """A language model and its tokenizer. `load` reads the weights, so settings and prompts can be checked before."""
+    """A model and its tokenizer. `load` reads the weights, so settings and prompts can be checked before."""
 
     checkpoint: Checkpoint
     tokenizer: Any
@@ -121,7 +127,15 @@ class LoadedModel:
     model: PreTrainedModel | None = None
 
     @classmethod
-    def find(cls, name: str, dtype: str, *, trust_remote_code: bool, mesh_shape: str | None = None) -> LoadedModel:
+    def find(
+        cls,
+        name: str,
+        dtype: str,
+        *,
+        trust_remote_code: bool,
+        mesh_shape: str | None = None,
+        head: HeadName = "lm",
+    ) -> LoadedModel:
         from trl_jax.data.chat import load_tokenizer
         from trl_jax.hub.auto import find_checkpoint, sharding_plan
         from trl_jax.training.devices import keep_compilations
@@ -129,7 +143,7 @@ class LoadedModel:
 
         keep_compilations()
         plan = sharding_plan(mesh_shape)
-        checkpoint = find_checkpoint(name, head="lm", dtype=dtype, trust_remote_code=trust_remote_code)
+        checkpoint = find_checkpoint(name, head=head, dtype=dtype, trust_remote_code=trust_remote_code)
         folder = tokenizer_folder(checkpoint)
         return cls(checkpoint, load_tokenizer(folder, checkpoint.config, trust_remote_code=trust_remote_code), plan)
 
@@ -152,18 +166,17 @@ class LoadedModel:
         return settings
 
     def digests(self) -> dict[str, str]:
-        return digests(self.checkpoint)
+        """A digest of each file that the model and its tokenizer are read from."""
+        from trl_jax.hub.fetch import SMALL
+        from trl_jax.training.checkpoint import digest
 
-
-def digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """A digest of each file that the model and its tokenizer are read from."""
-    from trl_jax.hub.fetch import SMALL
-    from trl_jax.training.checkpoint import digest
-
-    return {
-        f"{name}/{path.name}": digest(path)
-        for name, folder in (("MODEL", checkpoint.folder), ("ADAPTER", checkpoint.adapter))
-        for pattern in (() if folder is None else (*SMALL, "*.py", "*.safetensors", "pytorch_model*.bin", "*.gguf"))
-        for path in folder.glob(pattern)
-        if path.is_file()
-    }
+        patterns = (*SMALL, "*.py", "*.safetensors", "pytorch_model*.bin", "*.gguf")
+        folders = {"MODEL": self.checkpoint.folder, "ADAPTER": self.checkpoint.adapter}
+        return {
+            f"{name}/{path.name}": digest(path)
+            for name, folder in folders.items()
+            if folder is not None
+            for pattern in patterns
+            for path in folder.glob(pattern)
+            if path.is_file()
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import contextlib
 import json
@@ -39,6 +40,19 @@ class Job(NamedTuple):
     added: Callable[[dict[str, Any]], tuple[str, ...]]
     check: Callable[[Any], str | None]
     kept: Callable[[dict[str, Any]], Any]
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the output of a command that reads rows."""
+    parser.add_argument(
+        "-o", "--output", help="file to write. Rows go to OUTPUT.partial until it is complete; after an interruption, "
+        "the same command continues where it stopped"
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing OUTPUT once the new one is complete, and an "
+        "OUTPUT.partial of another run"
+    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="hide the progress bar")
 
 
 class Output:

@@ -9,15 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_jax.core.secrets import CleanParser
-from trl_jax.scripts.loaded_model import digests
-from trl_jax.scripts.rows import Job, Output, Row, read_rows, to_stdout
-
-if TYPE_CHECKING:
-    from trl_jax.hub.auto import Checkpoint
-
+from trl_jax.scripts.loaded_model import LoadedModel, add_loading_flags
+from trl_jax.scripts.rows import Job, Output, Row, add_output_flags, read_rows, to_stdout
 
 ANSWERS = ("response", "completion", "answer")
 _SEED = 42  # initializes a missing score head, as AutoModelForSequenceClassification does
@@ -105,21 +101,9 @@ def make_parser(prog: str | None = None) -> Parser:
     )
     parser.add_argument("model", help="folder or Hub name of the reward model")
     parser.add_argument("file", help="jsonl file of rows to score")
-    parser.add_argument(
-        "-o", "--output", help="file to write. Rows go to OUTPUT.partial until it is complete; after an interruption, "
-        "the same command continues where it stopped"
-    )  # fmt: skip
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing OUTPUT once the new one is complete, and an "
-        "OUTPUT.partial of another run"
-    )  # fmt: skip
+    add_output_flags(parser)
     parser.add_argument("--batch_size", type=int, default=8, help="rows scored at once (default: 8)")
-    parser.add_argument("--dtype", default="auto", help="dtype to load weights in (default: as stored)")
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="allow a tokenizer's repository to run its own code; a "
-        "model's code is never run"
-    )  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="hide the progress bar")
+    add_loading_flags(parser)
     return parser
 
 
@@ -149,17 +133,9 @@ def main(args: ScoreArguments) -> None:
 
 def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     """The scorer and the number of rows. An invalid row raises before the weights are read."""
-    from trl_jax.data.chat import load_tokenizer
-    from trl_jax.hub.auto import find_checkpoint
-    from trl_jax.training.devices import keep_compilations
-    from trl_jax.training.model import tokenizer_folder
-
-    keep_compilations()
-    code = args.trust_remote_code
-    checkpoint = find_checkpoint(args.model, dtype=args.dtype, trust_remote_code=code)
-    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
-    total = sum(1 for row in _JOB.read(source) if _read(row, tokenizer))
-    return Scorer(checkpoint, tokenizer), total
+    model = LoadedModel.find(args.model, args.dtype, trust_remote_code=args.trust_remote_code, head="score")
+    total = sum(1 for row in _JOB.read(source) if _read(row, model.tokenizer))
+    return Scorer(model), total
 
 
 def _read(row: Row, tokenizer: Any) -> Any:
@@ -171,11 +147,11 @@ def _read(row: Row, tokenizer: Any) -> Any:
 class Scorer:
     """Scores rows with a model and its tokenizer."""
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Any):
-        self.checkpoint, self.tokenizer = checkpoint, tokenizer
-        self.model = checkpoint.load(_SEED)
+    def __init__(self, loaded: LoadedModel):
+        self.checkpoint, self.tokenizer, self.digests = loaded.checkpoint, loaded.tokenizer, loaded.digests
+        self.model = self.checkpoint.load(_SEED)
         if self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = tokenizer.pad_token_id
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
     def __call__(self, rows: list[Row]) -> list[dict[str, Any]]:
         """Add the scores to the rows.
@@ -224,7 +200,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
     """What the scores depend on besides the rows: settings, and a digest of each file of the model."""
-    return {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code, **digests(scorer.checkpoint)}
+    return {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code, **scorer.digests()}
 
 
 def _scored(scorer: Scorer, rows: Iterator[Row], batch_size: int) -> Iterator[dict[str, Any]]:
