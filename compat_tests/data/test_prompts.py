@@ -116,7 +116,7 @@ def test_prompts_are_rendered_as_the_tokenizer_does_it():
 
 
 def test_texts_and_messages_in_one_generation():
-    with pytest.raises(ValueError, match="must be all texts or all messages, but found 'a' and "):
+    with pytest.raises(ValueError, match="must be all strings or all messages, got 'a' and "):
         prompts.prompt_ids(["a", TALK], tiny_tokenizer(chat_template=True))
 
 

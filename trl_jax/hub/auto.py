@@ -557,8 +557,8 @@ def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | 
     sizes = settled(asked, len(devices), len({device.process_index for device in devices}))
     if sizes.get(SEQUENCE, 1) > 1:
         raise ValueError(
-            f"mesh_shape={mesh_shape!r}: the sequence axis splits the texts of a training step and has no use here. "
-            "Use data or fsdp for these devices."
+            f"mesh_shape must not have a sequence axis outside of training, because it splits the texts of a step, "
+            f"got {mesh_shape!r}. Use data or fsdp for these devices."
         )
     return ShardingPlan(make_mesh(sizes))
 
@@ -571,7 +571,7 @@ def check_heads(plan: ShardingPlan, heads: Mapping[str, int] | None, name: str) 
         return
     if heads is None:
         raise ValueError(
-            f"mesh: tensor={size} needs a native model, but {name} runs as an exported program. Use fsdp instead."
+            f"mesh: tensor={size} requires a native model, but {name} runs as an exported program. Use fsdp instead."
         )
     odd = {kind: count for kind, count in heads.items() if count % size}
     if odd:
