@@ -263,8 +263,8 @@ INHERITED: dict[str, Handling] = {
     **handled("parallelism_config", "mapped", rule=devices.parallelism_config,
               help="accelerate's ParallelismConfig, or a dict of its sizes. On the command line, use mesh_shape."),
     **handled("fsdp", "mapped", rule=devices.fsdp, is_off=operator.not_,
-              help="Shard parameters, gradients and optimizer state over the devices as torch's FSDP does, but with "
-                   f"jax.sharding: some of {', '.join(devices.FSDP_WORDS)}."),
+              help="Shard parameters, gradients and optimizer state over the devices, as torch's FSDP does: "
+                   "'full_shard', 'shard_grad_op', 'no_shard', 'hybrid_shard' or 'hybrid_shard_zero2'."),
     **handled("fsdp_config", "mapped", help="Options of fsdp, as a dict or the path of a JSON file."),
     **handled("deepspeed", "mapped", rule=devices.deepspeed, note=devices.deepspeed_note, is_off=operator.not_,
               help="DeepSpeed config, as a dict or the path of a JSON file: stages 1 and 2 shard gradients and "

@@ -67,7 +67,10 @@ class SFTConfig(BaseConfig):
     )
     average_tokens_across_devices: bool = inherited("average_tokens_across_devices", how="native")
     activation_checkpointing_kwargs: dict[str, Any] | str | None = inherited(
-        "activation_checkpointing_kwargs", rule=_checkpointing
+        "activation_checkpointing_kwargs",
+        help="As a dict or JSON: '{\"selective\": true}' saves matrix products, as "
+        "remat_policy='dots_with_no_batch_dims_saveable' does. use_reentrant has no effect.",
+        rule=_checkpointing,
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = inherited(
         "gradient_checkpointing_kwargs", rule=_checkpointing
