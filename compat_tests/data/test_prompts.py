@@ -27,7 +27,7 @@ TALKS = {
     "empty": ([], r"must be a string, or messages such as"),
     "no message": ([*TALK, None], "must be messages, each a dict with role and content"),
     "no role": ([*TALK, {"role": None, "content": "a"}], "must be messages, each a dict with role and content"),
-    "no content": ([*TALK, {"role": "user", "content": None}], "must be a message with content ('' if it is empty)"),
+    "no content": ([*TALK, {"role": "user", "content": None}], r"must be a message with content \('' if it is empty\)"),
     "no calls": ([{"role": "user", "content": None, "tool_calls": []}], "must be a message with content"),
 }
 HALVES = (("a\ud800", "found a lone surrogate"), ([{"role": "user", "content": "\udfff"}], "found a lone surrogate"))

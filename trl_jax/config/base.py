@@ -21,9 +21,15 @@ from transformers.training_args import ParallelMode, trainer_log_levels
 
 from trl_jax.config import devices, optimizers, rules
 from trl_jax.config.arguments import Handling, arg, declared, defaults_of, handled, redeclared, validate
-from trl_jax.config.devices import end_other_processes, launcher_aside, mesh_sizes, note_of, sharding_of_launcher
+from trl_jax.config.devices import (
+    end_other_processes,
+    hidden_launcher_switches,
+    launcher_sharding,
+    mesh_sizes,
+    processes_warning,
+)
 from trl_jax.config.optimizers import OPTIMIZERS, SCHEDULES
-from trl_jax.config.renamed import RENAMED, OldNames, todays_name
+from trl_jax.config.renamed import RENAMED, OldNames, current_name
 from trl_jax.config.rules import as_bool, as_pad_multiple, bool_error, bool_fields
 from trl_jax.config.shared import TextArguments
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
@@ -71,7 +77,7 @@ class JaxArguments(TrainingArguments):
         aside = {name: getattr(self, name) for name in TORCH_ONLY}
         for name, nothing in TORCH_ONLY.items():
             setattr(self, name, nothing)
-        with launcher_aside():
+        with hidden_launcher_switches():
             super().__post_init__()
         for name, value in aside.items():
             setattr(self, name, value)
@@ -401,13 +407,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         if self.gradient_checkpointing is None:  # off in transformers, where it is the default
             self.gradient_checkpointing = False
         processes = end_other_processes()
-        for name, value in sharding_of_launcher(vars(self)).items():
+        for name, value in launcher_sharding(vars(self)).items():
             setattr(self, name, value)
         notes = self.check()
         if processes is not None:
             import jax
 
-            notes.append(note_of(processes, jax.local_device_count(), self.per_device_train_batch_size))
+            notes.append(processes_warning(processes, jax.local_device_count(), self.per_device_train_batch_size))
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
             # The user did not set it, and should see no FutureWarning about its old name.
             self.activation_checkpointing = True
@@ -430,14 +436,14 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     def __getattr__(self, name: str) -> Any:
         """Allow scripts to read an argument by its old name."""
-        new = todays_name(name)
+        new = current_name(name)
         if new not in type(self).__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self, new)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an argument, also by its old name. In boolean fields, strings such as "False" become bools."""
-        new = todays_name(name)
+        new = current_name(name)
         if new in self.__dataclass_fields__ and name not in self.__dataclass_fields__:
             warnings.warn(f"{name} is an old name: {RENAMED[name]}", FutureWarning, stacklevel=2)
             name = new

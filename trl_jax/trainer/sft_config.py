@@ -9,7 +9,7 @@ from trl_jax.config import devices, rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.rules import as_dict, show
-from trl_jax.config.shared import shared, warn_of_keep_end
+from trl_jax.config.shared import shared, warn_about_keep_end
 from trl_jax.losses.names import SFT_LOSSES
 
 _DATASET_KEY = "skip_prepare_dataset"
@@ -136,7 +136,7 @@ class SFTConfig(BaseConfig):
                 text = f"{name}={old!r} is deprecated: use {name}={new!r}, which is the same."
                 warnings.warn(text, FutureWarning, stacklevel=caller)
                 setattr(self, name, new)
-        warn_of_keep_end(self.truncation_mode, caller)
+        warn_about_keep_end(self.truncation_mode, caller)
         super().__post_init__()
         if self.padding_free and self.batch_layout == "auto":
             self.batch_layout = "packed"
