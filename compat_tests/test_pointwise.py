@@ -321,8 +321,11 @@ def without(column: str) -> dict:
 
 
 BAD = [
-    (without("rating"), "train_dataset needs the columns ['prompt', 'completion', 'rating']; ['rating'] are missing"),
-    (without("prompt"), "train_dataset needs the columns ['prompt', 'completion', 'rating']; ['prompt'] are missing"),
+    (
+        without("rating"),
+        "train_dataset must have the columns ['prompt', 'completion', 'rating'], got ['prompt', 'compl",
+    ),
+    (without("prompt"), "got ['completion', 'rating']: ['prompt'] are missing."),
     (
         rated(1)[0] | {"rating": "good"},
         "Row 0 of train_dataset, column 'rating': must be a finite number, got 'good' (str)",
@@ -330,7 +333,7 @@ BAD = [
     (rated(1)[0] | {"rating": None}, "Row 0 of train_dataset, column 'rating': must be a finite number, got None"),
     (
         rated(1)[0] | {"rating": float("inf")},
-        "Row 0 of train_dataset, column 'rating': must be a string, got inf (float)",
+        "Row 0 of train_dataset, column 'rating': must be a finite number, got inf (float)",
     ),
     (rated(1)[0] | {"completion": None}, "Row 0 of train_dataset, column 'completion': must be a string, got None"),
     (rated(1)[0] | {"prompt": [1]}, "Row 0 of train_dataset, column 'prompt': must be a string, got [1] (list)"),

@@ -109,9 +109,9 @@ def test_rows_are_counted_across_processes():
 def test_missing_columns(form):
     refuses(
         form([{"prompt": "a", "chosen": "b"}]),
-        "train_dataset needs the columns 'chosen' and 'rejected', or 'chosen_ids' and 'rejected_ids', or "
-        "'chosen_input_ids' and 'rejected_input_ids', or 'input_ids_chosen' and 'input_ids_rejected'; "
-        "found ['prompt', 'chosen'].",
+        "train_dataset must have the columns 'chosen' and 'rejected', or 'chosen_ids' and 'rejected_ids', or "
+        "'chosen_input_ids' and 'rejected_input_ids', or 'input_ids_chosen' and 'input_ids_rejected', "
+        "got ['prompt', 'chosen'].",
     )
 
 
@@ -308,7 +308,7 @@ def test_token_ids_of_those_columns_alone_that_are_read(form, columns):
     assert list(checks.check_token_ids(form(rows), columns, 8, "train", 3)) == rows
     with pytest.raises(ValueError, match="column 'prompt': token id 3 is outside the model's vocabulary"):
         list(checks.check_token_ids(form(rows), columns, 3, "train"))
-    with pytest.raises(ValueError, match="column 'prompt': 3 tokens, but the model has positions for 2. Pass max_"):
+    with pytest.raises(ValueError, match="column 'prompt': has 3 tokens, but the model has positions for 2. Pass max_"):
         list(checks.check_token_ids(form(rows), columns, 8, "train", 2))
 
 

@@ -27,7 +27,7 @@ TALKS = {
     "empty": ([], r"must be a string, or messages such as"),
     "no message": ([*TALK, None], "must be messages, each a dict with role and content"),
     "no role": ([*TALK, {"role": None, "content": "a"}], "must be messages, each a dict with role and content"),
-    "no content": ([*TALK, {"role": "user", "content": None}], "must be a message with content ('' if it is empty)"),
+    "no content": ([*TALK, {"role": "user", "content": None}], r"must be a message with content \('' if it is empty\)"),
     "no calls": ([{"role": "user", "content": None, "tool_calls": []}], "must be a message with content"),
 }
 HALVES = (("a\ud800", "found a lone surrogate"), ([{"role": "user", "content": "\udfff"}], "found a lone surrogate"))
@@ -116,7 +116,7 @@ def test_prompts_are_rendered_as_the_tokenizer_does_it():
 
 
 def test_texts_and_messages_in_one_generation():
-    with pytest.raises(ValueError, match="must be all texts or all messages, but found 'a' and "):
+    with pytest.raises(ValueError, match="must be all strings or all messages, got 'a' and "):
         prompts.prompt_ids(["a", TALK], tiny_tokenizer(chat_template=True))
 
 

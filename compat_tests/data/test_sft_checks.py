@@ -50,8 +50,8 @@ def prepared(rows, tokenizer, streaming=False, **options):
 
 
 REFUSED = {
-    "no text": ([{"story": "a"}], {}, "train_dataset needs one of: 'text' (dataset_text_field) with a text; 'messages"),
-    "another field": ([TEXT], {"dataset_text_field": "story"}, "needs one of: 'story' (dataset_text_field)"),
+    "no text": ([{"story": "a"}], {}, "train_dataset must have one of: 'text' (dataset_text_field) with a text; 'mess"),
+    "another field": ([TEXT], {"dataset_text_field": "story"}, "must have one of: 'story' (dataset_text_field)"),
     "prompts alone": ([{"prompt": "why"}], {}, "'prompt' and 'completion'; 'conversations' whose messages have 'from"),
     "no roles": ([{"messages": [{"content": "a"}]}], {}, "with a 'role' and a 'content'; 'prompt'"),
     "images": ([TEXT | {"image": "a"}], {}, "The dataset appears to be vision-related (contains 'image' or 'images' k"),
@@ -59,15 +59,13 @@ REFUSED = {
     "formatted too": (
         [TEXT], {"formatting_func": only, "completion_only_loss": True}, "provided while `completion_only_loss=True`"
     ),
-    "formatted to": (
-        [TEXT], {"formatting_func": number}, "column 'formatting_func(row)': must be a string, got 3 (int)."
-    ),
+    "formatted to": ([TEXT], {"formatting_func": number}, "'formatting_func(row)': must be a string, got 3 (int)."),
     "assistants": (
         [TEXT], {"assistant_only_loss": True},
         "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported for",
     ),
     "completions": (
-        [TEXT], {"completion_only_loss": True}, "completion_only_loss=True needs rows with 'prompt' and 'completion', o"
+        [TEXT], {"completion_only_loss": True}, "completion_only_loss=True requires rows with 'prompt' and 'completion'"
     ),
     "completions of talks": ([TALK], {"completion_only_loss": True}, "use assistant_only_loss=True"),
     "completions of ids": ([IDS], {"completion_only_loss": True}, "or with 'input_ids' and 'completion_mask' or 'labe"),
@@ -81,7 +79,9 @@ REFUSED = {
         "The train dataset has mask columns but no 'labels', and `skip_prepare_dataset=True` skips label building"
         ", so it would train on the full sequence. Add a 'labels' column (-100 for non-loss tokens) or drop",
     ),
-    "nothing": ([TEXT], {"skip_prepare_dataset": True}, "skip_prepare_dataset=True: train_dataset needs the column 'i"),
+    "nothing": (
+        [TEXT], {"skip_prepare_dataset": True}, "train_dataset must have the column 'input_ids', got ['text']. Tokenize"
+    ),
     "number": ([{"text": 3}], {}, "Row 0 of train_dataset, column 'text': must be a string, got 3 (int)"),
     "none": ([TEXT, {"text": None}], {}, "Row 1 of train_dataset, column 'text': must be a string, got None"),
     "surrogate": ([{"prompt": "a", "completion": "a"}, PAIR | {"prompt": None}], {}, "Row 1 of train_dataset, column "),
@@ -183,5 +183,5 @@ def test_a_prompt_that_is_no_prefix_is_warned_of(tokenizer, caplog):
 
 
 def test_eval_sets_are_named(tokenizer):
-    with pytest.raises(ValueError, match=r"eval_dataset\['a'\] needs one of"):
+    with pytest.raises(ValueError, match=r"eval_dataset\['a'\] must have one of"):
         prepared([{"story": "a"}], tokenizer, name="eval_dataset['a']")

@@ -388,7 +388,7 @@ def test_row26_no_ids(good, tmp_path):
 
 
 def test_row27_missing_columns(good, tmp_path):
-    text = "train_dataset needs the columns 'chosen' and 'rejected', or 'chosen_ids' and 'rejected_ids'"
+    text = "train_dataset must have the columns 'chosen' and 'rejected', or 'chosen_ids' and 'rejected_ids'"
     with refuses(text, "found ['chosen', 'note']"):
         trainer(good, tmp_path, rows=[{"chosen": "a", "note": "b"}])
 

@@ -93,5 +93,5 @@ def test_the_config_that_scripts_pass_has_dequantize(tmp_path):
     told = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how)
     for path, array in plain.params.items():
         np.testing.assert_array_equal(told.params[path], array, err_msg=path)
-    with pytest.raises(ValueError, match=r"Mxfp4Config\(dequantize=False\): training needs dequantize=True"):
+    with pytest.raises(ValueError, match=r"Mxfp4Config\(dequantize=False\): training requires dequantize=True"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=transformers.Mxfp4Config())

@@ -115,7 +115,7 @@ def test_what_the_host_looks_at_stops_rows_by_their_number(load):
 
 
 def test_meshes_that_no_generation_has(load):
-    with pytest.raises(ValueError, match="the sequence axis splits the texts of a training step"):
+    with pytest.raises(ValueError, match="mesh_shape must not have a sequence axis outside of training"):
         load("data:4,sequence:2")
     with pytest.raises(ValueError, match="tensor=8 does not divide the"):
         load("tensor:8")

@@ -396,7 +396,7 @@ def test_a_completion_without_any_reward_is_warned_of(caplog):
      "Number of reward weights (2) must match number of reward functions (1)"),
     ([lengths, later], {"processing_classes": [None]}, ValueError,
      "The number of reward processing classes (1) must match the number of reward functions (2)."),
-    ([3], {}, TypeError, "reward_funcs contains a int: pass functions, or reward models by name or object."),
+    ([3], {}, TypeError, "reward_funcs must be functions, or reward models by name or object, got a int."),
 ])  # fmt: skip
 def test_what_is_passed_is_checked(given, options, kind, text):
     with pytest.raises(kind) as error:

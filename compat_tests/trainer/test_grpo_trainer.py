@@ -84,10 +84,12 @@ REFUSED = {
     "weights": ({"config": {"reward_weights": [1.0, 2.0]}}, ValueError, r"Number of reward weights \(2\) must match"),
     "tokenizers": (
         {"reward_processing_classes": [None, None]}, ValueError, r"The number of reward processing classes \(2\)"),
-    "no function": ({"rewards": 3}, TypeError, "reward_funcs contains a int"),
+    "no function": ({"rewards": 3}, TypeError, "reward_funcs must be functions, or .*, got a int"),
     "images": (
         {"train": table().add_column("image", [[0]] * 8)}, ValueError, "contains 'image' or 'images' keys"),
-    "no prompts": ({"train": table().rename_column("prompt", "text")}, KeyError, "no column 'prompt'"),
+    "no prompts": (
+        {"train": table().rename_column("prompt", "text")}, KeyError, "must have the column 'prompt', got text"
+    ),
     "a stream without an end": (
         {"train": table().to_iterable_dataset(), "config": {"max_steps": -1}}, ValueError, "max_steps must be set"),
     "reference without beta": (
@@ -561,5 +563,7 @@ def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
 
 
 def test_a_stream_with_too_few_prompts_is_told(make):
-    with pytest.raises(ValueError, match="train_dataset, a stream, has 1 prompts, but a generation needs 2"):
+    with pytest.raises(
+        ValueError, match="train_dataset, a stream, must have at least the 2 prompts of a generation .*, got 1"
+    ):
         make(train=table(1).to_iterable_dataset()).train()

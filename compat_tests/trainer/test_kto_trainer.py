@@ -218,7 +218,7 @@ def test_arguments_that_are_refused(model, tmp_path, config, words):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "a", "completion": "b"}], "needs the columns 'prompt', 'completion' and 'label', or 'chosen'"),
+        ([{"prompt": "a", "completion": "b"}], "must have the columns 'prompt', 'completion' and 'label', or 'chosen'"),
         (
             [{"prompt": "a", "completion": "b", "label": 2}],
             "Row 0 of train_dataset, column 'label': must be true for a desirable answer, false for any other, got 2",

@@ -136,7 +136,7 @@ def test_every_refusal_is_in_the_error():
         "accelerator_config='a.json': there is no such file. Pass a JSON file or a dict, or leave it out.",
         (
             "fsdp must be some of full_shard, shard_grad_op, no_shard, hybrid_shard,"
-            " hybrid_shard_zero2, offload, auto_wrap."
+            " hybrid_shard_zero2, offload, auto_wrap, got ['shards']."
         ),
         "max_length must be a whole number of at least 1 or None, got 0.",
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trl_jax.cli.trl_alias import MODULES
-from trl_jax.config.devices import no_launcher
+from trl_jax.config.devices import without_launcher
 from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
 from trl_jax.core.secrets import CleanParser, cleaned
@@ -231,7 +231,7 @@ def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
 
 
 def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
-    with warnings.catch_warnings(record=True) as told, no_launcher():
+    with warnings.catch_warnings(record=True) as told, without_launcher():
         warnings.simplefilter("always")
         try:
             do()

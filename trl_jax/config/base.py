@@ -21,9 +21,15 @@ from transformers.training_args import ParallelMode, trainer_log_levels
 
 from trl_jax.config import devices, optimizers, rules
 from trl_jax.config.arguments import Handling, arg, declared, defaults_of, handled, redeclared, validate
-from trl_jax.config.devices import end_other_processes, launcher_aside, mesh_sizes, note_of, sharding_of_launcher
+from trl_jax.config.devices import (
+    end_other_processes,
+    hidden_launcher_switches,
+    launcher_sharding,
+    mesh_sizes,
+    processes_warning,
+)
 from trl_jax.config.optimizers import OPTIMIZERS, SCHEDULES
-from trl_jax.config.renamed import RENAMED, OldNames, todays_name
+from trl_jax.config.renamed import RENAMED, OldNames, current_name
 from trl_jax.config.rules import as_bool, as_pad_multiple, bool_error, bool_fields
 from trl_jax.config.shared import TextArguments
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
@@ -71,7 +77,7 @@ class JaxArguments(TrainingArguments):
         aside = {name: getattr(self, name) for name in TORCH_ONLY}
         for name, nothing in TORCH_ONLY.items():
             setattr(self, name, nothing)
-        with launcher_aside():
+        with hidden_launcher_switches():
             super().__post_init__()
         for name, value in aside.items():
             setattr(self, name, value)
@@ -263,8 +269,8 @@ INHERITED: dict[str, Handling] = {
     **handled("parallelism_config", "mapped", rule=devices.parallelism_config,
               help="accelerate's ParallelismConfig, or a dict of its sizes. On the command line, use mesh_shape."),
     **handled("fsdp", "mapped", rule=devices.fsdp, is_off=operator.not_,
-              help="Shard parameters, gradients and optimizer state over the devices as torch's FSDP does, but with "
-                   f"jax.sharding: some of {', '.join(devices.FSDP_WORDS)}."),
+              help="Shard parameters, gradients and optimizer state over the devices, as torch's FSDP does: "
+                   "'full_shard', 'shard_grad_op', 'no_shard', 'hybrid_shard' or 'hybrid_shard_zero2'."),
     **handled("fsdp_config", "mapped", help="Options of fsdp, as a dict or the path of a JSON file."),
     **handled("deepspeed", "mapped", rule=devices.deepspeed, note=devices.deepspeed_note, is_off=operator.not_,
               help="DeepSpeed config, as a dict or the path of a JSON file: stages 1 and 2 shard gradients and "
@@ -401,13 +407,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         if self.gradient_checkpointing is None:  # off in transformers, where it is the default
             self.gradient_checkpointing = False
         processes = end_other_processes()
-        for name, value in sharding_of_launcher(vars(self)).items():
+        for name, value in launcher_sharding(vars(self)).items():
             setattr(self, name, value)
         notes = self.check()
         if processes is not None:
             import jax
 
-            notes.append(note_of(processes, jax.local_device_count(), self.per_device_train_batch_size))
+            notes.append(processes_warning(processes, jax.local_device_count(), self.per_device_train_batch_size))
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
             # The user did not set it, and should see no FutureWarning about its old name.
             self.activation_checkpointing = True
@@ -430,14 +436,14 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     def __getattr__(self, name: str) -> Any:
         """Allow scripts to read an argument by its old name."""
-        new = todays_name(name)
+        new = current_name(name)
         if new not in type(self).__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self, new)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an argument, also by its old name. In boolean fields, strings such as "False" become bools."""
-        new = todays_name(name)
+        new = current_name(name)
         if new in self.__dataclass_fields__ and name not in self.__dataclass_fields__:
             warnings.warn(f"{name} is an old name: {RENAMED[name]}", FutureWarning, stacklevel=2)
             name = new

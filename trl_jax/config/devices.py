@@ -69,15 +69,15 @@ def asked(values: Mapping[str, Any]) -> Parallel:
     Raises:
         ValueError: a wrong word, key or size; the error names it.
     """
-    base = of_fsdp(values["fsdp"], values["fsdp_config"]) or of_deepspeed(values["deepspeed"])
+    base = parse_fsdp(values["fsdp"], values["fsdp_config"]) or parse_deepspeed(values["deepspeed"])
     base = base or Parallel("", {"data": LEFT})
-    for found in (of_mesh_shape(values["mesh_shape"]), of_config(values["parallelism_config"])):
+    for found in (parse_mesh_shape(values["mesh_shape"]), parse_parallelism_config(values["parallelism_config"])):
         if found is not None:
             return Parallel(found.argument, found.sizes, base.moments, base.whole_below, base.batch)
     return base
 
 
-def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
+def parse_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
     """Read axes and sizes such as "data:2,fsdp:4"; one size may be -1."""
     if not value:
         return None
@@ -98,7 +98,7 @@ def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
     return Parallel("mesh_shape", sizes)
 
 
-def of_config(value: Any) -> Parallel | None:
+def parse_parallelism_config(value: Any) -> Parallel | None:
     """Read accelerate's ParallelismConfig, or a dict of its sizes; `data` takes the remaining devices."""
     if not value:
         return None
@@ -118,7 +118,7 @@ def of_config(value: Any) -> Parallel | None:
     return Parallel("parallelism_config", sizes) if len(sizes) > 1 or sizes["data"] != LEFT else None
 
 
-def of_fsdp(value: Any, config: Any) -> Parallel | None:
+def parse_fsdp(value: Any, config: Any) -> Parallel | None:
     if not value:
         return None
     if problem := fsdp_words("fsdp", value, {}):
@@ -153,7 +153,7 @@ _SECTIONS = frozenset(
 )
 
 
-def of_deepspeed(value: Any) -> Parallel | None:
+def parse_deepspeed(value: Any) -> Parallel | None:
     """Read a DeepSpeed config: stage 0 shards nothing, 1 and 2 the optimizer state, 3 also the model."""
     if not value:
         return None
@@ -183,8 +183,8 @@ def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
     return rule
 
 
-mesh_shape = _rule(lambda value, _: of_mesh_shape(value))
-parallelism_config = _rule(lambda value, _: of_config(value))
+mesh_shape = _rule(lambda value, _: parse_mesh_shape(value))
+parallelism_config = _rule(lambda value, _: parse_parallelism_config(value))
 
 
 def fsdp(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -192,11 +192,11 @@ def fsdp(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         return must_be(name, f"True, or some of {', '.join(FSDP_WORDS)}", value)
     if value and values["deepspeed"]:
         return "fsdp and deepspeed are both set, but each defines how to shard the model. Leave one of them out."
-    return _rule(lambda value, values: of_fsdp(value, values["fsdp_config"]))(name, value, values)
+    return _rule(lambda value, values: parse_fsdp(value, values["fsdp_config"]))(name, value, values)
 
 
 def deepspeed(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    return deepspeed_config(name, value, values) or _rule(lambda value, _: of_deepspeed(value))(name, value, values)
+    return deepspeed_config(name, value, values) or _rule(lambda value, _: parse_deepspeed(value))(name, value, values)
 
 
 def deepspeed_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -204,7 +204,7 @@ def deepspeed_note(name: str, value: Any, values: Mapping[str, Any]) -> str | No
     return f"deepspeed: {', '.join(others)} have no effect in trl_jax." if others else None
 
 
-def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
+def mesh_axis_sizes(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
     """The size of each axis on this many devices.
 
     Raises:
@@ -230,7 +230,7 @@ def mesh_sizes(args: Any) -> dict[str, int]:
     """
     wanted = asked({f.name: getattr(args, f.name) for f in fields(args)})
     devices = args.jax_devices()
-    sizes = settled(wanted, len(devices), len({device.process_index for device in devices}))
+    sizes = mesh_axis_sizes(wanted, len(devices), len({device.process_index for device in devices}))
     shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
     examples = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
     if wanted.batch not in (None, examples):
@@ -387,11 +387,11 @@ def _at(config: Mapping[str, Any], place: str) -> Any:
 
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SHARDING = ("deepspeed", "fsdp", "fsdp_config", "mesh_shape", "parallelism_config")
-_TOLD = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_LAUNCHER_SWITCHES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 _STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
 
 
-def sharding_of_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
+def launcher_sharding(values: Mapping[str, Any]) -> dict[str, Any]:
     """The sharding arguments of accelerate's launcher, for DeepSpeed or FSDP; {} if the script sets its own."""
     if any(values.get(name) for name in _SHARDING):
         return {}
@@ -407,9 +407,9 @@ def sharding_of_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def launcher_aside() -> Iterator[None]:
+def hidden_launcher_switches() -> Iterator[None]:
     """Hide the launcher's settings within the block: transformers would import DeepSpeed because of them."""
-    told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
+    told = {name: os.environ.pop(name) for name in _LAUNCHER_SWITCHES if name in os.environ}
     try:
         yield
     finally:
@@ -417,9 +417,9 @@ def launcher_aside() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_launcher() -> Iterator[None]:
+def without_launcher() -> Iterator[None]:
     """Hide the launcher within the block. With it, creating a config would end all processes but one."""
-    set_aside = {name: os.environ.pop(name) for name in (*_RANKS, *_TOLD) if name in os.environ}
+    set_aside = {name: os.environ.pop(name) for name in (*_RANKS, *_LAUNCHER_SWITCHES) if name in os.environ}
     try:
         yield
     finally:
@@ -443,7 +443,7 @@ def end_other_processes() -> int | None:
             f"WORLD_SIZE={world} is set in the environment, so several processes were started, but one process drives "
             "all devices of a host. Start the script once per host, with python."
         )
-    if _they_talk():
+    if _processes_communicate():
         raise ValueError(
             f"WORLD_SIZE={world} is set in the environment and the script has initialized torch.distributed, but one "
             "process drives all devices of a host. Start the script with python."
@@ -454,7 +454,7 @@ def end_other_processes() -> int | None:
     return int(world)
 
 
-def note_of(processes: int, devices: int, rows: int) -> str:
+def processes_warning(processes: int, devices: int, rows: int) -> str:
     """The warning about processes that have ended; `rows` is the number of rows per process in a step."""
     text = f"{processes} processes were started. One process drives all devices of a host, so the others have ended."
     if processes == devices:
@@ -481,6 +481,6 @@ def _is_on(name: str, default: str = "false") -> bool:
     return bool(strtobool(os.environ.get(name, default)))
 
 
-def _they_talk() -> bool:
+def _processes_communicate() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -86,11 +86,13 @@ def _whole_texts(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> 
 
 
 def parallelism_config(trainer: str) -> Any:
-    return inherited("parallelism_config", rule=_whole_texts(trainer, devices.parallelism_config, devices.of_config))
+    return inherited(
+        "parallelism_config", rule=_whole_texts(trainer, devices.parallelism_config, devices.parse_parallelism_config)
+    )
 
 
 def mesh_shape(trainer: str) -> Any:
-    return inherited("mesh_shape", rule=_whole_texts(trainer, devices.mesh_shape, devices.of_mesh_shape))
+    return inherited("mesh_shape", rule=_whole_texts(trainer, devices.mesh_shape, devices.parse_mesh_shape))
 
 
 def auto_find_batch_size(algorithm: str) -> Any:
@@ -372,7 +374,7 @@ class GenerationArguments(Protocol):
     data_parallel_size: int
 
 
-def warn_of_old(args: GenerationArguments, stacklevel: int) -> None:
+def warn_about_deprecated(args: GenerationArguments, stacklevel: int) -> None:
     """Warn about deprecated arguments, and set their replacements.
 
     Args:

@@ -49,7 +49,7 @@ GONE_FROM_TRL = (
     " vllm_device vllm_dtype vllm_enable_prefix_caching"  # of GRPOConfig
 )
 # Arguments of old TRL releases without a direct replacement. False and None had no effect.
-OTHERWISE = {
+NO_REPLACEMENT = {
     "force_use_ref_model": "leave it out: a ref_model is also used with an adapter.",
     "generate_during_eval": "leave it out, and generate with the saved model.",
     "is_encoder_decoder": "leave it out: only decoder-only language models are supported.",
@@ -104,7 +104,7 @@ RENAMED = {
     "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
     **{old: f"use {new}." for old, new in OF_GENERATION.items()},
     **IDLE_OF_GENERATION,
-    **OTHERWISE,
+    **NO_REPLACEMENT,
     **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
     **dict.fromkeys(GONE_FROM_TRL.split(), "leave it out: TRL no longer has it."),
 }
@@ -134,7 +134,7 @@ def way_out(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else "no argument has a similar name."
 
 
-def todays_name(name: str) -> str | None:
+def current_name(name: str) -> str | None:
     """The current name of an argument whose old name is `name`, if it takes the same values; else None."""
     return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may not be a ratio
 
@@ -157,7 +157,7 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
         new = _modern(name, now.pop(name), given)
         if new is None:
             continue
-        if name in OTHERWISE:
+        if name in NO_REPLACEMENT:
             notes.append(f"{name}={given[name]} has no effect: TRL no longer has it. Leave it out.")
             continue
         if name in _IGNORED:
@@ -192,7 +192,7 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
         return _of_old_generation(name, value, given)
     if name == "group_by_length":
         return {"train_sampling_strategy": "group_by_length"} if value else {}
-    if name in OTHERWISE and value not in (None, False, {}):
+    if name in NO_REPLACEMENT and value not in (None, False, {}):
         raise TypeError(f"{name}={value!r}: {RENAMED[name]}")
     if name == "push_to_hub_organization":
         model = given.get("hub_model_id") or given.get("push_to_hub_model_id")

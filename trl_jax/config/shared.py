@@ -133,8 +133,8 @@ def shared(name: str, **changes: Any) -> Any:
 # Warnings of deprecated values
 
 
-def warn_of_prompt_length(most: int | None, stacklevel: int) -> None:
-    """Warn that `max_prompt_length` is deprecated; `stacklevel` as in `warn_of_keep_end`."""
+def warn_about_prompt_length(most: int | None, stacklevel: int) -> None:
+    """Warn that `max_prompt_length` is deprecated; `stacklevel` as in `warn_about_keep_end`."""
     if most is not None:
         text = (
             f"max_prompt_length={most} is deprecated, and TRL no longer has it: longer prompts lose their beginning. "
@@ -143,7 +143,7 @@ def warn_of_prompt_length(most: int | None, stacklevel: int) -> None:
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 
 
-def warn_of_keep_end(mode: str, stacklevel: int) -> None:
+def warn_about_keep_end(mode: str, stacklevel: int) -> None:
     """Warn that `truncation_mode="keep_end"` is deprecated.
 
     Args:

@@ -339,7 +339,7 @@ def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where
         row = int(np.argmax(lengths))
         if lengths[row] > max_positions:
             raise ValueError(
-                f"Row {first + row} of {where}, column {column!r}: {lengths[row]:,} tokens, but the model has "
+                f"Row {first + row} of {where}, column {column!r}: has {lengths[row]:,} tokens, but the model has "
                 f"positions for {max_positions:,}. Pass max_length={max_positions} to leave longer rows out."
             )
 

@@ -93,8 +93,8 @@ def _unpaired(
     if not all(column in first for column in _PAIR):
         if not all(column in first for column in _NEEDED):
             raise ValueError(
-                f"{where} needs the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected' (with an "
-                f"optional 'prompt'), or {', '.join(IDS)}; found {brief(list(first), 500)}."
+                f"{where} must have the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected' (with "
+                f"an optional 'prompt'), or {', '.join(IDS)}, got {brief(list(first), 500)}."
             )
         return tokenize.with_columns(dataset, _NEEDED, where), where
     dataset = tokenize.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)

@@ -67,8 +67,8 @@ def prepare_dpo(
     tokenized = all(column in first for column in IDS)
     if not tokenized and not all(column in first for column in _NEEDED):
         raise ValueError(
-            f"{where} needs the columns 'chosen' and 'rejected' (with an optional 'prompt'), or {', '.join(IDS)}; "
-            f"found {brief(list(first), 500)}."
+            f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), or "
+            f"{', '.join(IDS)}, got {brief(list(first), 500)}."
         )
     read = [name for name in ("prompt", *_NEEDED) if name in first]
     plain = tokenize.with_columns(plain, IDS if tokenized else read, where)
@@ -154,7 +154,7 @@ def prepare_reference_free(
     if not all(side in first for side in _SIDES):
         found = brief(list(first), 500)
         raise ValueError(
-            f"{where} needs the columns 'chosen' and 'rejected' (with an optional 'prompt'); found {found}."
+            f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), got {found}."
         )
     plain = tokenize.with_columns(plain, [column for column in ("prompt", *_SIDES) if column in first], where)
     options = map_options(plain, where, num_proc)

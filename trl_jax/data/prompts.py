@@ -42,7 +42,9 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
         return dataset
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
-        raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the prompt column to 'prompt'.")
+        raise KeyError(
+            f"{name} must have the column 'prompt', got {', '.join(columns)}. Rename the column with the prompts."
+        )
     checks.check_no_images(columns or (), argument(name))
     facts = {"name": name, "begins": _begins(tokenizer)}
     if isinstance(dataset, IterableDataset):
@@ -150,7 +152,7 @@ def prompt_ids(
     if len(kinds) > 1:
         other = next(prompt for prompt in prompts if is_conversation(prompt) != is_conversation(prompts[0]))
         raise ValueError(
-            f"Prompts must be all texts or all messages, but found {brief(prompts[0])} and {brief(other)}. Convert one "
+            f"Prompts must be all strings or all messages, got {brief(prompts[0])} and {brief(other)}. Convert one "
             "kind to the other."
         )
     if kinds == {True}:

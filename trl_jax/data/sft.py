@@ -144,7 +144,7 @@ def _unprepared(
     where = checks.argument(name)
     if "input_ids" not in first:
         raise ValueError(
-            f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {brief(list(first), 500)}. "
+            f"skip_prepare_dataset=True: {where} must have the column 'input_ids', got {brief(list(first), 500)}. "
             "Tokenize the rows, or drop `skip_prepare_dataset`."
         )
     check_masks(first, name)
@@ -679,9 +679,9 @@ def _format(first: dict[str, Any], where: str, column: str, formatting_func: Any
     elif column in first:
         return RowFormat("text", column=column)
     raise ValueError(
-        f"{where} needs one of: {column!r} (dataset_text_field) with a text; 'messages' with a list of messages, each "
-        "with a 'role' and a 'content'; 'prompt' and 'completion'; 'conversations' whose messages have 'from' and "
-        f"'value'; or 'input_ids'. Found the columns {brief(list(first), 500)}. Rename columns with "
+        f"{where} must have one of: {column!r} (dataset_text_field) with a text; 'messages' with a list of messages, "
+        "each with a 'role' and a 'content'; 'prompt' and 'completion'; 'conversations' whose messages have 'from' and "
+        f"'value'; or 'input_ids'. It has the columns {brief(list(first), 500)}. Rename columns with "
         "dataset.rename_column, or pass dataset_text_field or a formatting_func."
     )
 
@@ -699,7 +699,7 @@ def _check_completions(
     separate |= row_format.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
     if completion_only_loss and not separate:
         raise ValueError(
-            f"completion_only_loss=True needs rows with 'prompt' and 'completion', or with 'input_ids' and "
+            f"completion_only_loss=True requires rows with 'prompt' and 'completion', or with 'input_ids' and "
             f"'completion_mask' or 'labels', but {where} has the columns {brief(list(first), 500)}, so every token "
             "would be trained on. Split the rows, use assistant_only_loss=True for conversations, or drop the option."
         )

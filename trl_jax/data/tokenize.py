@@ -71,7 +71,7 @@ def prepare_texts(
     tokenized = set(columns.texts) <= set(found)
     read = (*(columns.texts if tokenized else needed), *columns.numbers)
     if missing := [column for column in read if column not in found]:
-        raise ValueError(f"{where} needs the columns {list(read)}; {missing} are missing, found {brief(found, 500)}.")
+        raise ValueError(f"{where} must have the columns {list(read)}, got {brief(found, 500)}: {missing} are missing.")
     facts = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
     if streams:
         rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenized": tokenized})
@@ -228,8 +228,8 @@ def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: 
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
-            f"Row {index} of {where} lacks the columns {missing}, which the first row has; "
-            f"found {brief(list(row), 500)}."
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has. "
+            f"It has {brief(list(row), 500)}."
         )
 
 

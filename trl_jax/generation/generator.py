@@ -646,8 +646,8 @@ class _Steps:
 
         def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
             tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
-            beside = options | {"cache": state.cache, "angles": turned}
-            hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **beside)
+            inputs = options | {"cache": state.cache, "angles": turned}
+            hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **inputs)
             logits = headed.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
             return logits.astype(jnp.float32), new
 

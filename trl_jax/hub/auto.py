@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.config.devices import of_mesh_shape, settled
+from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint import Placement, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
@@ -550,15 +550,15 @@ def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | 
     Raises:
         ValueError: the sizes do not match the number of devices, or the mesh has a sequence axis.
     """
-    asked = of_mesh_shape(mesh_shape)
+    asked = parse_mesh_shape(mesh_shape)
     if asked is None:
         return None
     devices = jax.devices()
-    sizes = settled(asked, len(devices), len({device.process_index for device in devices}))
+    sizes = mesh_axis_sizes(asked, len(devices), len({device.process_index for device in devices}))
     if sizes.get(SEQUENCE, 1) > 1:
         raise ValueError(
-            f"mesh_shape={mesh_shape!r}: the sequence axis splits the texts of a training step and has no use here. "
-            "Use data or fsdp for these devices."
+            f"mesh_shape must not have a sequence axis outside of training, because it splits the texts of a step, "
+            f"got {mesh_shape!r}. Use data or fsdp for these devices."
         )
     return ShardingPlan(make_mesh(sizes))
 
@@ -571,7 +571,7 @@ def check_heads(plan: ShardingPlan, heads: Mapping[str, int] | None, name: str) 
         return
     if heads is None:
         raise ValueError(
-            f"mesh: tensor={size} needs a native model, but {name} runs as an exported program. Use fsdp instead."
+            f"mesh: tensor={size} requires a native model, but {name} runs as an exported program. Use fsdp instead."
         )
     odd = {kind: count for kind, count in heads.items() if count % size}
     if odd:

@@ -236,7 +236,7 @@ def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> No
     if unknown:
         raise ValueError(f"{rope.source}: rope_type {kind!r} does not accept {listed(unknown)}.")
     if missing:
-        raise ValueError(f"{rope.source}: rope_type {kind!r} needs {', '.join(missing)}.")
+        raise ValueError(f"{rope.source}: rope_type {kind!r} requires {', '.join(missing)}.")
 
 
 def _details(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:

@@ -522,8 +522,8 @@ def check_generates(model: Any) -> None:
     if model.backend.head != "lm" or not model.backend.causal:
         raise ValueError(
             f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend with a "
-            f"{model.backend.head!r} head, but generation needs a native decoder with a language model head. Load it "
-            "with AutoModelForCausalLM, or generate with transformers."
+            f"{model.backend.head!r} head, but generation requires a native decoder with a language model head. Load "
+            "it with AutoModelForCausalLM, or generate with transformers."
         )
 
 

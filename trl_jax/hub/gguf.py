@@ -122,7 +122,9 @@ def _open(path: Path) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(f"{path}: reading GGUF files needs the gguf package: pip install 'trl_jax[gguf]'.") from error
+        raise ImportError(
+            f"{path}: reading GGUF files requires the gguf package: pip install 'trl_jax[gguf]'."
+        ) from error
     try:
         check_fields(path)
         return gguf.GGUFReader(path)

@@ -26,7 +26,7 @@ def is_exported(raw: dict[str, Any], native: Collection[str], source: Path, head
         return False
     if not torch_bridge.available():
         raise ImportError(
-            f"{source}: model_type {kind!r} runs as a program exported from transformers' own model, which needs "
+            f"{source}: model_type {kind!r} runs as a program exported from transformers' own model, which requires "
             f"torch. Install it: pip install 'trl_jax[torch]'. Without torch, these work: {', '.join(sorted(native))}."
         )
     return True

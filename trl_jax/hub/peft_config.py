@@ -493,7 +493,7 @@ def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
     if kind not in _KINDS:
         nearest = _NEAREST.get(str(kind), "LoraConfig")
         kind = brief(kind)
-        raise ValueError(f"{source}: peft_type={kind} is not in this release of trl_jax; the nearest is {nearest}.")
+        raise ValueError(f"{source}: peft_type={kind} is not in this release of trl_jax; the closest is {nearest}.")
     return config_of(_KINDS[kind], keys, source)
 
 

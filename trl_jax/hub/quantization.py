@@ -72,7 +72,7 @@ def as_quantization(config: Any) -> BitsAndBytesConfig | None:
         return config
     if type(config).__name__ == "Mxfp4Config":
         if not config.dequantize:
-            raise ValueError("quantization_config=Mxfp4Config(dequantize=False): training needs dequantize=True.")
+            raise ValueError("quantization_config=Mxfp4Config(dequantize=False): training requires dequantize=True.")
         return None
     if not isinstance(config, dict) and type(config).__name__ != "BitsAndBytesConfig":
         raise TypeError(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from transformers import TrainingArguments
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.config.renamed import GONE_FROM_TRL, OTHERWISE, RENAMED, translated, way_out
+from trl_jax.config.renamed import GONE_FROM_TRL, NO_REPLACEMENT, RENAMED, translated, way_out
 
 # Flags
 
@@ -136,7 +136,7 @@ def settle_steps(args: OldArguments) -> None:
 
 # Arguments of trainers
 
-_GONE = {*GONE_FROM_TRL.split(), *OTHERWISE}
+_GONE = {*GONE_FROM_TRL.split(), *NO_REPLACEMENT}
 
 
 def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:

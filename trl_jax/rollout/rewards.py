@@ -87,7 +87,7 @@ def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable
         return reward_model(function, tokenizer, **options)
     if not callable(function):
         raise TypeError(
-            f"reward_funcs contains a {type(function).__name__}: pass functions, or reward models by name or object."
+            f"reward_funcs must be functions, or reward models by name or object, got a {type(function).__name__}."
         )
     return function
 

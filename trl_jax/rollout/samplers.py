@@ -131,8 +131,9 @@ class StreamSampler:
         self._open(self._epoch + 1, 0)
         if not self.has_next:
             raise ValueError(
-                f"train_dataset, a stream, has {len(self._chunk)} prompts, but a generation needs {self._size} "
-                "(generation_batch_size / num_generations). Add prompts, or lower per_device_train_batch_size."
+                f"train_dataset, a stream, must have at least the {self._size} prompts of a generation "
+                f"(generation_batch_size / num_generations), got {len(self._chunk)}. Add prompts, or lower "
+                "per_device_train_batch_size."
             )
 
     def _open(self, epoch: int, start: int, chunks: int = 0) -> None:

@@ -8,7 +8,7 @@ from trl_jax.config import rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.rules import must_be
-from trl_jax.config.shared import shared, warn_of_keep_end, warn_of_prompt_length
+from trl_jax.config.shared import shared, warn_about_keep_end, warn_about_prompt_length
 from trl_jax.losses.names import DIVERGENCES, DPO_LOSSES, losses_of
 
 _OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
@@ -158,6 +158,6 @@ class DPOConfig(BaseConfig):
     def __post_init__(self):
         if isinstance(self.loss_type, str | tuple):
             self.loss_type = losses_of(self.loss_type)
-        warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
-        warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        warn_about_keep_end(self.truncation_mode, self._frames_to_caller())
+        warn_about_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

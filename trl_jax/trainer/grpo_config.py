@@ -276,7 +276,7 @@ class GRPOConfig(BaseConfig):
 
     def __post_init__(self):
         caller = self._frames_to_caller()
-        generation.warn_of_old(self, caller)
+        generation.warn_about_deprecated(self, caller)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if self.vllm_importance_sampling_cap is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trl_jax.config import rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import SAMPLING_STRATEGIES, BaseConfig, inherited
-from trl_jax.config.shared import shared, warn_of_prompt_length
+from trl_jax.config.shared import shared, warn_about_prompt_length
 from trl_jax.losses.names import KTO_LOSSES
 
 
@@ -64,5 +64,5 @@ class KTOConfig(BaseConfig):
     chat_template_path: str | None = shared("chat_template_path", kw_only=True)
 
     def __post_init__(self):
-        warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        warn_about_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

@@ -163,7 +163,7 @@ class RLOOConfig(BaseConfig):
     )
 
     def __post_init__(self):
-        generation.warn_of_old(self, self._frames_to_caller())
+        generation.warn_about_deprecated(self, self._frames_to_caller())
         super().__post_init__()
         arguments.warn(self, self._frames_to_caller())
         if self.counts_devices:

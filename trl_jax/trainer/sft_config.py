@@ -9,7 +9,7 @@ from trl_jax.config import devices, rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.rules import as_dict, show
-from trl_jax.config.shared import shared, warn_of_keep_end
+from trl_jax.config.shared import shared, warn_about_keep_end
 from trl_jax.losses.names import SFT_LOSSES
 
 _DATASET_KEY = "skip_prepare_dataset"
@@ -67,7 +67,10 @@ class SFTConfig(BaseConfig):
     )
     average_tokens_across_devices: bool = inherited("average_tokens_across_devices", how="native")
     activation_checkpointing_kwargs: dict[str, Any] | str | None = inherited(
-        "activation_checkpointing_kwargs", rule=_checkpointing
+        "activation_checkpointing_kwargs",
+        help="As a dict or JSON: '{\"selective\": true}' saves matrix products, as "
+        "remat_policy='dots_with_no_batch_dims_saveable' does. use_reentrant has no effect.",
+        rule=_checkpointing,
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = inherited(
         "gradient_checkpointing_kwargs", rule=_checkpointing
@@ -133,7 +136,7 @@ class SFTConfig(BaseConfig):
                 text = f"{name}={old!r} is deprecated: use {name}={new!r}, which is the same."
                 warnings.warn(text, FutureWarning, stacklevel=caller)
                 setattr(self, name, new)
-        warn_of_keep_end(self.truncation_mode, caller)
+        warn_about_keep_end(self.truncation_mode, caller)
         super().__post_init__()
         if self.padding_free and self.batch_layout == "auto":
             self.batch_layout = "packed"

@@ -108,7 +108,7 @@ def test_what_is_not_computed_here(keys, text, adapter, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3' is not in this release of trl_jax; the nearest is LoraConfig(r=1)"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not in this release of trl_jax; the closest is LoraConfig(r=1)"),
         ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 does not know ("),
         ({"r": 3}, "q_proj.lora_A.weight is [4, 32], but this base model requires [3, 32]"),
         ({"target_modules": ["v_proj"]}, "Missing: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"),

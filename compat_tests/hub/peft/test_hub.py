@@ -108,7 +108,7 @@ def test_a_base_of_another_shape(hub, checkpoint):
     ("keys", "text"),
     [
         ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 does not know ("),
-        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not in this release of trl_jax; the nearest is LoraConfig."),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not in this release of trl_jax; the closest is LoraConfig."),
         ({"base_model_name_or_path": "somebody/gone"}, "is for base_model_name_or_path='somebody/gone'. model="),
         ({"base_model_name_or_path": None}, "has no base_model_name_or_path. Set it to the name of the base model."),
     ],

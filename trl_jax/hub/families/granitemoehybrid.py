@@ -1,6 +1,4 @@
-"""granitemoehybrid: Granite 4: Mamba-2, attention in some of the layers, and an MLP that sees every token, alone or
-beside experts.
-"""
+"""granitemoehybrid: Granite 4: Mamba-2, attention in some layers, and a shared MLP, with or without experts."""
 
 from __future__ import annotations
 

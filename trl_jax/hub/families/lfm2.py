@@ -33,7 +33,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def hybrid_arch(config: ConfigReader) -> Arch:
-    """The architecture of a model of which some layers convolve."""
+    """The architecture of a model in which some layers are convolutions."""
     base = llama.arch(config.with_values(rms_norm_eps=config.number("norm_eps", 1e-5)))
     convolution = ShortConvolution(config.size("conv_L_cache", 3, minimum=2), config.flag("conv_bias"))
     return replace(base, qk_norm="head", short_convolution=convolution)
