@@ -41,9 +41,7 @@ class VisionTower(nnx.Module):
         arch, layers = self.arch, self.arch.layers
         h = self._embedded(images, dtype)
         scale = layers.head_dim**-0.5 if layers.attention_scales is None else layers.attention_scales[0]
-        shared = AttentionInputs(
-            scale, **rope_inputs(layers.ropes, images.places, layers.rotary_dim, 0)
-        )
+        shared = AttentionInputs(scale, **rope_inputs(layers.ropes, images.places, layers.rotary_dim, 0))
         ranges = [Packed(images.first, images.end, None)]
         numbers = jnp.zeros(layers.num_layers, jnp.int32)
         if arch.full_layers is not None:

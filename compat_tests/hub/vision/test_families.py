@@ -21,10 +21,13 @@ ROWS = ((), (0,), (2, 0, 1))  # the images of each text
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
+    return built(CASES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def built(case, folder):
     """(case, transformers' model, its folder, trl_jax's config, parameters, backend)"""
     import transformers
 
-    case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
     torch.manual_seed(1)
     config = getattr(transformers, case.config_class)(**case.values)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()

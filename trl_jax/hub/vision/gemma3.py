@@ -73,7 +73,8 @@ def _names(arch: VisionArch) -> Names:
 
 
 def _text(arch: Arch, whole: Any) -> Arch:
-    """The same decoder, in all of whose layers the tokens of an image attend to each other."""
+    """The same decoder, in all of whose layers the tokens of an image attend to each other. As in transformers, a window
+    hides what is too far before a token, of its own image, too, and nothing that follows it in the image."""
     return replace(arch, image_attention=(True,) * arch.num_layers)
 
 

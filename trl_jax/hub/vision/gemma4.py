@@ -46,9 +46,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
         whole.text_config.hidden_size, group=config.size("pooling_kernel_size") ** 2, pooled=True, scale=size**0.5,
         standardized=config.flag("standardize"), norm="rms_plain", norm_eps=eps, norm_grouped=True, bias=False,
     )  # fmt: skip
-    return VisionArch(
-        blocks, connector, (patch, patch, 3), position_rows=2 * config.size("position_embedding_size")
-    )
+    return VisionArch(blocks, connector, (patch, patch, 3), position_rows=2 * config.size("position_embedding_size"))
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
@@ -56,6 +54,11 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
     for pixels, positions in zip(processed["pixel_values"], processed["image_position_ids"], strict=True):
         inside = (positions != -1).any(axis=-1)
         across, down = positions[inside].T.astype(np.int32)
+        if positions.max() >= vision.position_embedding_size:
+            raise ValueError(
+                f"an image has {positions.max() + 1} rows or columns of patches, but vision_config."
+                f"position_embedding_size is {vision.position_embedding_size}. Resize the image."
+            )
         groups = _groups(across, down, vision.pooling_kernel_size)
         found.append(
             ImagePatches(
@@ -117,6 +120,4 @@ def _text(arch: Arch, whole: Any) -> Arch:
     return replace(arch, image_attention=tuple(window is not None for window in arch.windows))
 
 
-FAMILIES = (
-    VisionFamily("gemma4", _arch, _names, _patches, pixels=("pixel_values", "image_position_ids"), text=_text),
-)
+FAMILIES = (VisionFamily("gemma4", _arch, _names, _patches, pixels=("pixel_values", "image_position_ids"), text=_text),)
