@@ -29,8 +29,8 @@ def attend_packed(
 ) -> jax.Array:
     """Attention `[R, T, H, C]` within packed rows; T must be a multiple of BLOCK.
 
-    Tokens that attend to nothing get zeros. Reads scale, packed, window, ahead and striped of `inputs`; if tokens are striped,
-    S counts those of all devices. `sinks` as in `attend_padded`.
+    Tokens that attend to nothing get zeros. Reads scale, packed, window, ahead and striped of `inputs`; if tokens are
+    striped, S counts those of all devices. `sinks` as in `attend_padded`.
 
     Raises:
         ValueError: T is not a multiple of BLOCK.
