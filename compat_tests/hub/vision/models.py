@@ -92,7 +92,7 @@ SIGLIP = {
 }  # fmt: skip
 GEMMA4_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 32, "pooling_kernel_size": 2,
 }  # fmt: skip
 GEMMA4_TEXT = TEXT | {
     "head_dim": 8, "global_head_dim": 16, "sliding_window": 5,

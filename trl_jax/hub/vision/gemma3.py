@@ -73,7 +73,8 @@ def _names(arch: VisionArch) -> Names:
 
 
 def _text(arch: Arch, whole: Any) -> Arch:
-    """The same decoder, in all of whose layers the tokens of an image attend to each other."""
+    """The same decoder, but in all layers the tokens of an image attend to each other. As in transformers, a window
+    shorter than the image hides tokens of the image that are too far before a token, but none that follow it."""
     return replace(arch, image_attention=(True,) * arch.num_layers)
 
 

@@ -54,6 +54,11 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
     for pixels, positions in zip(processed["pixel_values"], processed["image_position_ids"], strict=True):
         inside = (positions != -1).any(axis=-1)
         across, down = positions[inside].T.astype(np.int32)
+        if positions.max() >= vision.position_embedding_size:
+            raise ValueError(
+                f"an image has {positions.max() + 1} rows or columns of patches, but vision_config."
+                f"position_embedding_size is {vision.position_embedding_size}. Resize the image."
+            )
         groups = _groups(across, down, vision.pooling_kernel_size)
         found.append(
             ImagePatches(

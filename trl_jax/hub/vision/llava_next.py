@@ -1,5 +1,6 @@
-"""llava_next: llava with a whole picture and tiles of it (Liu et al. 2024, "LLaVA-NeXT"). The features of the tiles
-form one large picture, from which padding is cut off, and a learned separator follows each of its rows."""
+"""llava_next: llava with a whole picture and tiles of it (Liu et al. 2024, "LLaVA-NeXT").
+
+The features of the tiles form one large picture. Padding is cut off, and a learned separator follows each row."""
 
 from __future__ import annotations
 
