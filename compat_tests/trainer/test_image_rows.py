@@ -9,7 +9,16 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 import trl_jax
-from compat_tests.trainer.vision_models import assistant, completions, messages, pairs, pictures, tiny_llava, user
+from compat_tests.trainer.vision_models import (
+    assistant,
+    completions,
+    messages,
+    pairs,
+    pictures,
+    tiny_llava,
+    tiny_qwen,
+    user,
+)
 
 CASES = {
     "messages": ("SFT", messages, {}, None),
@@ -204,3 +213,32 @@ def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, mo
         ).train()
         found[name] = len(calls)
     assert found["both"] == 2 * found["text"]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_qwens_first_loss_is_transformers(layout, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    folder = str(tiny_qwen(tmp_path / "qwen"))
+    rows = completions(2)
+    made = trainer(trl_jax, "SFT", folder, tmp_path, rows, max_steps=1, batch_layout=layout)
+    [entry] = logged(made)
+    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    model, losses, targets = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval(), 0.0, 0
+    image = model.config.image_token_id
+    for row in rows:
+        seen = processor(images=[row["image"]], return_tensors="pt")
+        count = int(seen["image_grid_thw"].prod()) // 4
+        words = [part[0]["content"] for part in (row["prompt"], row["completion"])]
+        begun = f"user: <|vision_start|>{'<|image_pad|>' * count}<|vision_end|>{words[0]}{tokenizer.eos_token}\n"
+        before = tokenizer(f"{begun}assistant: ", add_special_tokens=False)["input_ids"]
+        after = tokenizer(f"{words[1]}{tokenizer.eos_token}\n", add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([before + after])
+        with torch.no_grad():
+            logits = model(input_ids=ids, mm_token_type_ids=(ids == image).long(), **seen).logits[
+                0, len(before) - 1 : -1
+            ]
+        losses += float(torch.nn.functional.cross_entropy(logits, ids[0, len(before) :], reduction="sum"))
+        targets += len(after)
+    assert entry["loss"] == pytest.approx(losses / targets, abs=1e-5)

@@ -90,3 +90,38 @@ def pairs(count: int = 8) -> Dataset:
         for number, (word, picture) in enumerate(zip(tiny.THINGS, pictures(count), strict=False))
     ]  # fmt: skip
     return Dataset.from_list(rows)
+
+
+QWEN_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+def tiny_qwen(folder: Path) -> Path:
+    """Write a Qwen2.5-VL of two layers with its tokenizer and image processor; its processor needs torchvision."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = tiny.tiny_tokenizer()
+    tokens = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.chat_template = QWEN_TEMPLATE
+    start, image, _ = tokenizer.convert_tokens_to_ids(tokens)
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4, "window_size": 16,
+        "out_hidden_size": 32, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    text = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(
+        vision_config=vision, text_config=text, image_token_id=image, vision_start_token_id=start,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    return folder
