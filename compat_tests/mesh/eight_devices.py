@@ -324,8 +324,8 @@ def test_words(said, sizes, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("said", "text"), [
-    ({"mesh_shape": "data:3"}, "mesh_shape asks for data 3 = 3 devices, and there are 8. Make the product 8, or say"),
-    ({"mesh_shape": "data:16"}, "mesh_shape asks for data 16 = 16 devices, and there are 8."),
+    ({"mesh_shape": "data:3"}, "mesh_shape asks for data 3 = 3 devices, but there are 8. Make the product 8, or use"),
+    ({"mesh_shape": "data:16"}, "mesh_shape asks for data 16 = 16 devices, but there are 8."),
     ({"mesh_shape": "fsdp:2,tensor:4"}, "mesh: tensor=4 does not divide the 2 key heads of .* Choose a divisor"),
     ({"deepspeed": {"train_batch_size": 8}},
      "deepspeed sets train_batch_size to 8, but 8 devices x per_device_train_batch_size x gradient_acc.* = 16"),

@@ -119,7 +119,7 @@ def test_meshes_that_no_generation_has(load):
         load("data:4,sequence:2")
     with pytest.raises(ValueError, match="tensor=8 does not divide the"):
         load("tensor:8")
-    with pytest.raises(ValueError, match="mesh_shape asks for data 3 = 3 devices, and there are 8"):
+    with pytest.raises(ValueError, match="mesh_shape asks for data 3 = 3 devices, but there are 8"):
         load("data:3")
 
 

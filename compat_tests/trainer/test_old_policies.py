@@ -159,6 +159,6 @@ def test_tokens_that_are_no_text_are_named(checkpoint):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_penalty_is_a_reward_function_more(tmp_path):
-    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 beside reward_weights: the penalty is one reward"):
+    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 cannot be combined with reward_weights"):
         trl_jax.RLOOConfig(str(tmp_path), missing_eos_penalty=1.0, reward_weights=[1.0])
     assert MissingEos(2.0, lambda: 3)(completion_ids=[[1, 3], [1, 2]]) == [0.0, -2.0]
