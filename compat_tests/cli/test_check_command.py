@@ -49,7 +49,7 @@ WANTED = {
     "SFTConfig(packing_strategy='wrapped')": (WORKS, ""), "SFTConfig(packing=...)": (WORKS, ""),
     "SFTConfig(wrong=...)": (REFUSED, "SFTConfig has no argument 'wrong'"),
     "SFTConfig(torch_dtype=...)": (CHANGED, "An old name: use dtype."),
-    "SFTConfig(optim_target_modules=...)": (CHANGED, "Refused unless it has its default value: it belongs to GaLore"),
+    "SFTConfig(optim_target_modules=...)": (CHANGED, "Refused unless it has its default value: it is for GaLore"),
     "SFTConfig(warmup_ratio=0.1)": (CHANGED, "use warmup_steps"), "SFTConfig(warmup_steps=0.1)": (WORKS, ""),
     "trl.SFTTrainer": (WORKS, ""), "SFTTrainer(args=...)": (WORKS, ""), "SFTTrainer(peft_config=...)": (WORKS, ""),
     "SFTTrainer(tokenizer=...)": (CHANGED, "pass it as processing_class"),

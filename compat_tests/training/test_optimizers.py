@@ -234,7 +234,7 @@ def test_a_schedule_that_follows_a_metric_goes_on_from_its_state(kind):
         ("adamw_torch", "foo=1", "optim_args has the key 'foo', but optim='adamw_torch' takes no keys; leave it out."),
         ("sgd", "momentum", "optim_args must be KEY=VALUE pairs, got 'momentum': momentum has no value."),
         ("sgd", "momentum=much", "momentum of optim_args must be of type float, got 'much'."),
-        ("sgd", "nesterov=true", "optim_args='nesterov=true': nesterov needs a momentum and no dampening."),
+        ("sgd", "nesterov=true", "optim_args='nesterov=true': nesterov requires a momentum and no dampening."),
     ],
 )  # fmt: skip
 def test_optim_args_that_mean_nothing(name, text, error):
