@@ -386,7 +386,7 @@ def test_what_is_no_dataset_is_refused(make, rows, error, text):
 
 
 def test_arguments_of_its_own_config_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="^max_length=0"):
+    with pytest.raises(ValueError, match="^max_length must be a whole number of at least 1 or None, got 0"):
         PointwiseConfig(str(tmp_path), max_length=0)
     with pytest.raises(ValueError, match="^batch_layout='mixed'"):
         PointwiseConfig(str(tmp_path), batch_layout="mixed")

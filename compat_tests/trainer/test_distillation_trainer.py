@@ -64,7 +64,7 @@ REFUSED = {
         {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")},
         "Prompt-learning PEFT methods",
     ),
-    "beta": ({"config": {"beta": 1.5}}, "beta=1.5"),
+    "beta": ({"config": {"beta": 1.5}}, "beta must be at most 1.0, got 1.5"),
     "texts divided": ({"config": {"mesh_shape": "sequence:2"}}, "DistillationTrainer does not support sequence-dim"),
 }
 

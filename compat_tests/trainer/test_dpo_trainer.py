@@ -324,7 +324,7 @@ def test_max_prompt_length_of_the_trainer_and_of_rows_that_are_joined(model, tmp
     [
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "together with `precompute_ref_log_probs=True`"),
         ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha must be a number from 0.0 to 1.0, .*, got 1.5"),
-        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps=0"),
+        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps must be a whole number of at least 1, got 0"),
         ({"loss_type": "nothing"}, "Unknown loss type: nothing. Should be one of"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "`loss_weights` must have the same length"),
         ({"f_divergence_type": "forward_kl", "loss_type": "bco_pair"}, "only supported for the following loss types"),

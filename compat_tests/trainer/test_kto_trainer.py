@@ -207,7 +207,7 @@ def test_what_it_warns_of(model, tmp_path, caplog, rows, config, words):
         ({"per_device_train_batch_size": 1}, r"Actual \(not effective\) batch size must be > 1"),
         ({"loss_type": "nothing"}, "loss_type='nothing' .*supported: kto, apo_zero_unpaired"),
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "together with `precompute_ref_log_probs=True`"),
-        ({"desirable_weight": -1.0}, "desirable_weight=-1.0"),
+        ({"desirable_weight": -1.0}, "desirable_weight must be a number of at least 0, got -1.0"),
     ],
 )
 def test_arguments_that_are_refused(model, tmp_path, config, words):

@@ -148,7 +148,7 @@ REFUSED = {
     "other rows": ("KTO", {"loss_type": "apo_zero_unpaired"}, ValueError, "asks for rows of the columns .*KTOConfig"),
     "no such loss": ("DPO", {"loss_types": ["best"]}, ValueError, "Unknown loss type: best"),
     "too few weights": ("DPO", {"loss_weights": [0.2, 0.3]}, ValueError, "must have the same length as `loss_type`"),
-    "beta": ("DPO", {"beta": -1}, ValueError, "beta must be a number of at least 0, got -1"),
+    "beta": ("DPO", {"beta": -1}, ValueError, "beta must be a number of at least 1e-09, got -1"),
     "smoother": ("SFT", {"label_smoother": object()}, TypeError, "label_smoother was set.*label_smoothing_factor"),
     "noise": ("Reward", {"neftune_noise_alpha": 5.0}, TypeError, "neftune_noise_alpha was set.*in the arguments"),
     "divisor": ("SFT", {"model_accepts_loss_kwargs": False}, TypeError, "divided by the targets of the whole step"),
