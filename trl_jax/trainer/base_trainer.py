@@ -168,7 +168,6 @@ class BaseTrainer(abc.ABC):
         progress = self._begin(args, spec)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.accelerator = Accelerator(args, self.end)
         given = setup.Given(
             model, torch_model, processing_class, train_dataset, eval_dataset, adapter, quantization_config, callbacks
         )
@@ -177,6 +176,7 @@ class BaseTrainer(abc.ABC):
             spec, args, self._editable.task, given, pad_to_multiple_of=multiple, progress=progress
         )
         self._editable = self._setup.editable
+        self.accelerator = Accelerator(args, self.end)  # asks for the devices, and rows are prepared before JAX starts
         if self.data_collator is None:
             self._data_collator = self._collator()
         self.parts = setup.assemble(
