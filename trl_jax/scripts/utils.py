@@ -377,4 +377,4 @@ def strtobool(val: str) -> bool:
     for truth, texts in ((True, "y yes t true on 1"), (False, "n no f false off 0")):
         if val.lower() in texts.split():
             return truth
-    raise ValueError(f"Invalid truth value {val!r}: expected yes or no, true or false, on or off, 1 or 0.")
+    raise ValueError(f"A truth value must be yes or no, true or false, on or off, 1 or 0, got {val!r}.")

@@ -131,4 +131,4 @@ def load_image_processor(folder: Path) -> Any:
             f"{folder}: there is no preprocessor_config.json, which says how images are resized. Save the model's "
             "processor there with save_pretrained, or pass it as processing_class."
         )
-    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
