@@ -15,10 +15,10 @@ import numpy as np
 class Rope:
     """Settings of a rope.
 
-    `kind` is one of default, linear, proportional, axial, axial_in_turn, llama3, yarn, longrope; the fields after `axes`
-    are for the last three. `channels` is the number of rotated channels, if it differs between layers; of a proportional rope,
-    only this `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any text of the batch is
-    longer than `original_length`, by `long_attention_factor` (if not None).
+    `kind` is one of default, linear, proportional, axial, axial_in_turn, llama3, yarn, longrope; the fields after
+    `axes` are for the last three. `channels` is the number of rotated channels, if it differs between layers; of a
+    proportional rope, only this `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any
+    text of the batch is longer than `original_length`, by `long_attention_factor` (if not None).
 
     With `axes`, positions may have several axes, `[R, T, A]`: pair i of channels turns with axis `axes[i]`.
     """

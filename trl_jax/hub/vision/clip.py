@@ -69,8 +69,8 @@ def arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 
 def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Images `[N, C, H, W]` to patches `[N, H / size x W / size, C x size x size]`, row by row. Pixels at the bottom and
-    on the right that fill no patch are left out."""
+    """Images `[N, C, H, W]` to patches `[N, H / size x W / size, C x size x size]`, row by row. Pixels at the bottom
+    and on the right that fill no patch are left out."""
     count, channels, height, width = pixels.shape
     rows, columns = height // size, width // size
     whole = pixels[:, :, : rows * size, : columns * size]

@@ -57,8 +57,8 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
         rows, columns = height // size, width // size
         if min(rows, columns) < merge:
             raise ValueError(
-                f"an image has {rows} x {columns} patches, wanted at least spatial_merge_size {merge} rows and columns. "
-                "Use the image processor of the checkpoint."
+                f"an image has {rows} x {columns} patches, wanted at least {merge} (spatial_merge_size) rows and "
+                "columns. Use the image processor of the checkpoint."
             )
         [patches] = clip.patches_of(pixels[None, :, :height, :width], size)
         groups = squares(rows, columns, merge)
