@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trl_jax.hub.config_reader import ConfigReader, read_rope
-from trl_jax.nn.rope import rope_angles, rotate
+from trl_jax.nn.rope import Rope, rope_angles, rotate
 
 LLAMA3 = {
     "factor": 8.0,
@@ -82,3 +82,20 @@ def test_rotation_keeps_lengths_and_depends_on_distance():
     assert np.linalg.norm(turned(q, 9)) == pytest.approx(np.linalg.norm(q), rel=1e-6)
     assert np.sum(turned(q, 9) * turned(k, 4)) == pytest.approx(np.sum(turned(q, 25) * turned(k, 20)), rel=1e-4)
     assert np.sum(turned(q, 9) * turned(k, 4)) != pytest.approx(np.sum(turned(q, 9) * turned(k, 5)), rel=1e-2)
+
+
+@pytest.mark.parametrize(("theta", "head_dim"), [(10_000.0, 64), (500.0, 16), (100.0, 24)])
+def test_axes_that_take_frequencies_in_turn(theta, head_dim):
+    torch = pytest.importorskip("torch")
+    from transformers import PixtralVisionConfig
+    from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
+
+    facts = {"hidden_size": 2 * head_dim, "num_attention_heads": 2}
+    theirs = PixtralVisionRotaryEmbedding(PixtralVisionConfig(**facts, rope_parameters={"rope_theta": theta}))
+    places = np.random.default_rng(0).integers(0, 110, (9, 2))
+    wanted = theirs(torch.zeros(1), torch.tensor(places))
+    axes = (0,) * (head_dim // 4) + (1,) * (head_dim // 4)
+    rope = Rope(theta, "axial_in_turn", axes=axes)
+    np.testing.assert_allclose(rope.frequencies(head_dim, 1), theirs.inv_freq.numpy(), rtol=1e-7)
+    for found, whole in zip(rope_angles(jnp.asarray(places[None]), [rope], head_dim, 1), wanted, strict=True):
+        np.testing.assert_allclose(found[0, 0, :, 0], whole[:, : head_dim // 2].numpy(), atol=1e-5)

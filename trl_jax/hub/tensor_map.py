@@ -60,16 +60,19 @@ class ExpertRows(Rows):
 
 @dataclass(frozen=True)
 class OneRow:
-    """A vector that is stored on disk as a matrix with one row."""
+    """An array that is stored on disk with leading axes of size 1: with one of them, a vector as a matrix with one
+    row."""
+
+    axes: int = 1
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return (1, *ours)
+        return (1,) * self.axes + ours
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        return tensor[0]
+        return tensor[(0,) * self.axes]
 
     def rows(self, array: Any) -> Any:
-        return array[0]
+        return array[(0,) * self.axes]
 
 
 @dataclass(frozen=True)

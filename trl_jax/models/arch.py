@@ -98,6 +98,7 @@ class Arch:
     - kinds: None if all layers attend and, if there are experts, all have them.
     - mlp_scales: multiply the MLP's gate before the activation, and the MLP's output.
     - layer_scalar: each layer ends by scaling the residual stream by a number that is not trained.
+    - layer_scale: the outputs of attention and MLP are multiplied by learned vectors (LayerScale, arXiv:2103.17239).
     - rope_sections: the rotated channels of a head consist of this many equal sections, each with pairs of its own.
     - clipped_maps: inputs and outputs of the linear maps of attention and MLP are clipped to limits of the checkpoint.
     - image_attention: for each layer, whether the tokens of an image also attend to the tokens of the image that follow
@@ -157,6 +158,7 @@ class Arch:
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     layer_embedding: LayerEmbedding | None = None
     layer_scalar: bool = False
+    layer_scale: bool = False
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -203,6 +205,7 @@ class Connector:
     """How the outputs of a vision tower become the features that take the place of token embeddings.
 
     - group: outputs per feature, concatenated or, if `pooled`, averaged.
+    - by_channel: the first channel of all outputs of a group is followed by their second channel, and so on.
     - scale: multiplies the group. standardized: the checkpoint then has a shift and a scale for each channel, which are
       not trained.
     - norm: a key of nn.layers.NORMS, applied to each output, or to their concatenation if `norm_grouped`; None: no
@@ -215,6 +218,7 @@ class Connector:
     out_size: int
     group: int = 1
     pooled: bool = False
+    by_channel: bool = False
     scale: float = 1.0
     standardized: bool = False
     norm: str | None = None

@@ -296,6 +296,10 @@ class Block(nnx.Module):
         self.attention = None if kind.mixer is None else _mixer(arch, kind)
         self.mlp = _mlp(arch, kind) if kind.mlp else None
         self.beside = ExpertsBeside(arch) if kind.experts and arch.experts.beside_mlp else None
+        self.attention_scale, self.mlp_scale = (
+            nnx.Param(jnp.ones(arch.hidden_size, jnp.float32), axes=("norm",)) if arch.layer_scale else None
+            for _ in range(2)
+        )
         self.layer_input = None if arch.layer_embedding is None else LayerInput(arch)
         self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32), axes=("",)) if arch.layer_scalar else None
         self.arch, self.kind = arch, kind
@@ -343,7 +347,7 @@ class Block(nnx.Module):
         arch = self.arch
         dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
         out, kept = self.attention(x, inputs, dropout)
-        out = apply(self.attention_out_norm, out)
+        out = _times(apply(self.attention_out_norm, out), self.attention_scale)
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
         return scaled(out, arch.residual_scale), kept
 
@@ -358,6 +362,7 @@ class Block(nnx.Module):
         arch, drawn = self.arch, router_key is not None and self.kind.experts
         out = self.mlp(x, key=router_key) if drawn else self.mlp(x)
         out = apply(self.mlp_out_norm, out if self.beside is None else self.beside(out, h))
+        out = _times(out, self.mlp_scale)
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
     def _finish_layer(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
@@ -390,6 +395,10 @@ def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1.0 else x * scale
+
+
+def _times(x: jax.Array, scale: nnx.Param | None) -> jax.Array:
+    return x if scale is None else x * scale[...].astype(x.dtype)
 
 
 # Experts in addition to an MLP

@@ -104,6 +104,7 @@ class Projector(nnx.Module):
         if not arch.norm_grouped:
             h = apply(self.norm, h)
         x = jax.vmap(lambda of_shard, index: of_shard[index])(h, groups)
+        x = x.swapaxes(2, 3) if arch.by_channel else x
         x = x.mean(axis=2) if arch.pooled else x.reshape(*groups.shape[:2], -1)
         x = scaled(x, arch.scale)
         if arch.standardized:

@@ -15,10 +15,10 @@ import numpy as np
 class Rope:
     """Settings of a rope.
 
-    `kind` is one of default, linear, proportional, axial, llama3, yarn, longrope; the fields after `axes` are for the
-    last three. `channels` is the number of rotated channels, if it differs between layers; of a proportional rope,
-    only this `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any text of the batch is
-    longer than `original_length`, by `long_attention_factor` (if not None).
+    `kind` is one of default, linear, proportional, axial, axial_in_turn, llama3, yarn, longrope; the fields after
+    `axes` are for the last three. `channels` is the number of rotated channels, if it differs between layers; of a
+    proportional rope, only this `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any
+    text of the batch is longer than `original_length`, by `long_attention_factor` (if not None).
 
     With `axes`, positions may have several axes, `[R, T, A]`: pair i of channels turns with axis `axes[i]`.
     """
@@ -90,6 +90,13 @@ def _axial(rope: Rope, powers: np.ndarray) -> np.ndarray:
     return np.tile(half, 2)
 
 
+def _axial_in_turn(rope: Rope, powers: np.ndarray) -> np.ndarray:
+    """Two axes that take the frequencies of a default rope in turn: first all pairs of one axis, then those of the
+    other."""
+    base = 1 / powers
+    return np.concatenate([base[0::2], base[1::2]])
+
+
 def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """Llama 3.1: long wavelengths are slowed down by `factor`, short ones kept, those in between blended."""
     base = 1 / powers
@@ -117,8 +124,8 @@ def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
 
 
 _STRETCHES = {
-    "default": _unchanged, "linear": _linear, "proportional": _proportional, "axial": _axial, "llama3": _llama3,
-    "yarn": _yarn,
+    "default": _unchanged, "linear": _linear, "proportional": _proportional, "axial": _axial,
+    "axial_in_turn": _axial_in_turn, "llama3": _llama3, "yarn": _yarn,
 }  # fmt: skip
 
 

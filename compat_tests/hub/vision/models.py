@@ -74,6 +74,26 @@ def _grid(frames: int, rows: int, columns: int, channels: int) -> dict[str, np.n
     }
 
 
+def _masked(*sizes: tuple[int, int], side: int = 46) -> dict[str, np.ndarray]:
+    """Tiles of `side` x `side` pixels, of which only these heights and widths are no padding; padded to 3 tiles."""
+    tiles, masks = np.zeros((1, 3, 3, side, side), np.float32), np.zeros((1, 3, side, side), np.int64)
+    for number, (height, width) in enumerate(sizes):
+        masks[0, number, :height, :width] = 1
+        tiles[0, number, :, :height, :width] = pixels(3, height, width)
+    return {"pixel_values": tiles, "pixel_attention_mask": masks}
+
+
+def _sized(height: int, width: int) -> dict[str, np.ndarray]:
+    """A picture of this size, padded to 40 x 40 pixels."""
+    padding = ((0, 0), (0, 0), (0, 40 - height), (0, 40 - width))
+    return {"pixel_values": np.pad(pixels(1, 3, height, width), padding), "image_sizes": np.array([[height, width]])}
+
+
+def _counted(tiles: int) -> dict[str, np.ndarray]:
+    """Tiles of 28 x 28 pixels, and their number."""
+    return {"pixel_values": pixels(tiles, 3, 28, 28), "num_patches": np.array([tiles])}
+
+
 _INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _DELTA = {
     "num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -97,6 +117,18 @@ GEMMA4_TOWER = {
 GEMMA4_TEXT = TEXT | {
     "head_dim": 8, "global_head_dim": 16, "sliding_window": 5,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+_IDEFICS3_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+INTERNVL_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+PIXTRAL_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 40,
+    "patch_size": 4,
 }  # fmt: skip
 
 CASES = {
@@ -138,6 +170,51 @@ CASES = {
         [8, 3, 4],
         _types,
     ),
+    "idefics3": Case(
+        "Idefics3Config",
+        {
+            "vision_config": _IDEFICS3_TOWER,
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": IMAGE,
+        },
+        # whole tiles with more patches than the table has rows, and padding that fills patches, or only a part
+        [_masked((46, 46), (46, 46), (46, 46)), _masked((46, 30), (14, 42)), _masked((29, 36))],
+        [27, 18, 9],
+    ),
+    "internvl": Case(
+        "InternVLConfig",
+        {
+            "vision_config": INTERNVL_TOWER | {
+                "attention_bias": True, "use_qk_norm": True, "norm_type": "rms_norm", "use_mask_token": True,
+            },
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "image_token_id": IMAGE,
+        },
+        [_counted(3), _counted(1), _counted(4)],
+        [12, 4, 16],
+    ),
+    "internvl with a last norm": Case(
+        "InternVLConfig",
+        {
+            "vision_config": INTERNVL_TOWER | {"use_mean_pooling": False, "use_absolute_position_embeddings": False},
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": IMAGE,
+            "downsample_ratio": 0.25,
+        },
+        [_counted(3), _counted(1), _counted(4)],
+        [3, 1, 4],
+    ),
+    "internvl with an earlier layer": Case(
+        "InternVLConfig",
+        {
+            "vision_config": INTERNVL_TOWER | {"use_mean_pooling": False},
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "image_token_id": IMAGE,
+            "vision_feature_layer": -2,
+        },
+        [_counted(3), _counted(1), _counted(4)],
+        [12, 4, 16],
+    ),
     "llava": Case(
         "LlavaConfig",
         {
@@ -172,6 +249,29 @@ CASES = {
         },
         [_tiled(3, 20, 100), _tiled(3, 100, 30), _tiled(5, 60, 60)],
         [16 + 2 * 9, 16 + 8 * 3, 16 + 8 * 9],
+    ),
+    "mistral3": Case(
+        "Mistral3Config",
+        {
+            "vision_config": PIXTRAL_TOWER,
+            "text_config": {"model_type": "mistral", "head_dim": 8, "sliding_window": None, **TEXT},
+            "image_token_index": IMAGE,
+        },
+        [_sized(40, 24), _sized(16, 40), _sized(21, 37)],  # the last fills neither patches nor squares
+        [15, 10, 8],
+    ),
+    "mistral3 with biases": Case(
+        "Mistral3Config",
+        {
+            "vision_config": PIXTRAL_TOWER | {"hidden_act": "silu", "rope_parameters": {"rope_theta": 500.0}},
+            "text_config": {"model_type": "ministral3", "head_dim": 8, **TEXT},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -2,
+            "multimodal_projector_bias": True,
+            "spatial_merge_size": 3,
+        },
+        [_sized(40, 24), _sized(16, 40), _sized(24, 40)],
+        [6, 3, 6],
     ),
     "qwen2_5_vl": Case(
         "Qwen2_5_VLConfig",
@@ -254,5 +354,16 @@ CASES = {
         _QWEN3_IMAGES,
         [12, 10, 1],
         _types,
+    ),
+    "smolvlm": Case(
+        "SmolVLMConfig",
+        {
+            "vision_config": _IDEFICS3_TOWER | {"image_size": 46},
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": IMAGE,
+            "scale_factor": 3,
+        },
+        [_masked((46, 46), (46, 46), (46, 46)), _masked((46, 46)), _masked((29, 36), (46, 46))],
+        [12, 4, 8],
     ),
 }  # fmt: skip

@@ -69,9 +69,12 @@ def arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 
 def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Images `[N, C, H, W]` to patches `[N, H / size x W / size, C x size x size]`, row by row."""
+    """Images `[N, C, H, W]` to patches `[N, H / size x W / size, C x size x size]`, row by row. Pixels at the bottom
+    and on the right that fill no patch are left out."""
     count, channels, height, width = pixels.shape
-    parts = pixels.reshape(count, channels, height // size, size, width // size, size)
+    rows, columns = height // size, width // size
+    whole = pixels[:, :, : rows * size, : columns * size]
+    parts = whole.reshape(count, channels, rows, size, columns, size)
     return parts.transpose(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * size**2)
 
 
@@ -122,6 +125,11 @@ PREFIXES = (
     ("vision_tower.", "vision_tower.vision_model."),
     ("vision_tower.", "model.vision_tower."),
     ("model.vision_tower.", "model.vision_tower.vision_model."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+# For towers with the same names in all files.
+NEWER_PREFIXES = (
+    ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
 

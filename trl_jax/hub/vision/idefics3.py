@@ -1,0 +1,90 @@
+"""idefics3 and smolvlm: a SigLIP-like tower for tiles of a picture, and one linear map of squares of patches.
+
+A tile may be padded. Learned positions are those of the nearest row and column in a table for whole tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trl_jax.data.images import ImagePatches
+from trl_jax.hub.config_reader import ConfigReader
+from trl_jax.hub.tensor_map import Names
+from trl_jax.hub.vision import VisionFamily, clip
+from trl_jax.hub.vision.gemma3 import squares
+from trl_jax.models.arch import Connector, VisionArch
+
+
+def _arch(config: ConfigReader, whole: Any) -> VisionArch:
+    config.refuse("attention_dropout", 0.0)
+    for key in ("max_image_size", "size"):
+        config.value(key)  # of the image processor
+    patch, image, channels = (config.size(key) for key in ("patch_size", "image_size", "num_channels"))
+    if patch > image:
+        raise config.wrong("patch_size", patch, f"at most image_size {image}")
+    connector = Connector(whole.text_config.hidden_size, group=whole.scale_factor**2, bias=False)
+    return VisionArch(
+        clip.tower(config), connector, (channels, patch, patch), patch_bias=True, position_rows=(image // patch) ** 2,
+        post_norm=True,
+    )  # fmt: skip
+
+
+def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
+    """One image from each row of tiles `[N, tiles, C, H, W]`. Tiles of zeros pad the row."""
+    found = []
+    for pixels, masks in zip(processed["pixel_values"], processed["pixel_attention_mask"], strict=True):
+        there = pixels.any(axis=(1, 2, 3))
+        found.append(_image(pixels[there], masks[there], whole))
+    return found
+
+
+def _image(pixels: np.ndarray, masks: np.ndarray, whole: Any) -> ImagePatches:
+    """From the pixels of tiles `[N, C, H, W]`, and masks `[N, H, W]` of those that are no padding."""
+    vision, scale = whole.vision_config, whole.scale_factor
+    size, side = vision.patch_size, vision.image_size // vision.patch_size
+    rows, columns = (length // size for length in pixels.shape[2:])
+    if rows != columns or rows % scale:
+        raise ValueError(
+            f"a tile has {rows} x {columns} patches, wanted a square whose side is a multiple of scale_factor {scale}. "
+            "Use the image processor of the checkpoint."
+        )
+    masks = masks[:, : rows * size, : columns * size].reshape(-1, rows, size, columns, size).any(axis=(2, 4))
+    patches, squared = clip.patches_of(pixels, size), squares(rows, columns, scale)
+    parts = {"patches": [], "places": [], "spans": [], "groups": [], "table": []}
+    for number, mask in enumerate(masks):
+        first, seen = number * rows * columns, mask.reshape(-1)
+        order = np.argsort(~seen, kind="stable")  # so that the patches that others attend to are in one range
+        down, across = nearest(mask[:, 0].sum(), rows, side), nearest(mask[0].sum(), columns, side)
+        table = np.where(mask, down[:, None] * side + across, 0).reshape(-1, 1)
+        parts["patches"].append(patches[number][order])
+        parts["places"].append(np.stack(np.divmod(order, columns), axis=1))
+        parts["spans"].append(np.tile([first, first + seen.sum()], (len(order), 1)))
+        parts["groups"].append(first + np.argsort(order)[squared])
+        parts["table"].append(table[order])
+    patches, *others = (np.concatenate(arrays) for arrays in parts.values())
+    places, spans, groups, table = (array.astype(np.int32) for array in others)
+    return ImagePatches(patches, places, spans, groups, np.arange(len(groups), dtype=np.int32), table=table)
+
+
+def nearest(count: int, padded: int, side: int) -> np.ndarray:
+    """The rows of a table of `side` rows at the rows of a picture with `count` rows of patches, padded: int `[padded]`.
+
+    Rounds as transformers does, in float32.
+    """
+    limits = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+    shares = np.arange(padded, dtype=np.float32) * (np.float32(1) / np.float32(count))
+    return np.searchsorted(limits, np.minimum(shares, np.float32(1 - 1e-6)), side="right")
+
+
+def _names(arch: VisionArch) -> Names:
+    return clip.tower_names(arch, "model.vision_model.") | {
+        "vision.connector.down": "model.connector.modality_projection.proj"
+    }
+
+
+FAMILIES = tuple(
+    VisionFamily(name, _arch, _names, _patches, pixels=("pixel_values", "pixel_attention_mask"), rows=False)
+    for name in ("idefics3", "smolvlm")
+)
