@@ -28,6 +28,7 @@ from trl_jax.mesh.mesh import ShardingPlan, make_mesh, undivided
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 from trl_jax.training import (
+from trl_jax.training.forward import Forward
     layout,
     step,
 )
@@ -261,13 +262,13 @@ def test_collectives_run_beside_products_on_gpus():
 
 
 def test_a_gathered_row_would_be_noticed(checkpoint, tmp_path, monkeypatch):
-    loss = RewardTrainer.loss
+    loss = Forward.loss
 
     def gathering(self, params, batch, key, **how):
         total, metrics = loss(self, params, batch, key, **how)
         return total + 0 * jnp.sum(jax.lax.all_gather(batch.tokens, "data")).astype(jnp.float32), metrics
 
-    monkeypatch.setattr(RewardTrainer, "loss", gathering)
+    monkeypatch.setattr(Forward, "loss", gathering)
     done, found = compiled(trainer(checkpoint, tmp_path, mesh_shape="data:8"))
     assert re.search(r"= s32\[8,1,\d+\]\S* all-gather", done.as_text())
     assert {kind for kind, shape in found if np.prod(shape) > 64} == {"all-reduce"}  # what data alone should need
