@@ -28,11 +28,11 @@ from trl_jax.mesh.mesh import ShardingPlan, make_mesh, undivided
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 from trl_jax.training import (
-from trl_jax.training.forward import Forward
     layout,
     step,
 )
 from trl_jax.training.devices import compiler_options
+from trl_jax.training.forward import Forward
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
