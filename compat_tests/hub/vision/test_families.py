@@ -183,8 +183,9 @@ def test_images_of_two_shards_have_the_same_logits(case):
     rows = texts(case)[1:]
     tokens, positions, reads, images = padded(native, case, model, rows)
     parts = [images_of(native, case, numbers, model) for _, numbers in rows]
-    second = sum(len(image.groups) for image in parts[0])
-    at = np.stack([images.at[0], np.where(images.at[1] < 0, -1, images.at[1] - second)])
+    at = np.full_like(tokens, -1)
+    for row, ((ids, _), own) in enumerate(zip(rows, parts, strict=True)):
+        at[row, : len(ids)] = feature_index(ids, IMAGE, own)
     module = merge(backend.graph, params)
     whole, divided = (
         module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, each))

@@ -53,13 +53,13 @@ def test_names_of_older_and_newer_files_are_read_and_kept(name, tmp_path):
 
 
 REFUSED = {
-    "another tower": ("gemma3", {"vision_config": {"model_type": "clip_vision_model"}}, "model_type is 'clip_vision"),
+    "another tower": ("gemma3", {"vision_config": {"model_type": "clip_vision_model"}}, "must be .* got 'clip_vision"),
     "too many tokens": ("gemma3", {"mm_tokens_per_image": 49}, "mm_tokens_per_image is 49, wanted a square of 1 to 6"),
     "another rope": (
         "gemma4", {"vision_config": {"rope_parameters": {"rope_type": "axial", "rope_theta": 100.0, "factor": 2.0}}},
         "rope_parameters has keys .* factor=2.0",
     ),
-    "odd channels": ("gemma4", {"vision_config": {"head_dim": 6}}, "head_dim is 6, wanted a multiple of 4"),
+    "odd channels": ("gemma4", {"vision_config": {"head_dim": 6}}, "head_dim must be a multiple of 4"),
     "no tower": ("gemma4", {"vision_config": None}, "vision_config is null"),
     "a class token in each tile": (
         "llava_next", {"vision_feature_select_strategy": "full"},
