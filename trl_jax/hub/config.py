@@ -54,9 +54,15 @@ class NativeConfig:
 
     @property
     def names(self) -> Names:
-        """Our module names -> names on disk, for trunk and head."""
-        names = self.family.names(self.arch) | dict(self.head.names)
-        return names if self.vision_arch is None else names | self.vision.names(self.vision_arch)
+        """Our module names -> names on disk, for trunk and head; before the text model, what precedes it in
+        transformers' model."""
+        text = self.family.names(self.arch)
+        if self.vision_arch is None:
+            return text | dict(self.head.names)
+        vision = self.vision.names(self.vision_arch)
+        later = {ours for ours in vision if self.vision.connector_last and not ours.startswith("vision.tower.")}
+        before = {ours: name for ours, name in vision.items() if ours not in later}
+        return before | text | {ours: vision[ours] for ours in vision if ours in later} | dict(self.head.names)
 
     @property
     def vision_arch(self) -> VisionArch | None:

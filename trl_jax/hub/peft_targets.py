@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from flax import nnx
@@ -412,10 +413,19 @@ def _kind(module: Any, path: str, entry: TensorEntry) -> str:
 
 
 def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
-    """Every module by its full name, with its layer index from 0, in the order of `named_modules`."""
-    vision = [module for module in modules if of_vision(module.tensor_map[0])]
-    if vision and len(vision) < len(modules):
-        return in_order(vision) + in_order([module for module in modules if module not in vision])
+    """Every module by its full name, with its layer index from 0, in the order of `named_modules`: a vision tower, its
+    connectors and the text model one after another."""
+    return [place for _, part in groupby(modules, _part) for place in _layer_by_layer(list(part))]
+
+
+def _part(module: Module) -> str:
+    """The part of a model with a vision tower that a module belongs to."""
+    first = module.tensor_map[0]
+    return first.path.split(".")[1] if of_vision(first) else ""
+
+
+def _layer_by_layer(modules: list[Module]) -> list[tuple[str, Module, int]]:
+    """The modules of one part: those before the layers, the layers, and those after them."""
     at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
     before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
     stacked = [module for module in modules if module.stacked]

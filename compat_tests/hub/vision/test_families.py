@@ -15,6 +15,7 @@ from trl_jax.core.outputs import Packed
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.native_backend import load_native
+from trl_jax.hub.peft_targets import in_order, modules_of
 from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import layers_gathered_by
 from trl_jax.models.model import merge
@@ -216,3 +217,21 @@ def test_the_page_lists_all_model_types():
     trains = {name for name, family in vision_families().items() if family.rows}
     assert listed == trains
     assert vision_families().keys() == {name.split()[0] for name in CASES}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if " " not in name])
+def test_linear_maps_are_in_the_order_of_transformers(name, tmp_path):
+    """PEFT draws the first values of adapters in this order."""
+    import transformers
+
+    case = CASES[name]
+    config = getattr(transformers, case.config_class)(**case.values)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    native = read_native_config(tmp_path, "lm").with_images()
+    found = [one for one, module, _ in in_order(modules_of(native)) if module.kind == "linear"]
+    wanted = [one for one, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    left_out = {*wanted} - {*found}  # tied heads, and layers that no feature is read from
+    assert found == [one for one in wanted if one not in left_out]
+    assert all(one.endswith("lm_head") or ".layers.2." in one for one in left_out)

@@ -12,7 +12,6 @@ from compat_tests.hub.vision.models import CASES, pixels
 from compat_tests.hub.vision.test_families import built
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.native_backend import load_native
-from trl_jax.hub.peft_targets import in_order, modules_of
 from trl_jax.hub.vision import vision_families
 from trl_jax.hub.vision.idefics3 import nearest
 
@@ -85,19 +84,6 @@ def test_keys_of_published_configs_are_read(tmp_path, caplog):
 
 
 # Adapters
-
-
-@pytest.mark.parametrize("name", ["idefics3", "internvl", "mistral3", "smolvlm"])
-def test_linear_maps_are_in_the_order_of_transformers(name, tmp_path):
-    import transformers
-
-    config = config_of(name, tmp_path)
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-    wanted = [one for one, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    native = read_native_config(tmp_path, "lm").with_images()
-    found = [one for one, module, _ in in_order(modules_of(native)) if module.kind == "linear"]
-    assert found == (wanted[:-1] if native.is_tied else wanted)  # the last is the head
 
 
 # What is refused

@@ -36,6 +36,7 @@ class VisionFamily:
         modules: (prefix of `names`, how transformers' modules are called instead).
         expansion: an image, the image token and transformers' config object -> the text that takes the place of the
             image token in a text.
+        connector_last: whether the connector follows the text model in transformers' model.
         rows: whether texts with placeholders can be expanded, so that trainers take rows with images.
         image_token: the attribute of the config that holds the id of image tokens.
     """
@@ -50,6 +51,7 @@ class VisionFamily:
     prefixes: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     expansion: Callable[[ImagePatches, str, Any], str] = lambda image, token, config: token * len(image.tokens)
+    connector_last: bool = False
     rows: bool = True
     image_token: str = "image_token_id"
 

@@ -122,6 +122,13 @@ def _text(arch: Arch, whole: Any) -> Arch:
 
 FAMILIES = (
     VisionFamily(
-        "gemma4", _arch, _names, _patches, pixels=("pixel_values", "image_position_ids"), text=_text, rows=False
+        "gemma4",
+        _arch,
+        _names,
+        _patches,
+        pixels=("pixel_values", "image_position_ids"),
+        text=_text,
+        connector_last=True,
+        rows=False,
     ),
 )
