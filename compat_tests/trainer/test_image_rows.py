@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import types
 
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
 import trl_jax
+from compat_tests.hub.vision.models import CASES
 from compat_tests.trainer.vision_models import (
     assistant,
     completions,
@@ -19,8 +21,12 @@ from compat_tests.trainer.vision_models import (
     tiny_qwen,
     user,
 )
+from trl_jax.hub.config import read_native_config
+from trl_jax.hub.native_backend import load_native
+from trl_jax.hub.vision import vision_families
+from trl_jax.training.step import default_optimizer
 
-CASES = {
+KINDS = {
     "messages": ("SFT", messages, {}, None),
     "completions": ("SFT", completions, {}, None),
     "whole": ("SFT", completions, {"completion_only_loss": False}, None),
@@ -61,10 +67,10 @@ def logged(made):
     return [entry for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KINDS)
 def test_losses_and_metrics_are_trls(case, llava, tmp_path):
     trl = pytest.importorskip("trl")
-    kind, rows, options, adapter = CASES[case]
+    kind, rows, options, adapter = KINDS[case]
     theirs = logged(trainer(trl, kind, llava, tmp_path / "trl", rows(), adapter, **options))
     made = trainer(trl_jax, kind, llava, tmp_path / "ours", rows(), adapter, **options)
     ours = logged(made)
@@ -242,3 +248,92 @@ def test_qwens_first_loss_is_transformers(layout, tmp_path):
         losses += float(torch.nn.functional.cross_entropy(logits, ids[0, len(before) :], reduction="sum"))
         targets += len(after)
     assert entry["loss"] == pytest.approx(losses / targets, abs=1e-5)
+
+
+def test_gradients_are_accumulated_over_steps_with_and_without_images(llava, tmp_path):
+    trl = pytest.importorskip("trl")
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2, "weight_decay": 0.1}
+    theirs = logged(trainer(trl, "SFT", llava, tmp_path / "trl", messages(), **options))
+    ours = logged(trainer(trl_jax, "SFT", llava, tmp_path / "ours", messages(), **options))
+    for own, their in zip(ours, theirs, strict=True):
+        assert own["loss"] == pytest.approx(their["loss"], abs=1e-5)
+        assert own["grad_norm"] == pytest.approx(their["grad_norm"], rel=2e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, family in vision_families().items() if family.rows])
+def test_the_parameters_that_decay_are_transformers(name, tmp_path):
+    import transformers
+    from safetensors.torch import load_file
+
+    case = CASES[name]
+    config = getattr(transformers, case.config_class)(**case.values)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    args = transformers.TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none")
+    wanted = {*transformers.Trainer(model, args).get_decay_parameter_names(model)}
+    for parameter_name, parameter in model.named_parameters():
+        parameter.data.fill_(float(parameter_name in wanted))
+    model.save_pretrained(tmp_path / "marked")
+    marks = load_file(tmp_path / "marked" / "model.safetensors")
+    native = read_native_config(tmp_path / "marked", "lm").with_images()
+    params, backend = load_native(native, dtype="float32", seed=0)
+    seen = []
+
+    class Choice:
+        def make(self, decayed, *_):
+            seen.append(decayed)
+
+    options = types.SimpleNamespace(get_warmup_steps=lambda steps: 0, max_grad_norm=1.0)
+    default_optimizer(Choice(), backend, options, 1)
+    [decayed] = seen
+    assert any(decayed.values())
+    for path, entries in decayed.items():
+        assert bool(np.asarray(params[path]).all()) == entries and len(np.unique(np.asarray(params[path]))) == 1, path
+    assert {0.0, 1.0} == {float(value) for tensor in marks.values() for value in tensor.unique()}
+
+
+def test_a_saved_adapter_is_pefts(llava, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    made = trainer(trl_jax, "SFT", llava, tmp_path / "run", completions(), KINDS["lora"][3], max_steps=2)
+    made.train()
+    made.save_model(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(llava), tmp_path / "adapter")
+    row = completions()[0]
+    processor = AutoProcessor.from_pretrained(llava)
+    inputs = processor(
+        images=[row["image"]],
+        text=f"user: <image>{row['prompt'][0]['content']}</s>\nassistant: ",
+        return_tensors="pt",
+        add_special_tokens=False,
+    )
+    answer = processor.tokenizer(f"{row['completion'][0]['content']}</s>\n", add_special_tokens=False)["input_ids"]
+    begun = inputs["input_ids"].shape[1]
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([answer])], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with torch.no_grad():
+        logits = loaded.eval()(**inputs).logits[0, begun - 1 : -1]
+    wanted = torch.nn.functional.cross_entropy(logits, torch.tensor(answer))
+    assert made.evaluate(completions().select([0]))["eval_loss"] == pytest.approx(float(wanted), abs=1e-5)
+
+
+def test_frozen_towers_stay(llava, tmp_path):
+    made = trainer(trl_jax, "SFT", llava, tmp_path, completions(), max_steps=2)
+    for name, parameter in made.model.named_parameters():
+        if "vision_tower" in name:
+            parameter.requires_grad = False
+    before = {path: np.asarray(array) for path, array in made.model.params.items()}
+    made.train()
+    moved = {path for path, array in made.model.params.items() if not np.array_equal(array, before[path])}
+    assert moved and not any(path.startswith("vision.tower.") for path in moved)
+    assert any(path.startswith("vision.connector.") for path in moved)
+
+
+def test_whole_logits_and_other_media_are_refused(llava, tmp_path):
+    made = trainer(trl_jax, "SFT", llava, tmp_path, completions())
+    with pytest.raises(ValueError, match="compute_metrics and predict\\(\\) are not supported for rows with images"):
+        made.predict(completions())
+    video = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "bake?"}]
+    rows = [{"messages": [{"role": "user", "content": video}, *assistant("gladly")], "images": pictures(1)}] * 2
+    with pytest.raises(ValueError, match="Row . of train_dataset: .*rows with videos are not supported"):
+        trainer(trl_jax, "SFT", llava, tmp_path, stream_of(rows)).train()

@@ -171,17 +171,18 @@ def check_no_images(columns: Collection[str], where: str) -> None:
         )
 
 
-def check_no_media(messages: Any, where: str) -> None:
+def check_no_media(messages: Any, where: str, *, images: bool = False) -> None:
     """Raise ValueError for a message with an image, video or audio, for which a template would write a placeholder.
 
     Args:
+        images: whether images are allowed.
         messages: a conversation; anything that is not a list passes.
         where: name of the messages, such as "Row 3 of train_dataset, column 'prompt'".
     """
     for message in messages if isinstance(messages, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else ():
-            if (kind := _media_of(part)) is not None:
+            if (kind := _media_of(part)) is not None and not (images and kind == "images"):
                 raise ValueError(
                     f"{where}: a message with role {message.get('role')!r} contains {brief(part)}, and rows with "
                     f"{kind} are not supported yet. Leave such rows out, or reduce their messages to text."

@@ -92,6 +92,7 @@ class SftImageRows:
                 raise checks.cell_error(_ROW, self.column, row[self.column], "a text")
             text = row[self.column]
         else:
+            checks.check_no_media(row["messages"], f"{_ROW}, column 'messages'", images=True)
             messages = prepare_multimodal_messages(without_null(row["messages"]), pictures)
             pictures = _pictures_in(messages)
             text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
@@ -118,8 +119,12 @@ def prompt_with_answers(
     chat.check_contents(dict(row), ["prompt", *answers], _ROW, "Give all of them as messages, or all as text.")
     prompt, texts, pictures = row["prompt"], [row[column] for column in answers], pictures_of(row)
     if chat.is_messages(prompt):
+        for column in ("prompt", *answers):
+            checks.check_no_media(row[column], f"{_ROW}, column {column!r}", images=True)
         prompt = prepare_multimodal_messages(without_null(prompt), pictures)
         pictures, options = _pictures_in(prompt), _template(chat_template) | {"tokenize": False}
+        # As in TRL, which gives templates `chat_template_kwargs` here, and `tools` nowhere in rows with images.
+        options |= {name: value for name, value in chat.template_options(dict(row), _ROW).items() if name != "tools"}
         talks = [[*prompt, *prepare_multimodal_messages(without_null(text))] for text in texts]
         whole = [chat.rendered(encoder.tokenizer, talk, _ROW, **options) for talk in talks]
         begun = chat.rendered(encoder.tokenizer, prompt, _ROW, **options, **chat.opening(prompt))

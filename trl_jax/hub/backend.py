@@ -33,6 +33,7 @@ class Backend(abc.ABC):
         tensors: path of a parameter -> a name of it on disk.
         dtypes: tensor on disk -> dtype that it is saved in.
         undecayed: paths of parameters without weight decay that cannot be recognized by their names.
+        decays_by_name: paths of norms that transformers recognizes by their names alone, so that some decay.
         buffers: paths of arrays that are saved but never trained.
         infers_lengths: whether it finds the end of a row by its padding; without a pad id, the last token is the end.
         ignores_types: whether token_type_ids have no effect.
@@ -75,6 +76,7 @@ class Backend(abc.ABC):
     batch_invariant: bool
     saves_in_background: bool
     buffers: frozenset[str] = frozenset()
+    decays_by_name: frozenset[str] = frozenset()
     takes_stripes: bool = False
     draws_experts: bool = False
     can_freeze: bool = True

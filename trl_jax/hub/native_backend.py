@@ -22,6 +22,7 @@ from trl_jax.hub.tensor_map import TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
 from trl_jax.models.model import abstract, logical_axes
+from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import HALVES, TABLES, Format, Quantized, dequantized
 
 # Untying the language model head from the embedding
@@ -79,6 +80,16 @@ class NativeBackend(Backend):
         self.draws_experts = self.has_routers and arch.experts.sparse_mixer is not None
         self.heads = heads_of(source.config)
         self.batch_invariant = not causal  # some decoder ropes depend on the longest text of a batch
+
+    @property
+    def decays_by_name(self) -> frozenset[str]:
+        """The RMS norms of a vision tower: of its norms, transformers exempts torch's LayerNorm by its class."""
+        if self.source.config.vision_arch is None:
+            return frozenset()
+        model = nnx.eval_shape(self.source.config.model)
+        owners = {path: path.rpartition(".")[0] for path in self.tensors if path.startswith("vision.")}
+        norms = {path: module_at(model, owner) for path, owner in owners.items()}
+        return frozenset(path for path, one in norms.items() if isinstance(one, Norm) and not one.kind.centered)
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:

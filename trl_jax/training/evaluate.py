@@ -260,7 +260,16 @@ class Evaluator:
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
 
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
-        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
+        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same.
+
+        Raises:
+            ValueError: the rows have images, whose logits are not computed.
+        """
+        if self._setup.encoder is not None:
+            raise ValueError(
+                "compute_metrics and predict() are not supported for rows with images yet. Leave compute_metrics out; "
+                "evaluate() gives the loss and the trainer's own metrics."
+            )
         if self._by_logits is None or self._by_logits.preprocess is not preprocess:
             self._by_logits = LogitsEvaluation(self._setup, self._forward, preprocess)
         return self._by_logits

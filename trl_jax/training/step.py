@@ -267,8 +267,9 @@ class TrainStep:
 
 def default_optimizer(choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int) -> Any:
     """Build the optimizer of this choice, with weight decay on the parameters that have it in transformers."""
+    by_name = backend.decays_by_name
     decayed = {
-        path: decays(path) and decays(tensor) and path not in backend.undecayed
+        path: (path in by_name or decays(path)) and decays(tensor) and path not in backend.undecayed
         for path, tensor in backend.tensors.items()
     }
     warmup = args.get_warmup_steps(max_steps)
