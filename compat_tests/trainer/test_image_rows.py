@@ -21,6 +21,7 @@ from compat_tests.trainer.vision_models import (
     tiny_qwen,
     user,
 )
+from trl_jax.data.loader import raw_row
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.native_backend import load_native
 from trl_jax.hub.vision import vision_families
@@ -337,3 +338,25 @@ def test_whole_logits_and_other_media_are_refused(llava, tmp_path):
     rows = [{"messages": [{"role": "user", "content": video}, *assistant("gladly")], "images": pictures(1)}] * 2
     with pytest.raises(ValueError, match="Row . of train_dataset: .*rows with videos are not supported"):
         trainer(trl_jax, "SFT", llava, tmp_path, stream_of(rows)).train()
+
+
+def test_models_whose_rows_are_not_read_yet_are_named(tmp_path):
+    import transformers
+
+    case = CASES["gemma3"]
+    config = getattr(transformers, case.config_class)(**case.values)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    words = "not supported yet for model_type 'gemma3', only text. They are .* llava, qwen"
+    with pytest.raises(ValueError, match=words):
+        ValueError, match="not supported yet for model_type 'gemma3', only text. They are .* llava, qwen"
+    ):
+        trainer(trl_jax, "SFT", str(tmp_path / "model"), tmp_path / "run", messages())
+
+
+def test_rows_of_a_table_are_told_apart():
+    first, second = pictures(2)
+    array = np.asarray(first)
+    assert raw_row({"images": [first]}) == raw_row({"images": [first.copy()]}) == raw_row({"images": [array]})
+    assert raw_row({"images": [first]}) != raw_row({"images": [second]})
+    assert raw_row({"images": [array]}) != raw_row({"images": [array.reshape(-1)]})
+    assert raw_row({"image": {"bytes": b"a", "path": None}}) != raw_row({"image": {"bytes": b"b", "path": None}})

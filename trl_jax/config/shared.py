@@ -108,7 +108,7 @@ class LanguageModelArguments(TextArguments):
     )
     precompute_ref_batch_size: int | None = arg(
         None,
-        help="Batch size for precompute_ref_log_probs. If unset, that of training or evaluation.",
+        help="Batch size for precompute_ref_log_probs. Defaults to the training or evaluation batch size.",
         rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES),
     )
     sync_ref_model: bool = arg(

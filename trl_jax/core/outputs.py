@@ -112,7 +112,7 @@ class Images(NamedTuple):
 
     patches: float32 `[S, P, C]`, the pixel values of each patch, in the order of the tower's convolution weights.
     places: int32 `[S, P, 2]`, row and column of each patch in its image, for towers with ropes.
-    first, end: int32 `[S, P]`, the range of patches that each patch attends to: those of its image. Padding attends to
+    first, end: int32 `[S, P]`, the range of patches that each patch attends to, which is its image. Padding attends to
         nothing: both are P.
     groups: int32 `[S, F, K]`, the patches from which the connector computes each feature.
     at: int32 `[R, T]`, the index of the feature that takes the place of each token's embedding; -1 for other tokens.

@@ -230,7 +230,7 @@ class Example(NamedTuple):
     weight: weight in the step's loss (a weighted sum), above 0; None leaves it to the layout.
     context: the start that it shares with other examples, which the shared layout computes once; None shares nothing.
     virtual: number of virtual tokens at the start of each text, or document.
-    images: those of its texts. Examples with the same context have the same images.
+    images: the images of all its texts. Examples with the same context have the same images.
     features: for each text, int32 `[T]`: the index among the features of all `images` that takes the place of each
         token's embedding, -1 for text. Empty without images.
     positions: for each text, int32 `[T, A]`, where the model has positions on several axes and there are images.

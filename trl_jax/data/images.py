@@ -120,7 +120,7 @@ def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePa
 
     Args:
         tokens: ids `[T]`, in which `image_token` takes the place of each feature.
-        images: those of the text, in order.
+        images: the images of the text, in order.
         first: the number of features that come before them in their shard.
 
     Raises:
@@ -142,7 +142,7 @@ def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePa
 
 
 def _moved(features: np.ndarray, first: int) -> np.ndarray:
-    """Indices of features that begin at `first`; those of separators and text stay."""
+    """Shift the indices of features by `first`; the negative numbers of separators and text stay."""
     return np.where(features >= 0, features + first, features)
 
 

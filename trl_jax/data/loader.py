@@ -369,12 +369,13 @@ def _undecoded(dataset: Dataset) -> Dataset:
 
 
 def raw_row(row: dict[str, Any]) -> str:
-    """A row with images as text that is equal for equal rows: files by name and size, bytes by their digest."""
+    """A row with images as text that is equal for equal rows: bytes and pixels are replaced by a digest."""
 
     def described(value: Any) -> str:
         if isinstance(value, bytes):
             return f"{len(value)} bytes {xxhash.xxh3_64(value).hexdigest()}"
-        return described(value.tobytes()) if callable(getattr(value, "tobytes", None)) else repr(value)
+        pixels = np.asarray(value)  # of an array or a PIL image; other objects become an array of one object
+        return repr(value) if pixels.dtype == object else f"{pixels.shape} {described(pixels.tobytes())}"
 
     return json.dumps(row, sort_keys=True, default=described)
 

@@ -193,7 +193,7 @@ def _leaves(result: Any) -> Iterator[Any]:
 
 
 def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
-    """A mode that notes every operation; `names` are those of tensors that there are before, by id."""
+    """A mode that records every operation; `names` maps the ids of existing tensors to their names."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -126,7 +126,7 @@ class Backend(abc.ABC):
         return array.size
 
     def of_vision(self, params: Collection[str]) -> frozenset[str]:
-        """Those of these paths of trained arrays that only take part in steps with images."""
+        """The paths among `params`, the trained arrays, that only take part in steps with images."""
         return frozenset(path for path in params if path.startswith("vision."))
 
     def floats(self, path: str, array: jax.Array) -> jax.Array:

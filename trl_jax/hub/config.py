@@ -70,11 +70,6 @@ class NativeConfig:
         return vars(self.arch).get("vision")
 
     @property
-    def has_vision_family(self) -> bool:
-        """Whether images of this model_type can be computed."""
-        return self.family.model_type in vision_families()
-
-    @property
     def vision(self) -> VisionFamily:
         """How this model_type sees. Raises ValueError if its images are not supported."""
         family = vision_families().get(self.family.model_type)

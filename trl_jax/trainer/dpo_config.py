@@ -104,7 +104,7 @@ class DPOConfig(BaseConfig):
     precompute_ref_log_probs: bool = shared("precompute_ref_log_probs")
     precompute_ref_batch_size: int | None = shared(
         "precompute_ref_batch_size",
-        help="Batch size for precompute_ref_log_probs, in pairs. If unset, that of training or evaluation.",
+        help="Batch size for precompute_ref_log_probs, in pairs. Defaults to the training or evaluation batch size.",
     )
 
     loss_type: list[str] = arg(

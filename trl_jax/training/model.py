@@ -24,6 +24,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.prompt_tuning import VirtualBackend
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_objects import as_checkpoint, frozen_names, is_torch_model, name_of
+from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import Fetched
 from trl_jax.mesh.processes import several
 from trl_jax.nn.linear import HALVES
@@ -99,11 +100,16 @@ def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint:
             "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
             "not seem to be a vision-language model. Please check your model and dataset."
         )
-    native = checkpoint.native
-    if native is None or checkpoint.adapter is not None or (native.has_vision_family and not native.vision.rows):
+    if checkpoint.adapter is not None:
         raise ValueError(
-            f"{checkpoint.name}: rows with images are not supported yet for this checkpoint. Use a checkpoint of a "
-            "vision-language model without an adapter, and pass the adapter as peft_config."
+            f"{checkpoint.name} has an adapter, and rows with images are not supported for these yet. Pass the base "
+            "model as model and a LoraConfig as peft_config."
+        )
+    known = sorted(name for name, family in vision_families().items() if family.rows)
+    if checkpoint.native is None or checkpoint.config.model_type not in known:
+        raise ValueError(
+            f"{checkpoint.name}: rows with images are not supported yet for model_type "
+            f"{checkpoint.config.model_type!r}, only text. They are supported for {', '.join(known)}."
         )
     return replace(checkpoint, native=checkpoint.native.with_images())
 

@@ -57,7 +57,7 @@ class Family:
 
     @property
     def language_heads(self) -> tuple[str, ...]:
-        """The possible names of the LM head's tensor, that of new checkpoints first; () without a head."""
+        """The possible names of the LM head's tensor, starting with the current one; () without a head."""
         modules = () if self.lm_head is None else (self.lm_head.names[0][1], self.other_head)
         return tuple(f"{module}.weight" for module in modules if module is not None)
 

@@ -70,7 +70,7 @@ def _layer_names(arch: Arch, kind: LayerKind) -> Names:
 
 
 def layer_names(arch: Arch, kind: LayerKind, mlp: Names, projections) -> Names:
-    """The names of a layer. `mlp`: those of its MLP; `projections` returns those of a delta net for an Arch."""
+    """The names of a layer. `mlp` has the names of its MLP; `projections` maps an Arch to the names of a delta net."""
     mixer = projections(arch) if kind.mixer == "delta_net" else _attention(arch)
     return {
         "decoder.embed": "model.embed_tokens",

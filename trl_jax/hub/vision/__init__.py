@@ -63,7 +63,7 @@ class VisionFamily:
         return name
 
     def with_vision(self, arch: Arch, raw: dict[str, Any], source: str) -> Arch:
-        """The architecture of the whole model, from that of its text part.
+        """The architecture of the whole model, given its text part.
 
         Raises:
             ValueError: names the unsupported key or value of `vision_config`.

@@ -18,7 +18,7 @@ CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
 def tower(config: ConfigReader, *, layers: int | None = None) -> Arch:
-    """The blocks of a CLIP or SigLIP tower, of which the first `layers` are computed; None: all."""
+    """The blocks of a CLIP or SigLIP tower. Only the first `layers` are computed; None: all."""
     size, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if size % heads:
         raise config.wrong("hidden_size", size, f"a multiple of num_attention_heads {heads}")

@@ -1,6 +1,6 @@
 """idefics3 and smolvlm: a SigLIP-like tower for tiles of a picture, and one linear map of squares of patches.
 
-A tile may be padded. Learned positions are those of the nearest row and column in a table for whole tiles."""
+A tile may be padded. Its patches take the learned position at the nearest row and column of a whole tile."""
 
 from __future__ import annotations
 
