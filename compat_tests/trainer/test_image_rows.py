@@ -348,8 +348,6 @@ def test_models_whose_rows_are_not_read_yet_are_named(tmp_path):
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     words = "not supported yet for model_type 'gemma3', only text. They are .* llava, qwen"
     with pytest.raises(ValueError, match=words):
-        ValueError, match="not supported yet for model_type 'gemma3', only text. They are .* llava, qwen"
-    ):
         trainer(trl_jax, "SFT", str(tmp_path / "model"), tmp_path / "run", messages())
 
 
