@@ -1,4 +1,4 @@
-"""Model types without a family: exported by torch, translated, and run as JAX programs."""
+"""Model types without a family: transformers' code, exported by torch and run as JAX programs."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Programs(Protocol):
     """The programs of a model, by shape."""
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """The program for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
+        """The program for `[rows, length]` tokens, with matrix products in `dtype`, and with dropout if `training`."""
 
 
 class ExportedModel(nnx.Module):
-    """A model that is called as `Model` is: whose program gives rows `[R, T]` of tokens their logits.
+    """A model with the call signature of `Model`, whose program computes the logits of rows `[R, T]` of tokens.
 
-    Parameters keep the names they have in the model that was exported.
+    Parameters have the names of the exported model.
     """
 
-    needs_valid = True  # its attention may see pads
+    needs_valid = True  # its attention may otherwise see pads
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
         self._programs, self._names = programs, tuple(shapes)
@@ -68,18 +68,18 @@ class ExportedModel(nnx.Module):
         dropout_key: jax.Array | None = None,
         temperature: float = 1.0,
     ) -> Any:
-        """The outputs at each read. `positions` are not used: the program works them out from the ids.
+        """The outputs at each read. `positions` is not used: the program computes them from the ids.
 
         Args:
             tokens: int32 `[R, T]`.
-            reads: int32 `[N]`, the places that are read, row * T + place in the row; None: all.
+            reads: int32 `[N]`, flat indices (row * T + place) of the tokens to read; None means all.
             targets: int32 `[N]`, as in `Model`.
             valid: bool `[R, T]`, False at pads; None means the first `lengths` of each row.
-            lengths: int32 `[R]`, the tokens of each row's text; None means all.
-            dtype: what matrix products are computed in.
-            remat: the backward pass recomputes each layer from its input.
-            dropout_key: turns dropout on, at the rates in the config.
-            temperature: divides the logits of a language model's head.
+            lengths: int32 `[R]`, the length of each row's text; None means T.
+            dtype: of matrix products.
+            remat: recompute each layer from its input in the backward pass.
+            dropout_key: turns on dropout, at the config's rates.
+            temperature: the logits are divided by it.
         """
         del positions
         if not len(tokens):
@@ -101,14 +101,14 @@ class ExportedModel(nnx.Module):
 
 
 class ExportedScorer(ExportedModel):
-    """A model with a score head: its program itself finds the token that a row is read at, and gives `[R, 1]`."""
+    """A model with a score head. Its program finds the token to read in each row and returns `[R, 1]`."""
 
     def outputs(self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int) -> jax.Array:
         return logits[:, 0][reads // length]
 
 
 class ExportedLm(ExportedModel):
-    """A causal language model: its program gives `[R, T, V]`."""
+    """A causal language model. Its program returns `[R, T, V]`."""
 
     def outputs(
         self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int
@@ -140,17 +140,17 @@ def _at(part: Any, path: list[str]) -> Any:
 
 # A forward pass of the torch module over tensors that have shapes and no data
 
-_TRACER = "torch._subclasses.fake_tensor"  # logs what it fails at as an error
+_TRACER = "torch._subclasses.fake_tensor"  # logs failures as errors
 
 
 @dataclass(frozen=True)
 class FakePass:
-    """The operations of a forward pass, and which parameters it has a gradient for.
+    """The operations of a forward pass, and the parameters that get a gradient.
 
     Attributes:
-        differentiable: the names of the parameters that the logits have a gradient for.
-        operations: each ATen operation with its arguments: numbers as they are, tensors by the order in which they
-            were made. Two passes with equal ones compute the same.
+        differentiable: names of the parameters that the logits depend on differentiably.
+        operations: the ATen operations with their arguments; tensors are numbered in order of creation. Two passes with
+            equal operations compute the same.
     """
 
     differentiable: frozenset[str]
@@ -158,7 +158,7 @@ class FakePass:
 
 
 def fake_pass(module: Any, rows: int, length: int, training: bool, head: str) -> FakePass | None:
-    """The forward pass over `[rows, length]` tokens; None where the code asks for numbers, as for a branch."""
+    """The forward pass over `[rows, length]` tokens; None if the code depends on values, for example in a branch."""
     import torch
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -167,20 +167,20 @@ def fake_pass(module: Any, rows: int, length: int, training: bool, head: str) ->
     try:
         with _quiet():
             with FakeCopyMode(fake):
-                copied = copy.deepcopy(of_rows(module, head))  # the module itself may remember tensors that it made
+                copied = copy.deepcopy(of_rows(module, head))  # the module may cache tensors
             if copied.model._can_set_experts_implementation():
                 copied.model.set_experts_implementation("batched_mm")  # grouped_mm has no shapes in float32
             copied.train(training)
             names = {id(parameter): name for name, parameter in copied.model.named_parameters()}
             with scanned(copied), fake, _recorder(operations, names):
                 logits = copied(torch.ones((2, rows, length), dtype=torch.int64))
-    except Exception:  # torch fails with errors of many types; who calls has another way
+    except Exception:  # torch raises many types; the caller has a fallback
         return None
     return FakePass(frozenset(names[id(leaf)] for leaf in _leaves(logits)), tuple(operations))
 
 
 def _leaves(result: Any) -> Iterator[Any]:
-    """The tensors that backpropagation from a result ends at."""
+    """The leaf tensors of the autograd graph of a result."""
     seen, todo = set(), [result.grad_fn]
     while todo:
         node = todo.pop()
@@ -199,7 +199,7 @@ def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten
 
-    made: dict[int, Any] = {}  # keeps tensors, so that no other gets the id of one
+    made: dict[int, Any] = {}  # keeps tensors alive, so that their ids stay unique
 
     def told(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -238,12 +238,12 @@ _MODELS = {"score": ExportedScorer, "lm": ExportedLm}
 
 
 class ExportedBackend(Backend):
-    """Runs the programs that a torch model is exported to."""
+    """Runs the programs that a torch model is exported to, one for each kind of shape."""
 
     log_level, infers_lengths, ignores_types = logging.WARNING, True, False
     takes_packed, drops_out, takes_noise, batch_invariant, causal, heads = False, True, False, False, False, None
     window, has_routers = None, False
-    can_resize = saves_in_background = False  # torch's own module saves, and programs are exported from it
+    can_resize = saves_in_background = False  # the torch module is used for saving and exporting
 
     def __init__(self, model: TorchModel):
         self.head = model.head
@@ -258,7 +258,7 @@ class ExportedBackend(Backend):
         return self._model.undecayed
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        del config  # transformers writes the one it has
+        del config  # transformers writes its own
         whole = {name: np.asarray(params[name]) for name in self.tensors}
         if writes:
             self._model.save(folder, whole)
@@ -268,8 +268,8 @@ class ExportedBackend(Backend):
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
-            f"This model runs on the {self.name} backend and embeds {self.vocab_size} tokens, wanted {rows}. Resize "
-            "the checkpoint with transformers' resize_token_embeddings and load it again."
+            f"This model runs on the {self.name} backend, which cannot resize its embedding from {self.vocab_size} to "
+            f"{rows} tokens. Resize the checkpoint with transformers' resize_token_embeddings and load it again."
         )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -279,40 +279,39 @@ class ExportedBackend(Backend):
 def load_exported(
     folder: Path, *, dtype: str, seed: int, head: HeadName, config: Any = None
 ) -> tuple[dict[str, jax.Array], ExportedBackend, Any]:
-    """The parameters, the backend, and the config object that decides what is exported and saved; arguments as in
-    TorchModel."""
+    """The parameters, the backend, and the config object that exports and saves use; arguments as in TorchModel."""
     model = TorchModel(folder, dtype=dtype, seed=seed, head=head, config=config)
     return _take_params(model), ExportedBackend(model), model.config
 
 
 def _take_params(model: TorchModel) -> dict[str, jax.Array]:
-    """float32 arrays of our own; torch's memory is freed one by one."""
+    """Copy the parameters to float32 JAX arrays, and free torch's memory one by one."""
     return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}
 
 
 # ----------------------------------------------------------------------------------------------------
-# transformers' own models: their parameters, and the programs that they are exported to.
+# transformers' models: their parameters and programs
 
 
 logger = logging.getLogger(__name__)
 
-_MANY = 5000  # operations of a program that is long because of a loop over tokens
+_MANY = 5000  # operations; a longer program has unrolled a loop over tokens
 
 
 class TorchModel:
-    """A model of transformers: its config, its parameters' values once, and its programs.
+    """A model of transformers: its config, its programs, and once the values of its parameters.
 
     Attributes:
-        head: the head that it has.
-        config: transformers' config object; `pad_token_id` in it is read whenever a program is made.
-        dtypes: parameter name -> the dtype it was loaded in, and is saved in.
+        head: its head.
+        config: transformers' config object; its `pad_token_id` is read whenever a program is exported.
+        dtypes: parameter name -> dtype on disk, when loading and saving.
         shapes: parameter name -> shape.
-        embeddings: the names of embedding tables.
-        max_positions: the length of the longest text that has positions; None where any has.
+        embeddings: names of embedding tables.
+        max_positions: the largest text length that the positions allow; None means no limit.
     """
 
     def __init__(self, folder: Path, *, dtype: str, seed: int, head: HeadName = "score", config: Any = None):
-        """`config` is transformers' config object of the folder; None reads it there."""
+        """`config` is transformers' config object of the folder; None reads it from the folder."""
         self._module = torch_bridge.load_model(folder, dtype, seed, config, head)
         self.head = head
         self.config = self._module.config
@@ -328,50 +327,50 @@ class TorchModel:
 
     @cached_property
     def undecayed(self) -> frozenset[str]:
-        """The parameters of layer norms, whatever they are called, those that do not train and those without use."""
+        """The parameters of layer norms, frozen parameters, and those that no logit depends on."""
         inside = torch_bridge.members(self._module, "LayerNorm")
         named = self._module.named_parameters()
         undecayed = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
         return self._without_gradient() | undecayed
 
     def _without_gradient(self) -> frozenset[str]:
-        """The parameters that no logit has a gradient for, which torch's optimizers pass over."""
+        """The parameters that no logit has a gradient for, which torch's optimizers skip."""
         found = fake_pass(self._module, 2, 16, training=False, head=self.head)
         if found is None:
             return self.program(2, 16, dtype="float32", training=False).unread()
         return frozenset(self.shapes) - found.differentiable
 
     def take(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, float32 array) of each parameter, once: its memory is freed when the next one is asked for.
+        """(name, float32 array) of each parameter, once: its memory is freed when the next one is requested.
 
-        The shape of the model stays, enough to export and to save it.
+        The module keeps its shapes, which suffice to export and save it.
         """
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach().float().numpy()
             torch_bridge.empty(parameter, "float32")
 
     def save(self, folder: Path, params: dict[str, Any]) -> None:
-        """Save with transformers' own save_pretrained, which knows names, fusion and shards."""
+        """Save with transformers' save_pretrained, which knows names, fused tensors and shards."""
         parameters = dict(self._module.named_parameters())
         try:
             for name, parameter in parameters.items():
                 torch_bridge.empty(parameter, self.dtypes[name])
             state = self._module.state_dict(keep_vars=True)
             whole = {name: torch_bridge.as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
-            state |= {name: whole[first] for name, first in self._names().items()}  # a tied one is written once
+            state |= {name: whole[first] for name, first in self._names().items()}  # a tied parameter is written once
             self._module.save_pretrained(folder, state_dict=state)
         finally:
             for parameter in parameters.values():
                 torch_bridge.empty(parameter, "float32")
 
     def _names(self) -> dict[str, str]:
-        """From each name of a parameter to the one that `named_parameters` gives it: a tied one has several."""
+        """Every name of a parameter -> its name in `named_parameters`; a tied parameter has several names."""
         first = {id(parameter): name for name, parameter in self._module.named_parameters()}
         every = self._module.named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in every}
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """A program that is right for `[rows, length]`: exported before, or now."""
+        """A program that is valid for `[rows, length]`, exported now unless there is one."""
         pad = self.config.get_text_config().pad_token_id
         found = self._fitting((dtype, training, pad), rows, length)
         other = None if found else self._fitting((dtype, not training, pad), rows, length)
@@ -383,7 +382,7 @@ class TorchModel:
         return next((program for fits, program in self._programs.get(kind, []) if fits(rows, length)), None)
 
     def _trains_as_it_evaluates(self, rows: int, length: int) -> bool:
-        """Whether training changes nothing of what is computed, as where no dropout has a rate."""
+        """Whether training and evaluation compute the same, for example without dropout."""
         first, second = (fake_pass(self._module, rows, length, training, self.head) for training in (False, True))
         return first is not None and second is not None and first.operations == second.operations
 
@@ -391,8 +390,8 @@ class TorchModel:
         dtype, training, _ = of
         made, kind = self._programs.setdefault(of, []), self.config.model_type
         logger.warning(
-            f"model_type {kind!r}: torch exports transformers' code for {rows} rows of {length} tokens now, and JAX "
-            "compiles it, which takes tens of seconds. One program serves other lengths where the code allows it."
+            f"model_type {kind!r}: torch now exports transformers' code for {rows} rows of {length} tokens, and JAX "
+            "compiles it, which takes tens of seconds. If the code allows it, other lengths use the same program."
         )
         exported = torch_bridge.export(self._module, rows, length, dtype, training, self.head)
         fits = domain(exported)
@@ -400,25 +399,32 @@ class TorchModel:
         count = len(exported.graph.nodes)
         if count > _MANY and not fits(rows, length + 1):
             logger.warning(
-                f"model_type {kind!r}: its code goes through the {length} tokens one after the other, so its program "
-                f"has {count:,} operations, and each length has one of its own. Compiling takes minutes, the more the "
-                "longer rows are: lower max_length, and set pad_to_multiple_of to it, so that one program serves all."
+                f"model_type {kind!r}: its code loops over the {length} tokens, so its program has {count:,} "
+                "operations and each length needs a program of its own. Compiling takes minutes, and longer for longer "
+                "rows. Lower max_length and set pad_to_multiple_of to the same value, so that one program serves all."
             )
         return made[-1][1]
 
 
 # ----------------------------------------------------------------------------------------------------
-# A program of torch.export as plain data: a graph of ATen operations, and the shapes that it is right for.
+# An exported program as plain data: a graph of ATen operations, and the shapes that it is valid for
 
 
-_MODEL = "model."  # the module's name in what is exported
-_LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
+_MODEL = "model."  # the module's name in the exported program
+_LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks its second call
 _SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
-_INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
+_INERT = {
+    "device",
+    "layout",
+    "pin_memory",
+    "memory_format",
+    "non_blocking",
+    "dtype",
+}  # dtypes are recorded in the result
 
 
 def domain(exported: Any) -> Callable[[int, int], bool]:
-    """Tells whether the program is right for a number of rows and tokens, by the guards that the tracer relied on."""
+    """A function that tells from the tracer's guards whether the program is valid for (rows, length)."""
     value = _input(exported).meta["val"]
     sizes = value.shape[1:]
     guards = [guard.expr for guard in value.fake_mode.shape_env.guards]
@@ -447,10 +453,10 @@ def translated(exported: Any, model_type: str, names: Mapping[str, str]) -> Prog
     """The graph as plain data.
 
     Args:
-        names: from every name of a parameter to the one that it goes by; a tied one has several.
+        names: every name of a parameter -> the name to use; a tied parameter has several.
 
     Raises:
-        ValueError: an operation has no counterpart here.
+        ValueError: an operation is not supported.
     """
     signature = exported.graph_signature
     paths = signature.inputs_to_parameters
@@ -466,8 +472,8 @@ def translated(exported: Any, model_type: str, names: Mapping[str, str]) -> Prog
     unknown = sorted({node.op for node in nodes} - set(OPERATIONS))
     if unknown:
         raise ValueError(
-            f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}. "
-            "Pass a checkpoint of another type."
+            f"model_type {model_type!r} uses operations that trl_jax does not support: {', '.join(unknown)}. Use a "
+            "checkpoint of another type."
         )
     constants = {name: tensors[path].detach().cpu().numpy() for name, path in paths.items()}
     [output] = signature.user_outputs
@@ -484,7 +490,7 @@ def _node(node: Any, layer: str | None) -> Node:
 
 
 def _layer(node: Any, before: str | None) -> str | None:
-    """The outermost numbered submodule the node belongs to; where torch noted none, that of its neighbour."""
+    """The outermost numbered submodule of the node, or that of the node before if torch recorded none."""
     stack = node.meta.get("nn_module_stack", {})
     if not any(key.startswith("L__self__") for key in stack):
         return before
