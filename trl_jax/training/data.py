@@ -80,8 +80,8 @@ def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]
     if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
         told.add("num_proc")
         logger.warning(
-            "dataset_num_proc=%d: %s is tokenised in this process alone: JAX runs in it already, and processes that "
-            "fork beside its threads can deadlock. A trainer that is given its model's name, and is the first of its "
+            "dataset_num_proc=%d: %s is tokenized in this process alone: JAX already runs in it, and processes that "
+            "fork next to its threads can deadlock. A trainer that is given its model's name, and is the first of its "
             "process, tokenizes before JAX starts.",
             asked,
             argument(name),
