@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trl_jax.core.torch_random import TorchGenerator, default_generator
+from trl_jax.data.text_images import TextImages
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Completed, Completions, Progress, Request, Watch
@@ -395,6 +396,7 @@ def complete(
     dtype: Any = jnp.float32,
     head_dtype: Any = None,
     logps: bool = True,
+    images: list[TextImages] | None = None,
     progress: Progress | None = None,
 ) -> Completions:
     """Complete each prompt `group` times; completions of the same prompt are adjacent.
@@ -407,6 +409,7 @@ def complete(
         dtype: dtype of the computation.
         head_dtype: dtype of the head's computation; None means `dtype`.
         logps: whether to return log-probabilities under the model's logits divided by the temperature.
+        images: of each prompt, if any has some.
         progress: called with the progress, as by `generation.generator.generate`.
 
     Raises:
@@ -422,7 +425,7 @@ def complete(
     before, behind = processors_of(settings, text)
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
-    request = replace(request, temperature=temperature, logps=logps)
+    request = replace(request, temperature=temperature, logps=logps, images=images)
     drawing = drawing_of(settings, stream, dtype)
     return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress)
 

@@ -54,6 +54,9 @@ class LongestWriter:
     def __init__(self, ids_of: Any, tokens: int):
         self._ids_of, self._tokens, self.longest = ids_of, tokens, 0
 
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
+        return [row["prompt"] for row in rows]
+
     def write(self, prompts: list, group: int) -> Written:
         del group
         ids = self._ids_of(prompts)

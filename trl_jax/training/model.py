@@ -264,7 +264,12 @@ def load_reference(
 
 
 def load_teacher(
-    model: Any, args: BaseConfig, init_kwargs: Mapping[str, Any] | None, revision: str | None
+    model: Any,
+    args: BaseConfig,
+    init_kwargs: Mapping[str, Any] | None,
+    revision: str | None,
+    *,
+    images: bool = False,
 ) -> PreTrainedModel:
     """The same of the argument `teacher_model`, with arguments of from_pretrained of its own.
 
@@ -276,13 +281,15 @@ def load_teacher(
             "You passed teacher_model_init_kwargs to the config, but your teacher_model is already instantiated."
         )
     if not isinstance(model, str | os.PathLike):
-        return load_reference(model, args, "teacher_model")
+        return load_reference(model, args, "teacher_model", images=images)
     given = {"revision": revision, **(init_kwargs or {})}
     kwargs = {name: value for name, value in given.items() if value is not None}
     with told_of("teacher_model"):
         found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
         if "quantization_config" in kwargs:
             found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))
+        if images:
+            found = with_images(found)
         return _loaded(found, args, as_stored=True)
 
 

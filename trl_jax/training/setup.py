@@ -263,6 +263,11 @@ class Policy(NamedTuple):
     vocab_size: int
     sharding_plan: ShardingPlan | None
 
+    @property
+    def has_tower(self) -> bool:
+        """Whether it computes images."""
+        return any(path.startswith("vision.") for path in self.model.backend.tensors)
+
 
 class TrainerSpec(NamedTuple):
     """What a trainer class contributes to its runs. `BaseTrainer` fills in the last five fields.

@@ -10,23 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_jax.core.text import brief
-from trl_jax.data.images import ImagePatches, feature_index
+from trl_jax.data.images import ImagePatches
+from trl_jax.data.text_images import TextImages, text_images
 from trl_jax.hub.config import NativeConfig
 
 
 class EncodedText(NamedTuple):
-    """The token ids of a text, and its images.
-
-    ids: int32 `[T]`.
-    images: in the order of the text.
-    features: int32 `[T]`, the feature that takes the place of each token's embedding (see `Example.features`).
-    positions: int32 `[T, A]`; None where tokens are only counted.
-    """
+    """The token ids of a text, int32 `[T]`, and its images."""
 
     ids: np.ndarray
-    images: tuple[ImagePatches, ...]
-    features: np.ndarray
-    positions: np.ndarray | None
+    images: TextImages
 
 
 class VisionProcessor:
@@ -61,11 +54,19 @@ class VisionProcessor:
         processed = self.image_processor(images=list(map(open_picture, pictures)), return_tensors="np")
         return self.family.patches({name: processed[name] for name in self.family.pixels}, self.config)
 
-    def encode(self, text: str, pictures: Sequence[Any] = (), *, max_length: int | None = None) -> EncodedText:
-        """Tokenize a text in which each picture has one placeholder, without adding special tokens.
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[Any] = (),
+        *,
+        max_length: int | None = None,
+        add_special_tokens: bool = False,
+    ) -> EncodedText:
+        """Tokenize a text in which each picture has one placeholder.
 
         Args:
             max_length: cuts the ids; image tokens may not be cut.
+            add_special_tokens: whether the tokenizer adds its own.
 
         Raises:
             ValueError: the text has another number of placeholders than there are pictures, or images are cut.
@@ -79,11 +80,20 @@ class VisionProcessor:
         images = self.patches(pictures)
         expanded = (self.family.expansion(image, self.image_token, self.config) for image in images)
         whole = "".join(part + own for part, own in zip(before, expanded, strict=True)) + last
-        ids = np.asarray(self.tokenizer(text=whole, add_special_tokens=False)["input_ids"], np.int32)[:max_length]
-        features, positions = feature_index(ids, self.image_token_id, images), None
-        if self.family.positions is not None:
-            positions = self.family.positions(ids, self.image_token_id, images)
-        return EncodedText(ids, tuple(images), features, positions)
+        ids = self.tokenizer(text=whole, add_special_tokens=add_special_tokens)["input_ids"]
+        ids = np.asarray(ids, np.int32)[:max_length]
+        return EncodedText(ids, self._placed(ids, images))
+
+    def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages:
+        """The pictures of a text that has been tokenized.
+
+        Raises:
+            ValueError: the text has another number of image tokens than the pictures have features.
+        """
+        return self._placed(np.asarray(ids, np.int32), self.patches(pictures))
+
+    def _placed(self, ids: np.ndarray, images: Sequence[ImagePatches]) -> TextImages:
+        return text_images(ids, self.image_token_id, images, self.family.positions)
 
 
 def open_picture(value: Any) -> Any:
