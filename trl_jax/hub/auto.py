@@ -192,11 +192,29 @@ class AutoModelForCausalLM:
         return new_model(config, "lm", seed, dtype)
 
 
+class AutoModelForImageTextToText:
+    """Load a vision-language model by name or folder, with its vision tower, as transformers' class of the same name
+    does. `AutoModelForCausalLM` loads its text part alone."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
+    ) -> PreTrainedModel:
+        """Load a checkpoint of a model type whose images are computed (docs/pages/vision.md); arguments as of
+        `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+        """
+        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
+
+
 def _from_pretrained(
     name: str,
     head: HeadName,
     seed: int,
     *,
+    images: bool = False,
     quantization_config: Any = None,
     config: Any = None,
     mesh_shape: str | Mapping[str, int] | None = None,
@@ -204,6 +222,7 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
+    checkpoint = checkpoint.with_images() if images else checkpoint
     if config is not None:
         checkpoint = replace(checkpoint, config=_same_architecture(config, checkpoint))
     quantization = None if quantization_config is None else as_quantization(quantization_config)
@@ -277,6 +296,23 @@ class Checkpoint:
     adapter: Path | None = None
     lora: AdapterConfig | None = None
     quantization: BitsAndBytesConfig | None = None
+
+    def with_images(self) -> Checkpoint:
+        """The same checkpoint with its vision tower, which is otherwise left out.
+
+        Raises:
+            ValueError: it has none, images of its model type are not supported, or it has an adapter.
+        """
+        if "vision_config" not in self.config.to_dict():
+            raise ValueError(f"{self.name}: model_type {self.config.model_type!r} has no vision tower.")
+        if self.adapter is not None:
+            raise ValueError(
+                f"{self.name} has an adapter, and images are not supported for these yet. Load the base model, or "
+                "merge the adapter into it."
+            )
+        if self.native is None:
+            raise ValueError(f"{self.name}: images are not supported for model_type {self.config.model_type!r}.")
+        return replace(self, native=self.native.with_images())
 
     @property
     def can_resize(self) -> bool:

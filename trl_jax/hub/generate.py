@@ -33,6 +33,7 @@ from trl_jax.hub.generation_inputs import (
     refuse_arguments,
     resolve,
 )
+from trl_jax.hub.vision.inputs import images_of_rows, split_images
 from trl_jax.mesh.mesh import platform
 
 # Methods of a model
@@ -77,7 +78,9 @@ class GenerationApi:
             streamer: receives the prompts and the tokens of each step.
             seed: for sampling; None continues the process's random stream, which `trl_jax.set_seed` seeds.
             dtype: dtype of the computation. None uses float32 on a CPU, otherwise the stored 16-bit type, if any.
-            kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`.
+            kwargs: fields of a GenerationConfig, `tokenizer` for `stop_strings`, and what the processor of a
+                vision-language model returns for images (`pixel_values`, `image_grid_thw`, ...), for a model that
+                `AutoModelForImageTextToText` loaded.
 
         Returns:
             int64 `[rows, T + new]`, as a torch tensor if the prompts are one; a GenerateOutput with
@@ -96,13 +99,18 @@ class GenerationApi:
         tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
         settings, others = resolve(self, generation_config, kwargs)
         refuse_arguments(named | others)
-        prompts = read_prompts(*_inputs(inputs, others), settings, self.backend.vocab_size)
+        arrays, others = split_images(self, others)
+        prompts = read_prompts(*_inputs(inputs, others, seeing=arrays is not None), settings, self.backend.vocab_size)
+        images = None if arrays is None else images_of_rows(self, prompts.rows, arrays)
+        repeats = prompts.repeats(images)
         text = text_of(self, settings, prompts.width)
         caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
-            request = request_of(settings, text, *prompts.grouped(settings.completions), processors)
-            request = replace(request, logps=bool(settings.config.return_dict_in_generate))
+            group = repeats * settings.completions
+            request = request_of(settings, text, prompts.rows[::repeats], group, processors)
+            logps = bool(settings.config.return_dict_in_generate)
+            request = replace(request, logps=logps, images=None if images is None else images[::repeats])
             drawing = drawing_of(settings, _stream(seed), dtype)
             completions = run(self, request, drawing, dtype=dtype, watch=watch)
         if watch is not None:
@@ -172,8 +180,11 @@ def _stream(seed: int | None) -> TorchGenerator:
     return default_generator() if seed is None else TorchGenerator(seed)
 
 
-def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
+def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[Any, Any]:
     """Return input_ids and attention_mask.
+
+    Args:
+        seeing: whether there are images, whose tokens then have a type of their own.
 
     Raises:
         ValueError: ids are given twice, or there are unknown arguments.
@@ -184,9 +195,10 @@ def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
             f"`inputs`: {inputs}` were passed alongside input_ids which is not allowed. Make sure to either pass "
             f"{inputs} or input_ids=..."
         )
-    if np.any(others.get("token_type_ids")):
+    if not seeing and np.any(others.get("token_type_ids")):
         raise ValueError("token_type_ids must be all 0 because each row is a single text. Leave it out.")
-    _check_unused(others, ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code"))
+    known = ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code")
+    _check_unused(others, (*known, "mm_token_type_ids") if seeing else known)
     return inputs if ids is None else ids, others.get("attention_mask")
 
 
