@@ -23,8 +23,12 @@ KINDS = {
 }
 
 
+TEACHER = []  # its folder
+
+
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
+    TEACHER[:] = [str(tiny_llava(tmp_path_factory.mktemp("teacher"), seed=1))]
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
 
 
@@ -53,7 +57,7 @@ def trainer(package, kind, model, out, rows=None, adapter=None, **options):
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
     args = getattr(package, f"{kind}Config")(str(out), **config)
-    extra = {"teacher_model": model} if kind == "Distillation" else {"reward_funcs": reward}
+    extra = {"teacher_model": TEACHER[0]} if kind == "Distillation" else {"reward_funcs": reward}
     if adapter is not None:
         peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
         extra["peft_config"] = peft.LoraConfig(**adapter)

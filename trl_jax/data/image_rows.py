@@ -12,7 +12,7 @@ import numpy as np
 from trl_jax.data import chat, checks, sft
 from trl_jax.data.batch import IGNORED, Example
 from trl_jax.data.chat_templates import prepare_multimodal_messages
-from trl_jax.data.text_images import TextImages
+from trl_jax.data.images import TextImages
 
 _ROW = "the row"  # in errors; whoever reads the dataset adds its number
 

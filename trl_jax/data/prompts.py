@@ -19,7 +19,7 @@ from trl_jax.data.chat import check_unicode, rendered
 from trl_jax.data.chat_templates import prepare_multimodal_messages
 from trl_jax.data.checks import argument, blocks, cell_error, has_transform, is_list, numbers_of
 from trl_jax.data.image_rows import Encoder, pictures_in, pictures_of, without_null
-from trl_jax.data.text_images import TextImages
+from trl_jax.data.images import TextImages
 from trl_jax.data.tokenize import check_has
 
 logger = logging.getLogger(__name__)

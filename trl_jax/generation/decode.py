@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trl_jax.core.outputs import reads_of_rows
-from trl_jax.data.text_images import TEXT_ALONE, PromptImages
+from trl_jax.data.images import TEXT_ALONE, PromptImages
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only, platform
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys

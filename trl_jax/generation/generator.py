@@ -15,7 +15,7 @@ from flax import nnx
 
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.data.batch import padded_length
-from trl_jax.data.text_images import TEXT_ALONE, PromptImages, TextImages, prompt_images
+from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images
 from trl_jax.generation.decode import (
     Decoding,
     Shards,

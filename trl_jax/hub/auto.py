@@ -208,6 +208,11 @@ class AutoModelForImageTextToText:
         """
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
 
+    @staticmethod
+    def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
+        """Like `AutoModelForCausalLM.from_config`, with the vision tower."""
+        return new_model(config, "lm", seed, dtype, images=True)
+
 
 def _from_pretrained(
     name: str,
@@ -530,7 +535,7 @@ def _find_adapted(
 # New models from a config
 
 
-def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None) -> PreTrainedModel:
+def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, images: bool = False) -> PreTrainedModel:
     """Build a model with new weights from a transformers config object or a dict like config.json.
 
     Matrices and embeddings are normal with the config's `initializer_range`; norms and biases start as the identity.
@@ -541,6 +546,7 @@ def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None) -> PreT
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
     native = native_config(raw, path, head)
+    native = native.with_images() if images else native
     params = _drawn(native, TorchGenerator(seed))
     dtype = checked_arguments({}, dtype or raw.get("dtype") or "float32")[1]
     source = Source(native, {}, {}, dtype, make_tensor_map(params, native.names), {})
@@ -573,6 +579,9 @@ def _one_plus(arch: Any, path: tuple) -> bool:
     """Whether the norm that owns this parameter scales by 1 + weight."""
     if path[-2] == "out_norm":  # of a gated delta net
         return False
+    if path[0] == "vision":
+        kinds = arch.vision.layers.norm, arch.vision.connector.norm
+        return (kinds[path[1] == "connector"] or "").endswith("_one_plus")
     kind = arch.qk_norm_kind if path[-2] in ("q_norm", "k_norm") else arch.norm
     return kind.endswith("_one_plus")
 

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trl_jax.core.torch_random import TorchGenerator, default_generator
-from trl_jax.data.text_images import TextImages
+from trl_jax.data.images import TextImages
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Completed, Completions, Progress, Request, Watch
@@ -33,7 +33,7 @@ from trl_jax.hub.generation_inputs import (
     refuse_arguments,
     resolve,
 )
-from trl_jax.hub.vision.inputs import images_of_rows, split_images
+from trl_jax.hub.vision.processor import images_of_rows, split_images
 from trl_jax.mesh.mesh import platform
 
 # Methods of a model

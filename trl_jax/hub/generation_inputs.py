@@ -20,7 +20,7 @@ from trl_jax.core.secrets import shown
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
 from trl_jax.data.checks import check_no_media
-from trl_jax.data.text_images import TextImages
+from trl_jax.data.images import TextImages
 from trl_jax.generation.sampling import Options, Processor, Renormalize, Text, logits_processors, sampling_processors
 from trl_jax.hub.torch_bridge import as_tensors
 

@@ -139,8 +139,8 @@ def _longest_ids(length: int, prompts: list[str]) -> list[list[int]]:
     return [[int(prompt)] * length for prompt in prompts]
 
 
-def _no_logps(model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
-    return [np.zeros(len(own), np.float32) for own in completions]
+def _no_logps(model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
+    return [np.zeros(len(own), np.float32) for own in made.completion_ids]
 
 
 # Sizes

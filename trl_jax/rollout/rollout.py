@@ -15,8 +15,8 @@ import numpy as np
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.data.batch import IGNORED, Context, Example, Extras
+from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
-from trl_jax.data.text_images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.losses.advantages import Advantages
 from trl_jax.losses.policy_gradient import next_entropy_coef
 from trl_jax.rollout.completions_log import CompletionsLog

@@ -92,7 +92,7 @@ class CompletionEvaluator:
         size = setup.args.per_device_eval_batch_size * setup.shards
         repeated = [index for index in order for _ in range(group)]
 
-        row = RowReader(setup, dataset, "eval")
+        row = RowReader(setup, "eval", dataset)
         return [list(map(row, repeated[at : at + size])) for at in range(0, len(repeated), size)]
 
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:

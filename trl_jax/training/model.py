@@ -25,7 +25,7 @@ from trl_jax.hub.prompt_tuning import VirtualBackend
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_objects import as_checkpoint, frozen_names, is_torch_model, name_of
 from trl_jax.hub.vision import vision_families
-from trl_jax.hub.vision.inputs import native_of
+from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.mesh import Fetched
 from trl_jax.mesh.processes import several
 from trl_jax.nn.linear import HALVES

@@ -17,8 +17,8 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
+from trl_jax.data.images import TextImages
 from trl_jax.data.loader import IndexedExample, StepBatch
-from trl_jax.data.text_images import TextImages
 from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, several
@@ -79,7 +79,7 @@ def rollout_steps(
         return _sampler(setup.train_dataset, setup.task.cycle, setup.args.seed, shuffle=parts.shuffle)
 
     return RolloutSteps(
-        rollout, cycle, RowReader(setup, setup.train_dataset, "train"), sampler(), StepMaker(setup), streams,
+        rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
         parts.bonus, setup.task.logps, sampler,
     )  # fmt: skip
 
@@ -116,9 +116,10 @@ class RowReader:
 
     Args:
         name: of the dataset in errors, "train" or "eval".
+        dataset: None reads the training set as it is at the time, because a script may set another.
     """
 
-    def __init__(self, setup: Setup, dataset: Dataset | IterableDataset, name: str):
+    def __init__(self, setup: Setup, name: str, dataset: Dataset | IterableDataset | None = None):
         self._setup, self._dataset, self._name = setup, dataset, name
         self._last: tuple[Any, dict[str, Any]] = (None, {})
 
@@ -137,7 +138,8 @@ class RowReader:
         return {name: row[name] for name in ("prompt", "image", "images") if name in row}
 
     def _read(self, index: Any) -> dict[str, Any]:
-        dataset, setup = self._dataset, self._setup
+        setup = self._setup
+        dataset = setup.train_dataset if self._dataset is None else self._dataset
         if isinstance(dataset, IterableDataset):
             return index
         if has_transform(dataset):
@@ -146,8 +148,8 @@ class RowReader:
             return row
         if setup.encoder is None:
             return dataset[int(index)]
-        if self._last[0] != index:  # a group of completions decodes its images once
-            self._last = index, dataset[int(index)]
+        if self._last[0] != (id(dataset), index):  # a group of completions decodes its images once
+            self._last = (id(dataset), index), dataset[int(index)]
         return dict(self._last[1])
 
 
@@ -249,6 +251,9 @@ class PolicyWriter:
             return self.complete(texts, 1, own)
 
         return replace(tools.completed(ids, completions, further), images=images)
+
+    def prompt_ids(self, prompts: list) -> list[list[int]]:
+        return self._encoded(prompts)[0]
 
     def _encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         """The ids of prompts, and their images if the run has any."""

@@ -29,8 +29,7 @@ from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import resize
 from trl_jax.hub.torch_state import seed_if_imported
-from trl_jax.hub.vision.inputs import native_of
-from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
+from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor, native_of
 from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
