@@ -25,7 +25,7 @@ from trl_jax import AutoModelForImageTextToText, SFTConfig, SFTTrainer
 
 SIDE, PATCH = 32, 4  # pixels; a picture has 8 x 8 patches and 4 x 4 image tokens
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (225, 200, 30)}
-QUESTIONS = {"color": "Which color is the digit?", "digit": "Which digit is it?"}
+QUESTIONS = {"color": "Which color is the ground?", "digit": "Which digit is it?"}
 SEGMENTS = {  # the lit segments of each digit: top, upper left, upper right, middle, lower left, lower right, bottom
     "0": "1110111", "1": "0010010", "2": "1011101", "3": "1011011", "4": "0111010",
     "5": "1101011", "6": "1101111", "7": "1010010", "8": "1111111", "9": "1111011",
@@ -74,11 +74,10 @@ def rows(generator: np.random.Generator, count: int) -> Dataset:
 
 
 def draw(generator: np.random.Generator, digit: str, color: tuple[int, ...]) -> Image.Image:
-    """A digit of seven segments on a gray ground."""
-    shade = int(generator.integers(235, 256))
-    picture = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
-    width, height = int(generator.integers(12, 17)), int(generator.integers(20, 27))
-    left, top = int(generator.integers(2, SIDE - width - 2)), int(generator.integers(2, SIDE - height - 1))
+    """A white digit of seven segments on a ground of this color."""
+    picture = Image.new("RGB", (SIDE, SIDE), tuple(int(part + generator.integers(-15, 16)) for part in color))
+    width, height = int(generator.integers(14, 17)), int(generator.integers(22, 26))
+    left, top = int(generator.integers(6, 10)), int(generator.integers(2, 5))
     right, middle, bottom = left + width, top + height // 2, top + height
     lines = [
         (left, top, right, top), (left, top, left, middle), (right, top, right, middle), (left, middle, right, middle),
@@ -86,7 +85,7 @@ def draw(generator: np.random.Generator, digit: str, color: tuple[int, ...]) -> 
     ]  # fmt: skip
     for line, lit in zip(lines, SEGMENTS[digit], strict=True):
         if lit == "1":
-            ImageDraw.Draw(picture).line(line, color, width=3)
+            ImageDraw.Draw(picture).line(line, (255, 255, 255), width=4)
     return picture
 
 

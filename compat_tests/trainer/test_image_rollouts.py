@@ -170,6 +170,24 @@ def test_images_are_kept_out_of_the_table(llava, tmp_path):
     assert "PIL" not in str(prompt) and "image" in str(prompt)
 
 
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_trackers_get_images(multimodal):
+    from trl_jax.rollout.completions_log import CompletionsLog
+
+    tables, [picture] = [], pictures(1)
+    log = CompletionsLog(None, 4, 0, trackers=[tables.append], multimodal=multimodal)
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "bake?"}]
+    log.add("train", [[{"role": "user", "content": content}], user("cake?")], ["yes", "no"])
+    again = CompletionsLog(None, 4, 0, trackers=[tables.append], multimodal=multimodal)
+    again.restore(log.state())
+    for own in (log, again):
+        own.log("train", 1)
+    assert all("PIL" not in str(table["prompt"][0]) for table in tables)
+    assert ("image" in tables[0]) == multimodal and "image" not in tables[1]
+    if multimodal:
+        assert list(tables[0]["image"]) == [[picture], []]
+
+
 def test_evaluation_completes_prompts_with_images(llava, tmp_path):
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY, per_device_eval_batch_size=2)
     metrics = made.evaluate(prompts(3))

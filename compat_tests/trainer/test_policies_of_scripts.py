@@ -112,10 +112,10 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
         rewards, rows = [length_reward, grpo_cases.vowels], Dataset.from_list(prompt_rows(8))
         found.append(getattr(package, f"{kind}Trainer")(str(checkpoint(**SMALL)), rewards, args, rows))
     theirs, ours = found
-    # Beside what belongs to vLLM, to pictures and to torch.
+    # Except for what belongs to vLLM and to torch.
     names = {name for name, value in vars(theirs).items() if value is vars(theirs.args).get(name, ...)}
     names = {name for name in names if not name.startswith("vllm_")} - {
-        "log_multimodal", "use_transformers_continuous_batching", "_train_batch_size", "deepspeed",
+        "use_transformers_continuous_batching", "_train_batch_size", "deepspeed",
         "neftune_noise_alpha",
     }  # fmt: skip
     names |= {"epsilon_low", "epsilon_high", "num_generations_eval", "chat_template_kwargs"}

@@ -274,7 +274,7 @@ class RewardedArguments(OnlineArguments):
         rule=above(0, math.inf, optional=True),
         kw_only=True,
     )
-    log_multimodal: bool = arg(True, help="Accepted without effect.", how="silent", why="completions are texts")
+    log_multimodal: bool = arg(True, help="With log_completions, whether trackers get the images of prompts.")
     use_transformers_continuous_batching: bool = arg(
         False,
         help="Accepted, but completions always come from trl_jax's own generator.",

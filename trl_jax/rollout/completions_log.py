@@ -24,7 +24,9 @@ import pyarrow as pa
 from trl_jax.core.curves import Curve, points_of, svg
 from trl_jax.core.files import replacing, write_whole
 from trl_jax.core.text import printable
+from trl_jax.data.image_rows import pictures_in
 from trl_jax.hub.push import Publisher, Upload
+from trl_jax.hub.vision.processor import open_picture
 
 logger = logging.getLogger(__name__)
 Mode = Literal["train", "eval"]
@@ -67,6 +69,7 @@ class CompletionsLog:
         folder: where files are written (evaluation files start with eval_); None writes none.
         trackers: functions that take the table as a pandas DataFrame.
         repo: pushes each file to the Hub; None pushes nothing.
+        multimodal: whether trackers get the images of prompts. Files and checkpoints have none.
     """
 
     names: Sequence[str] | None
@@ -76,11 +79,13 @@ class CompletionsLog:
     folder: Path | None = None
     trackers: Sequence[Callable[[pd.DataFrame], None]] = ()
     repo: CompletionsRepo | None = None
+    multimodal: bool = False
+    _pictures: dict[Mode, deque[list[Any]]] = field(init=False)
     _rows: dict[Mode, deque[dict[str, Any]]] = field(init=False)
     _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self):
-        self._rows = defaultdict(lambda: deque(maxlen=self.size))
+        self._rows, self._pictures = (defaultdict(lambda: deque(maxlen=self.size)) for _ in range(2))
 
     def add(
         self,
@@ -106,6 +111,7 @@ class CompletionsLog:
                 row["rewards"] = dict(zip(self.names, rewards[number].tolist(), strict=True))
                 row["advantage"] = float(advantages[number])
             self._rows[mode].append(row)
+            self._pictures[mode].append(pictures_in(prompt) if self.multimodal and isinstance(prompt, list) else [])
 
     def table(self, mode: Mode, step: int) -> dict[str, list]:
         """The columns in TRL's order: step, prompt, completion, rewards, extra columns, advantage.
@@ -138,6 +144,8 @@ class CompletionsLog:
         if self.folder is not None:
             with self._warning("written"):
                 self._write(frame, mode, step)
+        if any(self._pictures[mode]):
+            frame = frame.assign(image=list(self._pictures[mode]))
         if self.unique_prompts:
             frame = frame[~frame["prompt"].astype(str).duplicated()]
         for track in self.trackers:
@@ -171,6 +179,7 @@ class CompletionsLog:
         """Restore a `state`."""
         for mode, rows in json.loads(state.tobytes()).items():
             self._rows[mode] = deque(rows, maxlen=self.size)
+            self._pictures[mode] = deque([[] for _ in self._rows[mode]], maxlen=self.size)
 
     def _write(self, frame: pd.DataFrame, mode: Mode, step: int) -> None:
         if self.folder.is_symlink():
@@ -286,13 +295,20 @@ def _wandb(frame: pd.DataFrame) -> None:
     import wandb
 
     if wandb.run is not None:
-        wandb.log({"completions": wandb.Table(dataframe=frame)})
+        wandb.log({"completions": wandb.Table(dataframe=_with_images(frame, wandb.Image))})
+
+
+def _with_images(frame: pd.DataFrame, kind: Callable[[Any], Any]) -> pd.DataFrame:
+    """The table with the images of prompts, if it has any, as a tracker's `kind` of image."""
+    if "image" not in frame:
+        return frame
+    return frame.assign(image=[[kind(open_picture(picture)) for picture in own] for own in frame["image"]])
 
 
 def _trackio(frame: pd.DataFrame) -> None:
     import trackio
 
-    trackio.log({"completions": trackio.Table(dataframe=frame)})
+    trackio.log({"completions": trackio.Table(dataframe=_with_images(frame, trackio.Image))})
 
 
 _TRACKERS = {"wandb": _wandb, "trackio": _trackio}

@@ -215,7 +215,7 @@ class RolloutTrainer(BaseTrainer):
         return CompletionsLog(
             names, args.generation_batch_size, args.num_completions_to_print, args.log_unique_prompts,
             Path(args.output_dir) / "completions" if self._writes_completions else None, trackers(args.report_to or ()),
-            self._completions_repo(),
+            self._completions_repo(), vars(args).get("log_multimodal", False),
         )  # fmt: skip
 
     def _completions_repo(self) -> CompletionsRepo | None:
@@ -315,7 +315,7 @@ class OnlineTrainer(RolloutTrainer):
     num_generations_eval = argument(
         "num_generations_eval", lambda args: args.num_generations_eval or args.num_generations
     )
-    mask_truncated_completions = argument("mask_truncated_completions")
+    mask_truncated_completions, log_multimodal = map(argument, ("mask_truncated_completions", "log_multimodal"))
     epsilon_low = argument("epsilon", lambda args: args.epsilon)
     epsilon_high = argument(
         "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
