@@ -126,7 +126,7 @@ def test_the_collator_is_trls(multiple):
     tensors = RewardDataCollator(0, multiple)(EXAMPLES)
     assert all(torch.equal(tensors[name], values) for name, values in wanted.items())
     assert "margin" not in RewardDataCollator(0)([{"chosen_ids": [1], "rejected_ids": [2]}])
-    with pytest.raises(ValueError, match="return_tensors='tf': wanted 'np', or 'pt' where torch is installed."):
+    with pytest.raises(ValueError, match="return_tensors must be 'np', or 'pt' if torch is installed, got 'tf'"):
         RewardDataCollator(0, return_tensors="tf")
 
 

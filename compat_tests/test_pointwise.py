@@ -400,7 +400,7 @@ def test_without_args_it_makes_its_own_config(folder, tmp_path, monkeypatch):
 
 
 def test_what_it_has_no_use_for_is_refused(make, folder, tmp_path):
-    with pytest.raises(TypeError, match="wanted a PointwiseConfig"):
+    with pytest.raises(TypeError, match="expected a PointwiseConfig"):
         PointwiseTrainer(folder, trl_jax.RewardConfig(str(tmp_path)), train_dataset=table(4))
     with pytest.raises(ValueError, match="data_collator="):
         make(data_collator=dict)

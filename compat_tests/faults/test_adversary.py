@@ -82,7 +82,7 @@ def test_facts_of_another_kind_are_named_though_their_digest_is_right(name, valu
     try:
         (folder / "manifest.json").unlink()
         write_manifest(folder, kept)
-        with pytest.raises(BrokenCheckpoint, match=f"facts.json: {name} is "):
+        with pytest.raises(BrokenCheckpoint, match=f"facts.json: {name} must be of type "):
             make(trl_jax, good, saved, config=SAVES).train(resume_from_checkpoint=str(folder))
     finally:
         path.write_text(before)
@@ -110,7 +110,7 @@ class Junk(TrainerCallback, ExportableState):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("control", "on_step_end of a callback returned a str: wanted its control, or None"),
+        ("control", "on_step_end of a callback returned a str; expected its control, or None"),
         ("state", "trainer_state.json cannot be written: Object of type object is not JSON .* state.. of a callback"),
         ("log", "trainer_state.json cannot be written: Object of type set is not JSON serializable"),
     ],

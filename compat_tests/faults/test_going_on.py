@@ -147,7 +147,7 @@ def test_row20_another_order_is_refused_within_an_epoch(then, now, named, train)
     train("run", max_steps=2, **then)
     with pytest.raises(ValueError, match="is in the middle of an epoch whose rows came in the order of") as error:
         train("run", True, max_steps=4, **now)
-    assert all(name in str(error.value) for name in named) and "or ignore_data_skip=True to begin" in str(error.value)
+    assert all(name in str(error.value) for name in named) and "or ignore_data_skip=True to restart" in str(error.value)
     assert train("run", True, max_steps=3, ignore_data_skip=True, **now).state.global_step == 3
 
 
@@ -169,12 +169,12 @@ def test_row20_other_libraries_are_told_of_once(train, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("file", "name", "value", "text"),
     [
-        ("trainer_state.json", "global_step", -5, "global_step is -5, wanted a whole number of at least 0"),
+        ("trainer_state.json", "global_step", -5, "global_step must be a whole number of at least 0, got -5"),
         ("trainer_state.json", "global_step", 3, "global_step is 3, but manifest.json says 2"),
-        ("trainer_state.json", "epoch", 1e9, "epoch is 1000000000.0, wanted one from 0 to"),
-        ("trainer_state.json", "epoch", float("nan"), "epoch is nan, wanted one from 0 to"),
+        ("trainer_state.json", "epoch", 1e9, "epoch must be from 0 to"),
+        ("trainer_state.json", "epoch", float("nan"), "epoch must be from 0 to"),
         ("training_state/facts.json", "epoch", 10**9, "epoch is 1000000000, which a run of 2 steps has not reached"),
-        ("training_state/facts.json", "examples", -1, "examples is -1, wanted a whole number of at least 0"),
+        ("training_state/facts.json", "examples", -1, "examples must be a whole number of at least 0, got -1"),
         ("training_state/facts.json", "examples", 99, "examples is 99, and train_dataset has 32 rows"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_trainer_that_is_not_in_the_table_is_named(run, tmp_path):
 
 
 def test_arguments_of_another_trainer_are_refused(run, tmp_path):
-    with pytest.raises(TypeError, match="wanted a PointwiseConfig"):
+    with pytest.raises(TypeError, match="expected a PointwiseConfig"):
         plan(run, config(tmp_path, RewardConfig), topology("h100:1"))
 
 

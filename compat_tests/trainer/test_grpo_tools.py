@@ -194,7 +194,7 @@ def test_a_column_with_the_name_of_the_environments(runs):
 
 
 def test_what_tools_do_not_go_with(runs):
-    with pytest.raises(ValueError, match="^tools= beside a rollout_func"):
+    with pytest.raises(ValueError, match="^tools= together with a rollout_func"):
         runs.made(trl_jax, tools=[add], rollout_func=lambda prompts, trainer: {})
     trainer = runs.made(trl_jax, tools=[add])
     trainer.train_dataset = Dataset.from_list([{"prompt": "What?"}] * 6)

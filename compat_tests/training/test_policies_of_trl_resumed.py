@@ -49,7 +49,7 @@ def test_the_next_completions_and_steps_are_trls(kind, config, checkpoint, tmp_p
         (saved / "rng_state.pth").unlink()
         with caplog.at_level(logging.WARNING, logger="trl_jax"):
             again, _ = steps(trl_jax, kind, folder, tmp_path / "again", str(saved), **config)
-        assert "completions are drawn anew" in caplog.text and again != seen
+        assert "completions are sampled with new ones" in caplog.text and again != seen
 
 
 def test_a_students_next_steps_are_trls_in_the_second_epoch_too(checkpoint, tmp_path):

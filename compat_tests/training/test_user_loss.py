@@ -107,8 +107,8 @@ def test_a_loss_that_scores_nothing_in_pairs_is_logged_without_rewards(folder, t
     ("own", "text"),
     [
         (lambda m, x: __import__("torch").sigmoid(m(x["input_ids"]).logits).mean(), "which torch cannot take"),
-        (lambda m, x: m(x["input_ids"]).logits, r"compute_loss returned an array \[8, 1\]: wanted a JAX scalar"),
-        (lambda m, x: 3.0, "compute_loss returned a float: wanted a JAX scalar"),
+        (lambda m, x: m(x["input_ids"]).logits, r"compute_loss returned an array \[8, 1\]; expected a JAX scalar"),
+        (lambda m, x: 3.0, "compute_loss returned a float; expected a JAX scalar"),
         (lambda m, x: m(x["input_ids"], labels=1).logits.mean(), r"takes input_ids and attention_mask, not labels"),
     ],
 )
@@ -371,7 +371,9 @@ def test_a_dataloader_of_ones_own(folder, tmp_path):
     plain = make(trl_jax, folder, tmp_path, train=table(8).select(range(4)), config=config(max_steps=2))
     plain.train()
     assert losses(trainer)[0] == losses(plain)[0]
-    with pytest.raises(TypeError, match="get_train_dataloader returned a builtins.list: wanted what the trainer's own"):
+    with pytest.raises(
+        TypeError, match="get_train_dataloader returned a builtins.list; expected what the trainer's own"
+    ):
         Torchs(str(folder), args, train_dataset=table(8)).train()
 
 

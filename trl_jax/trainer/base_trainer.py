@@ -149,7 +149,7 @@ class BaseTrainer(abc.ABC):
             spec: what the trainer class contributes besides its task; None: nothing.
 
         Raises:
-            TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+            TypeError, ValueError: names the invalid argument, row or checkpoint.
         """
         own = () if self._collator_class is None else (self._collator_class,)
         check_collator(data_collator, (*own, *self._older_collators))
@@ -192,7 +192,7 @@ class BaseTrainer(abc.ABC):
             return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
         if not isinstance(args, self.config_class):
             wanted = self.config_class.__name__
-            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
+            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}; expected a {wanted}.")
         return args
 
     def _begin(self, args: BaseConfig, spec: setup.TrainerSpec) -> Progress:

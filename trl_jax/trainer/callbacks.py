@@ -90,7 +90,7 @@ def _text(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
     return rendered(tokenizer, prompt, f"The prompt {brief(prompt, 300)}", tokenize=False, **options)
 
 
-# A moving average of the weights beside the run.
+# A moving average of the weights during the run.
 
 
 logger = logging.getLogger(__name__)

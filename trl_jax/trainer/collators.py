@@ -163,7 +163,7 @@ class DataCollatorForLanguageModeling:
             each document; int32 `cu_seq_lens_q` and `cu_seq_lens_k`, where documents begin and end; `max_length_q` and
             `max_length_k`, the longest one's length; and int32 `seq_idx` `[1, T]`, the number of a token's document.
             The first token of a document has the label -100.
-        return_position_ids: give `position_ids` beside the mask, too.
+        return_position_ids: return `position_ids` in addition to the mask.
         pad_to_multiple_of: T is rounded up to a multiple of it.
         return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
 
@@ -206,7 +206,7 @@ class DataCollatorForLanguageModeling:
 
 def check_kind(return_tensors: str | None) -> None:
     if return_tensors not in ("np", "pt", None):
-        raise ValueError(f"return_tensors={return_tensors!r}: wanted 'np', or 'pt' where torch is installed.")
+        raise ValueError(f"return_tensors must be 'np', or 'pt' if torch is installed, got {return_tensors!r}.")
 
 
 def as_kind(return_tensors: str | None, batch: Any) -> Any:

@@ -112,6 +112,6 @@ class DistillationTrainer(RolloutTrainer):
         if not isinstance(loaded.backend, NativeBackend | LoraBackend):
             raise ValueError(
                 f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
-                "tokens at a time: wanted a family that trl_jax computes itself (docs/models lists them)."
+                "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
             )
         return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None)

@@ -54,7 +54,7 @@ class DPOTrainer(ReferenceTrainer):
             model trains, and only it is saved.
 
     Raises:
-        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
 
     _name, _tag_names = "DPO", ["trl", "dpo"]

@@ -61,7 +61,7 @@ class GRPOTrainer(OnlineTrainer):
             What they return, or raise, is the next message, which is not learned from, and the model goes on.
         environment_factory: makes an environment; or a dict of such, by the names in the rows' column `environment`.
             Each completion acts in one of its own, whose methods are tools; `reset(**row)` begins it, and what that
-            returns stands behind the prompt; `get_reward()`, if there is one, is a reward function more.
+            returns is appended to the prompt; `get_reward()`, if it exists, is one more reward function.
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
@@ -95,7 +95,9 @@ class GRPOTrainer(OnlineTrainer):
         self.rollout_func, self.tools = rollout_func, list(tools or ())
         if (self.tools or environment_factory is not None) and rollout_func is not None:
             what = "tools=" if self.tools else "environment_factory="
-            raise ValueError(f"{what} beside a rollout_func, which writes the completions: pass one of the two.")
+            raise ValueError(
+                f"{what} together with a rollout_func, which writes the completions: pass only one of them."
+            )
         environments = None if environment_factory is None else Environments(environment_factory)
         args = None if args is None else as_config(args, GRPOConfig)
         super().__init__(

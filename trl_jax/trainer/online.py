@@ -95,7 +95,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
     found: dict[str, Callable] = {}
     for function in functions:
         if not callable(function):
-            raise TypeError(f"tools has {function!r}, wanted functions.")
+            raise TypeError(f"tools must be functions, got {function!r}.")
         try:
             name = get_json_schema(function)["function"]["name"]
         except Exception as error:  # transformers has classes of its own for what is missing
@@ -270,7 +270,7 @@ def _check_processes(trainer: str, shards: int) -> None:
     if shards % count:
         raise ValueError(
             f"{trainer} divides its prompts over {shards} devices (data x fsdp of the mesh), and this run has {count} "
-            f"processes: wanted a multiple of {count}, so that each has prompts of its own. Set mesh_shape, as in "
+            f"processes. It must be a multiple of {count}, so that each process has its own prompts. Set mesh_shape: "
             f"mesh_shape='fsdp:{count}'."
         )
 

@@ -58,7 +58,7 @@ class ReferenceFreeTrainer(BaseTrainer):
             compute_metrics two means a batch.)
 
     Raises:
-        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
 
     @accepting_old_keywords()

@@ -50,7 +50,7 @@ class RewardTrainer(BaseTrainer):
         peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen model trains, and only it is saved.
 
     Raises:
-        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
 
     _name, _tag_names = "Reward", ["trl", "reward-trainer"]

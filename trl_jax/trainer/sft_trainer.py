@@ -68,7 +68,7 @@ class SFTTrainer(BaseTrainer):
         formatting_func: makes the text of a row.
 
     Raises:
-        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
 
     _name, _tag_names = "SFT", ["trl", "sft"]

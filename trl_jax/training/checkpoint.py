@@ -310,7 +310,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename another run's checkpoint to checkpoint-<step>-run-<id>, of which the first eight digits are enough."""
+    """Rename another run's checkpoint to checkpoint-<step>-run-<id>, with the first eight digits of the id."""
     name = f"{checkpoint.name}-run-{(run_of(checkpoint) or 'unknown')[:8]}"
     taken, number = set(os.listdir(checkpoint.parent)), 1
     aside = name
@@ -359,7 +359,7 @@ class RunLock:
 
     def release(self) -> None:
         """Unlock it, and remove the file."""
-        if _is_at(self._path, self._handle):  # else the folder was made anew, and the file may be another run's
+        if _is_at(self._path, self._handle):  # else the folder was recreated, and the file may be another run's
             self._path.unlink()  # still locked: whoever waits for the file notices, and makes a new one
         os.close(self._handle)
 
@@ -542,7 +542,7 @@ class SavedProgress:
             value = getattr(self.progress, name)
             if type(value) is not int or value < 0:
                 raise BrokenCheckpoint(
-                    f"{self.folder / FACTS}: {name} is {brief(value)}, wanted a whole number of at least 0. "
+                    f"{self.folder / FACTS}: {name} must be a whole number of at least 0, got {brief(value)}. "
                     "Resume from another checkpoint."
                 )
 
@@ -770,7 +770,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == text
         found = body["format"] if whole else FORMAT
         if type(found) is not int:
-            raise ValueError(f"its format is {brief(found)}, wanted a number")
+            raise ValueError(f"its format must be a number, got {brief(found)}")
         if whole and found == FORMAT:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
             outside = [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
@@ -784,7 +784,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         newer, way = ("a newer", "Upgrade trl_jax") if found > FORMAT else ("an older", "Resume with that release")
         raise BrokenCheckpoint(
             f"{path} has format {found}, this release of trl_jax reads {FORMAT}: {newer} one wrote it. {way}, or pass "
-            "the folder as model= to begin anew from its weights."
+            "the folder as model= to start a new run from its weights."
         )
     if not whole:
         raise BrokenCheckpoint(f"{path} is damaged: its text is not what its own digest says.")
@@ -795,7 +795,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """Read the manifest, and check every file that it lists byte for byte, and that there are no other weights.
 
     Raises:
-        BrokenCheckpoint: naming the first file at fault.
+        BrokenCheckpoint: names the first damaged file.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
@@ -826,7 +826,7 @@ def sync(path: Path) -> None:
 
 
 def entries(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
-    """The plain files and folders in `folder` of `wanted` names. Of a link, pipe, socket or device a warning tells."""
+    """The plain files and folders in `folder` with `wanted` names. Others are skipped with a warning."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not wanted(path.name) or not os.path.lexists(path):  # removed meanwhile
             continue

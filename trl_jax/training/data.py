@@ -285,7 +285,7 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
     """
     if not isinstance(batches, Batches):
         raise TypeError(
-            f"{method} returned a {type(batches).__module__}.{type(batches).__qualname__}: wanted what the trainer's "
+            f"{method} returned a {type(batches).__module__}.{type(batches).__qualname__}; expected what the trainer's "
             "own gives. For other rows or another order, return self.batches(dataset, training=True)."
         )
     return batches.steps

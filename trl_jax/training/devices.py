@@ -74,7 +74,9 @@ def _cache_folder() -> Path:
 def compiler_options(device: str, several: bool) -> dict[str, Any]:
     """XLA's options for a step on one "cpu", "cuda" or "tpu" device, or on several."""
     if device == "cuda" and several:
-        return {"xla_gpu_enable_latency_hiding_scheduler": True}  # collectives run beside products; on TPUs they do
+        return {
+            "xla_gpu_enable_latency_hiding_scheduler": True
+        }  # overlap collectives with products; on TPUs they overlap by default
     if device == "cpu" and _YNN not in os.environ.get("XLA_FLAGS", "") and _takes_dots_alone():
         return {_YNN: _DOTS_ALONE}
     return {}
@@ -121,7 +123,7 @@ class Programs:
             program = self._compile(*arguments)
             return_freed_memory()
             future.set_result(program)
-        except BaseException as error:  # raised where the program is wanted
+        except BaseException as error:  # raised where the program is used
             future.set_exception(error)
         return future
 
@@ -353,7 +355,7 @@ class ShardedStep:
         """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
         or, of a single shard, `[passes, ...]`.
 
-        The loss is a sum over shards, gradients lie as `ShardingPlan.gradients` says, metrics are
+        The loss is a sum over shards, gradients are sharded as `ShardingPlan.gradients` says, metrics are
         `[passes x shards, ...]`.
         """
         grad = jax.value_and_grad(self._parts.with_whole(self._once(loss), parameters=2), has_aux=True)

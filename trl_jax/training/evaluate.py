@@ -644,7 +644,7 @@ _FILLER = -100  # transformers' filler where arrays of several batches differ in
 
 @dataclass
 class Predicted:
-    """For each batch its predictions, its labels (`()` for none), the losses of its rows and, if wanted, its token ids.
+    """For each batch its predictions, its labels (`()` for none), the losses of its rows and, on request, its ids.
 
     together: whether batches are joined for the script (eval_do_concat_batches). dataset: that was evaluated.
     """

@@ -28,7 +28,9 @@ class Events:
         """Call `event` ("on_step_end", ...) of every callback, in order."""
         control = getattr(self.handler, event)(self.args, self.state, self.control, *extra)
         if not isinstance(control, TrainerControl):
-            raise TypeError(f"{event} of a callback returned a {type(control).__name__}: wanted its control, or None.")
+            raise TypeError(
+                f"{event} of a callback returned a {type(control).__name__}; expected its control, or None."
+            )
         self.control = control
 
     @contextlib.contextmanager
@@ -63,7 +65,7 @@ class Interrupts:
     def handling_signals(self, promise: str) -> Iterator[None]:
         """Handle signals within the block. `promise` tells the user what the first one will lead to.
 
-        A signal that the process ignores, as under nohup, stays ignored. The user is told if that is SIGINT, which
+        A signal that the process ignores, as under nohup, stays ignored. A warning is logged if that is SIGINT, which
         shells have ignored by what they start in the background. Outside of the main thread signals are left as they
         were, which Python requires; with several processes JAX handles them (see `agree`).
         """

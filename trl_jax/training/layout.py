@@ -55,7 +55,10 @@ def exact_layout(
         return "packed", reason if asked == "shared" else ""
     by_text = by_rows(args, striped=striped, branches=branches)
     if asked == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
-        return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
+        return (
+            "packed",
+            "the TPU kernel does not support windows with shared prompts; batch_layout='shared' shares them",
+        )
     if backend.draws_experts:
         reason = "routers of this model draw experts for each text, also where two begin alike"
         return "packed", reason if asked == "shared" else ""
@@ -108,7 +111,7 @@ def plan(
     lengths: np.ndarray | None = None,
     tell: Callable[[str], None] = logger.info,
 ) -> LayoutPlan:
-    """The layout of a run's training `steps`; it is told in one line, with the reason and what it saves.
+    """The layout of a run's training `steps`; logged in one line, with the reason and what it saves.
 
     Args:
         columns: the token columns of the dataset, a text each.

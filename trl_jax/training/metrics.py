@@ -455,7 +455,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {**metrics}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path} holds no metrics to add to ({error}): wanted an object of JSON. Move it away, or pass "
+            f"{path} holds no metrics to add to ({error}): expected a JSON object. Move it away, or pass "
             "combined=False."
         ) from error
 

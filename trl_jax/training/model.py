@@ -258,7 +258,7 @@ def _check_trains(model: PreTrainedModel) -> None:
         raise ValueError(
             "Cannot set a prompt learning adapter to trainable when loading pretrained adapter: of P-tuning, PEFT "
             f"saves the vectors of the virtual tokens alone, and not the network that makes them ({ENCODER}). Pass "
-            "peft_config with the base model to begin anew."
+            "peft_config with the base model to start over."
         )
 
 
@@ -275,8 +275,8 @@ def _check_floats(model: PreTrainedModel) -> None:
 def load_reference(
     model: Any, args: BaseConfig, argument: str = "ref_model", *, images: bool = False
 ) -> PreTrainedModel:
-    """A language model that is computed beside the one that trains, from an `argument` like `model`; its weights have
-    the dtypes that it has. With `images`, it has its vision tower."""
+    """A language model that is computed along with the policy, from an `argument` like `model`; its weights keep their
+    dtypes. With `images`, it has its vision tower."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
         return from_torch(torch_model, args, "lm", trains=False, images=images, as_stored=True)

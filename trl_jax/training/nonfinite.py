@@ -49,7 +49,7 @@ def explain(params: dict, frozen: dict, loss: Callable, batch: Any, *, sharded: 
             found = nan_trace(partial(function, frozen), params, one)
             if found is not None:
                 return f"{found} It is computed from rows {', '.join(map(str, rows))}."
-    return "With dropout off no value is at fault."
+    return "With dropout off, no value is NaN or infinite."
 
 
 def check_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
 from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
-# The optimizer as callbacks are given it: with torch's `param_groups`, of which a script may read and set the rate.
+# The optimizer as callbacks see it: with torch's `param_groups`, whose rate a script may read and set.
 
 
 class ShownOptimizer(Optimizer):
@@ -58,7 +58,7 @@ class ParamGroup(MutableMapping):
         elif name not in self._facts or self._facts[name] != value:
             raise ValueError(
                 f"param_groups[{self._number}][{name!r}] was set: the step is compiled from what the optimizer was "
-                "made with, and reads only 'lr' anew. Say it in the arguments."
+                "made with, and only reads 'lr' again. Set it in the arguments."
             )
 
     def __delitem__(self, name: str) -> None:
@@ -137,7 +137,7 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerC
     check_optax(tx)
     if schedule is not None and (not callable(schedule) or _root(type(schedule)) in ("torch", "transformers")):
         raise TypeError(
-            f"optimizers: the schedule is a {_full_name(type(schedule))}; wanted a function of the step, as in "
+            f"optimizers: the schedule is a {_full_name(type(schedule))}; expected a function of the step, as in "
             "optax.linear_schedule(1e-4, 0.0, 1000), which scales what the optimizer gives."
         )
     return OptimizerChoice(args.learning_rate or 1.0 if schedule is None else 1.0, tx=tx, schedule=schedule)

@@ -41,7 +41,7 @@ class ReferenceModel:
 
     backend: computes it.
     config: transformers' object, of its checkpoint.
-    arrays: its own, by path with `PREFIX`, as they go to the step beside the policy's frozen arrays.
+    arrays: its own, by path with `PREFIX`, as they are passed to the step along with the policy's frozen arrays.
     shared: paths of the policy's frozen arrays that it is computed with, too.
     sync: how its own arrays follow the policy's; None leaves them as they are.
     dtype: "bfloat16" or "float16", which it is computed in where the policy is in float32; None: as the policy.

@@ -278,7 +278,7 @@ def _check_facts(saved: SavedProgress) -> None:
     for name, kind in _FACTS.items():
         if type(saved.facts.get(name)) is not kind:
             raise BrokenCheckpoint(
-                f"{saved.folder / FACTS}: {name} is {brief(saved.facts.get(name))}, wanted a {kind.__name__}. Resume "
+                f"{saved.folder / FACTS}: {name} must be of type {kind.__name__}, got {brief(saved.facts.get(name))}. Resume "
                 "from another checkpoint."
             )
 
@@ -318,7 +318,7 @@ def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
     raise ValueError(
         f"{saved.folder} is in the middle of an epoch whose rows came in the order of {told}. This run's {found} make "
         "another order, in which some rows would come twice and others never. Pass the same (data_seed is that of "
-        "seed where it is None), or ignore_data_skip=True to begin the epoch anew in the new order."
+        "seed where it is None), or ignore_data_skip=True to restart the epoch in the new order."
     )
 
 
@@ -592,12 +592,12 @@ def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None
     """Raises ValueError for a state that no run can have written."""
     step, epoch = state.global_step, state.epoch
     if type(step) is not int or step < 0 or not isinstance(state.log_history, list):
-        raise ValueError(f"global_step is {brief(step)}, wanted a whole number of at least 0, and log_history a list")
+        raise ValueError(f"global_step must be a whole number of at least 0, got {brief(step)}, and log_history a list")
     if manifest is not None and step != manifest["step"]:
         raise ValueError(f"global_step is {step}, but {MANIFEST} says {manifest['step']}")
     most = max(state.num_train_epochs, step) + 1
     if epoch is not None and not 0 <= epoch <= most:
-        raise ValueError(f"epoch is {brief(epoch)}, wanted one from 0 to {most} after {step} steps")
+        raise ValueError(f"epoch must be from 0 to {most} after {step} steps, got {brief(epoch)}")
 
 
 def _is_transformers(folder: Path) -> bool:
@@ -648,7 +648,7 @@ def _another(folder: Path) -> str:
                 return f"{check(candidate).folder} is whole: pass that one."
             except BrokenCheckpoint:
                 continue
-    return "There is no other whole checkpoint beside it."
+    return "There is no other complete checkpoint."
 
 
 def restore_callbacks(events: Events, *, wholly: bool) -> None:
@@ -729,7 +729,9 @@ def rollout_place(
         if importlib.util.find_spec("torch") is not None:
             known = random_state(folder, rank, len(steps.streams))
         if known is None:
-            logger.warning("%s: no state of torch's random numbers was read: completions are drawn anew.", folder)
+            logger.warning(
+                "%s: the state of torch's random numbers was not read: completions are sampled with new ones.", folder
+            )
         else:
             stream.restore(known)
     control = folder / _ENTROPY

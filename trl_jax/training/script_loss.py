@@ -308,7 +308,7 @@ class UserLoss:
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
-                f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
+                f"compute_loss returned {_described(loss)}; expected a JAX scalar, as in "
                 "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
         return loss.astype(jnp.float32), self.sums(bound, inputs)
@@ -568,7 +568,7 @@ class TorchLoss:
         model = self._model(compute, inputs, training=True)
         loss = self._loss(model, inputs, num_items)
         if not (loss.requires_grad and model.leaves):
-            raise TypeError("compute_loss returned a tensor without a gradient: wanted a loss of model(...).logits.")
+            raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
         backwards = zip(model.backwards, torch_objects.gradients(loss, model.leaves), strict=True)
         parts = [self._back(back, gradient) for back, gradient in backwards]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
@@ -606,7 +606,7 @@ class TorchLoss:
         loss = result[0] if isinstance(result, tuple) else result
         if not torch_objects.is_tensor(loss) or loss.numel() != 1:
             what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
-            raise TypeError(f"compute_loss returned {what}: wanted a tensor of one number, as in loss.mean().")
+            raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
         return loss.reshape(())
 
     def _outputs(

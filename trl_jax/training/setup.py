@@ -129,7 +129,7 @@ def _tokenizer_in(processor: Any) -> Any:
     if "tokenizer" not in vars(processor):
         raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")
     logger.warning(
-        "processing_class is a %s, of which only the tokenizer is saved. The files of the model's image processor are "
+        "processing_class is a %s; only its tokenizer is saved. The files of the model's image processor are "
         "copied; save another processor with its save_pretrained.",
         kind,
     )  # fmt: skip
@@ -334,7 +334,7 @@ def build(
         progress: new.
 
     Raises:
-        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
     hooks, torch_model, batch_size = spec.hooks, given.torch_model, args.per_device_train_batch_size
     own_loss = OWN_LOSS & hooks.overridden
@@ -447,7 +447,7 @@ def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel
     if own_loss and task.head == "lm" and task.axis == "read":
         raise TypeError(
             f"The trainer's own {names} would be given whole logits, and the loss of "
-            f"{type(task).__name__} asks for numbers of each token beside them. Leave the method out, and write a "
+            f"{type(task).__name__} needs numbers of each token as well. Leave the method out, and write a "
             "task with another loss."
         )
 
