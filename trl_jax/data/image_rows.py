@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -113,6 +113,25 @@ def prompt_with_answers(
     Raises:
         ValueError: a column is missing or has another form, or `max_length` cuts an image.
     """
+    return with_answers(read_prompt(row, answers, encoder, chat_template), encoder, max_length)
+
+
+class Read(NamedTuple):
+    """A row as text: the prompt, what each answer adds to it, and the prompt's pictures."""
+
+    prompt: str
+    answers: list[str]
+    pictures: list[Any]
+
+
+def read_prompt(
+    row: Mapping[str, Any], answers: Sequence[str], encoder: Encoder, chat_template: str | None = None
+) -> Read:
+    """Render a row's prompt and answers.
+
+    Raises:
+        ValueError: a column is missing or has another form.
+    """
     missing = [column for column in ("prompt", *answers) if row.get(column) is None]
     if missing:
         raise ValueError(f"the row has no {missing[0]!r}; its columns are {', '.join(row)}.")
@@ -130,8 +149,17 @@ def prompt_with_answers(
         begun = chat.rendered(encoder.tokenizer, prompt, _ROW, **options, **chat.opening(prompt))
         shared = min(sft.common_prefix(list(begun), list(text)) for text in whole)
         prompt, texts = begun[:shared], [text[shared:] for text in whole]
-    before, found = encoder.encode(prompt, pictures), []
-    for text in texts:
+    return Read(prompt, texts, pictures)
+
+
+def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Example:
+    """The prompt with each answer as token ids, whose answers have labels.
+
+    Raises:
+        ValueError: `max_length` cuts an image, or one cannot be read.
+    """
+    before, found = encoder.encode(read.prompt, read.pictures), []
+    for text in read.answers:
         after = encoder.encode(text)
         ids, features = (np.concatenate(both)[:max_length] for both in zip(before[::2], after[::2], strict=True))
         labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)

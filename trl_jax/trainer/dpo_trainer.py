@@ -18,7 +18,7 @@ from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.overrides import MirroredArg
-from trl_jax.trainer.reference import ReferenceTrainer
+from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
@@ -99,11 +99,7 @@ class DPOTrainer(ReferenceTrainer):
                 "the prompt portion of the sequence: use truncation_mode='keep_start' (the default) or set "
                 "max_length=None."
             )
-        if self.args.precompute_ref_log_probs:
-            raise ValueError(
-                "`precompute_ref_log_probs=True` is not supported for vision datasets, whose rows are processed on the "
-                "fly. Set `precompute_ref_log_probs=False`."
-            )
+        check_image_arguments(self.args)
 
     def make_task(self) -> DpoTask:
         args = self.args

@@ -17,7 +17,7 @@ from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
 from trl_jax.trainer.overrides import MirroredArg
-from trl_jax.trainer.reference import ReferenceTrainer
+from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
     "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length",
@@ -40,7 +40,8 @@ class KTOTrainer(ReferenceTrainer):
         data_collator: a DataCollatorForUnpairedPreference, whose `pad_to_multiple_of` then holds.
         train_dataset: rows with `prompt`, `completion` and `label`, as text or as messages, or with `prompt_ids`,
             `completion_ids` and `label`, or pairs, `chosen` and `rejected` with or without `prompt`; a Dataset or an
-            IterableDataset (with `max_steps`).
+            IterableDataset (with `max_steps`). Rows with `prompt`, `completion` and `label` may have `image` or
+            `images`.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
         compute_metrics: gets an EvalPrediction of all logits `[rows, T, V]`, not shifted, and their token ids
@@ -86,6 +87,9 @@ class KTOTrainer(ReferenceTrainer):
             callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
             peft_config=peft_config,
         )  # fmt: skip
+
+    def _check_images(self) -> None:
+        check_image_arguments(self.args)
 
     def make_task(self) -> KtoTask:
         args = self.args

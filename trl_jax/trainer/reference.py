@@ -131,6 +131,20 @@ def reference_as_model(
     return reference.as_model(policy)
 
 
+def check_image_arguments(args: BaseConfig) -> None:
+    """Raise ValueError for arguments that rows with images do not go with."""
+    if args.precompute_ref_log_probs:
+        raise ValueError(
+            "`precompute_ref_log_probs=True` is not supported for vision datasets, whose rows are processed on the "
+            "fly. Set `precompute_ref_log_probs=False`."
+        )
+    if args.max_prompt_length is not None:
+        raise ValueError(
+            f"max_prompt_length={args.max_prompt_length} is not supported for rows with images: it would cut images "
+            "off the start of prompts. Use max_length, which cuts the end, or leave it out."
+        )
+
+
 class ReferenceTrainer(BaseTrainer):
     """A trainer of language models that compares the policy with a reference model. Derive your own trainer from it:
     set `config_class` to a dataclass derived from `ReferenceConfig`, and implement `make_task`.
