@@ -134,7 +134,7 @@ REFUSED = {
     "packing": ("SFT", messages, {"packing": True, "max_length": 64}, "Packing is not supported for vision datasets"),
     "padding_free": ("SFT", messages, {"padding_free": True}, "Padding-free training is yet not supported"),
     "keep_end": ("SFT", messages, {"truncation_mode": "keep_end", "max_length": 64}, "truncation_mode='keep_end' is"),
-    "assistants": ("SFT", messages, {"assistant_only_loss": True}, "assistant_only_loss=True is not supported for"),
+    "assistants": ("SFT", completions, {"assistant_only_loss": True}, "argument is only supported for conversational"),
     "keep_end-dpo": ("DPO", pairs, {"truncation_mode": "keep_end", "max_length": 64}, "truncation_mode='keep_end' is"),
     "precomputed": ("DPO", pairs, {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not"),
 }

@@ -21,7 +21,7 @@ class Encoder(Protocol):
 
     tokenizer: Any
 
-    def encode(self, text: str, pictures: Any = (), *, max_length: int | None = None) -> Any: ...
+    def encode(self, text: str, pictures: Any = (), *, max_length: int | None = None, spans: Any = None) -> Any: ...
 
 
 def _pictures_in(messages: Any) -> list[Any]:
@@ -59,11 +59,13 @@ class SftImageRows:
         column: the text column.
         completion_only: whether prompts are excluded from the labels; None: in rows with a prompt and a completion.
         chat_template: replaces the tokenizer's own; None keeps it.
+        assistant_only: whether only what the template marks as assistant content has labels.
     """
 
     column: str = "text"
     completion_only: bool | None = None
     chat_template: str | None = None
+    assistant_only: bool = False
 
     def example(self, row: Mapping[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The example of one row.
@@ -87,6 +89,7 @@ class SftImageRows:
     def _text(self, row: Mapping[str, Any], pictures: list[Any], encoder: Encoder, max_length: int | None) -> Example:
         if self.completion_only:
             raise ValueError("The `completion_only_loss` argument is not supported for language modeling datasets.")
+        spans = None
         if "messages" not in row:
             if not isinstance(row[self.column], str):
                 raise checks.cell_error(_ROW, self.column, row[self.column], "a text")
@@ -95,9 +98,15 @@ class SftImageRows:
             checks.check_no_media(row["messages"], f"{_ROW}, column 'messages'", images=True)
             messages = prepare_multimodal_messages(without_null(row["messages"]), pictures)
             pictures = _pictures_in(messages)
-            text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
-        encoded = encoder.encode(text, pictures, max_length=max_length)
-        return _made(encoded.ids, encoded.ids, encoded.images, encoded.features, encoded.positions)
+            if self.assistant_only:
+                text, spans = chat.rendered_spans(encoder.tokenizer, messages, _ROW, self.chat_template)
+                if not spans:
+                    raise ValueError("the chat template marks no assistant content. Leave the row out.")
+            else:
+                text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
+        encoded = encoder.encode(text, pictures, max_length=max_length, spans=spans)
+        labels = encoded.ids if spans is None else np.where(encoded.marked, encoded.ids, IGNORED)
+        return _made(encoded.ids, labels, encoded.images, encoded.features, encoded.positions)
 
 
 def prompt_with_answers(
@@ -161,7 +170,8 @@ def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Exampl
     before, found = encoder.encode(read.prompt, read.pictures), []
     for text in read.answers:
         after = encoder.encode(text)
-        ids, features = (np.concatenate(both)[:max_length] for both in zip(before[::2], after[::2], strict=True))
+        ids = np.concatenate([before.ids, after.ids])[:max_length]
+        features = np.concatenate([before.features, after.features])[:max_length]
         labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)
         positions = None
         if before.positions is not None:

@@ -86,8 +86,11 @@ class KtoTask(TokenTask):
                 self._check_balance(prepared["label"])
         return prepared
 
-    def prepare_images(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
         """Check the columns of a dataset with images, and warn as for rows of text."""
+        del tokenizer  # rows become tokens while the model trains
         kto.check_image_columns(dataset.column_names or next(iter(dataset.take(1)), {}), checks.argument(name))
         if name == "train" and isinstance(dataset, Dataset):
             self._check_balance(dataset["label"])

@@ -10,7 +10,7 @@ import jax
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
-from trl_jax.data import sft
+from trl_jax.data import checks, sft
 from trl_jax.data.batch import Batch, Example
 from trl_jax.data.image_rows import Encoder, SftImageRows
 from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood
@@ -50,11 +50,33 @@ class SftTask(TextTask):
             options["packing"] = self.eval_packing
         return sft.prepare(dataset, tokenizer, name=name, **limits, **options)
 
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
+        """Check that rows with images have what the options need."""
+        if self.row_options.get("assistant_only_loss"):
+            columns = dataset.column_names or next(iter(dataset.take(1)), {})
+            if "messages" not in columns:
+                raise ValueError(
+                    "The `assistant_only_loss` argument is only supported for conversational language modeling "
+                    f"datasets: {checks.argument(name)} has images and no column 'messages'."
+                )
+            if name == "train":
+                sft.warn_of_stop_token(tokenizer, sft.marked_template(tokenizer))
+        return dataset
+
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """One text of a row with images; which tokens have labels is as in rows of text."""
         options = self.row_options
+        assistant_only = options.get("assistant_only_loss", False)
+        chat_template = options.get("chat_template")
+        if assistant_only and chat_template is None:
+            chat_template = sft.marked_template(encoder.tokenizer)
         rows = SftImageRows(
-            options.get("dataset_text_field", "text"), options.get("completion_only_loss"), options.get("chat_template")
+            options.get("dataset_text_field", "text"),
+            options.get("completion_only_loss"),
+            chat_template,
+            assistant_only,
         )
         return rows.example(row, encoder, max_length)
 

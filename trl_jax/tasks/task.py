@@ -208,7 +208,9 @@ class Task(Protocol):
         """The texts and extras of one prepared row; by default what `columns` has."""
         return self.columns.example(row)
 
-    def prepare_images(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
         """Check the columns of a dataset with images, whose rows become examples while the model trains.
 
         Args:

@@ -135,11 +135,6 @@ class SFTTrainer(BaseTrainer):
                 "truncation_mode='keep_end' is not supported for vision datasets. Image tokens reside at the start of "
                 "the text: use truncation_mode='keep_start' or set max_length=None."
             )
-        if args.assistant_only_loss:
-            raise ValueError(
-                "assistant_only_loss=True is not supported for rows with images yet. Use rows with a prompt and a "
-                "completion."
-            )
         if self._formatting_func is not None:
             raise ValueError("formatting_func is not supported for rows with images. Apply it to the dataset instead.")
 

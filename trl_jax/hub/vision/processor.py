@@ -21,12 +21,14 @@ class EncodedText(NamedTuple):
     images: in the order of the text.
     features: int32 `[T]`, the feature that takes the place of each token's embedding (see `Example.features`).
     positions: int32 `[T, A]`; None where tokens are only counted.
+    marked: bool `[T]`, the tokens of the asked spans; None without.
     """
 
     ids: np.ndarray
     images: tuple[ImagePatches, ...]
     features: np.ndarray
     positions: np.ndarray | None
+    marked: np.ndarray | None = None
 
 
 class VisionProcessor:
@@ -61,11 +63,19 @@ class VisionProcessor:
         processed = self.image_processor(images=list(map(open_picture, pictures)), return_tensors="np")
         return self.family.patches({name: processed[name] for name in self.family.pixels}, self.config)
 
-    def encode(self, text: str, pictures: Sequence[Any] = (), *, max_length: int | None = None) -> EncodedText:
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[Any] = (),
+        *,
+        max_length: int | None = None,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> EncodedText:
         """Tokenize a text in which each picture has one placeholder, without adding special tokens.
 
         Args:
             max_length: cuts the ids; image tokens may not be cut.
+            spans: first and end of parts of the text, in characters, whose tokens are `marked`; None marks nothing.
 
         Raises:
             ValueError: the text has another number of placeholders than there are pictures, or images are cut.
@@ -77,13 +87,28 @@ class VisionProcessor:
                 f"({len(before)})."
             )
         images = self.patches(pictures)
-        expanded = (self.family.expansion(image, self.image_token, self.config) for image in images)
+        expanded = [self.family.expansion(image, self.image_token, self.config) for image in images]
         whole = "".join(part + own for part, own in zip(before, expanded, strict=True)) + last
-        ids = np.asarray(self.tokenizer(text=whole, add_special_tokens=False)["input_ids"], np.int32)[:max_length]
+        tokens = self.tokenizer(text=whole, add_special_tokens=False, return_offsets_mapping=spans is not None)
+        ids = np.asarray(tokens["input_ids"], np.int32)[:max_length]
         features, positions = feature_index(ids, self.image_token_id, images), None
         if self.family.positions is not None:
             positions = self.family.positions(ids, self.image_token_id, images)
-        return EncodedText(ids, tuple(images), features, positions)
+        marked = None
+        if spans is not None:
+            starts = np.cumsum([len(part) + len(self.image_token) for part in before])
+            grown = np.cumsum([0, *(len(own) - len(self.image_token) for own in expanded)])
+            moved = [[at + grown[np.searchsorted(starts, at, side="right")] for at in span] for span in spans]
+            marked = _overlapping(np.asarray(tokens["offset_mapping"]), moved)[:max_length]
+        return EncodedText(ids, tuple(images), features, positions, marked)
+
+
+def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Whether each token, whose characters are `offsets` `[T, 2]`, has characters of a span: bool `[T]`."""
+    found = np.zeros(len(offsets), bool)
+    for start, end in spans:
+        found |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return found
 
 
 def open_picture(value: Any) -> Any:
