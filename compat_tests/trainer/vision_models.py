@@ -156,8 +156,8 @@ def trainer(package, kind, model, out, rows, adapter=None, **options):
     }
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
+    extra = {name: config.pop(name) for name in ("data_collator", "processing_class") if name in config}
     args = getattr(package, f"{kind}Config")(str(out), **config)
-    extra = {}
     if adapter is not None:
         peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
         extra["peft_config"] = peft.LoraConfig(**adapter)

@@ -102,7 +102,8 @@ class KtoTask(TokenTask):
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The texts of a row of `image_rows`, which share the prompt's images, and its label."""
-        return kto.image_example(row, encoder, max_length)
+        del max_length  # the task's own may be a collator's
+        return kto.image_example(row, encoder, self.max_length)
 
     def _check_balance(self, labels: list[Any]) -> None:
         """Warn where neither weight makes up for unequal numbers of both kinds (KTO, eq. 8)."""

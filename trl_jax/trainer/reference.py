@@ -16,6 +16,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.collators import VisionCollator
 from trl_jax.trainer.overrides import (
     NEVER_CALLED_WITH_REFERENCE,
     ONCE_CALLED_WITH_REFERENCE,
@@ -176,7 +177,7 @@ class ReferenceTrainer(BaseTrainer):
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
         spec = setup.TrainerSpec(self._reference, balance_experts=self._balance_experts)
         super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
-        if self.data_collator is not None:
+        if not isinstance(self.data_collator, VisionCollator | type(None)):
             check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
