@@ -44,6 +44,9 @@ class RankWriter:
     inner: Writer
     streams: Sequence[TorchGenerator]
 
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
+        return self.inner.prompts(rows)
+
     def write(self, prompts: list, group: int) -> Written:
         own = prompts[own_part(len(prompts))]
         rank = own_rank(len(self.streams))
@@ -75,7 +78,8 @@ def joined(parts: Sequence[Written]) -> Written:
         name: list(chain.from_iterable(part.columns[name] for part in parts)) if isinstance(value, list) else value
         for name, value in parts[0].columns.items()
     }
-    return Written(ids, written, by_model, columns)
+    images = None if parts[0].images is None else list(chain.from_iterable(part.images for part in parts))
+    return Written(ids, written, by_model, columns, images=images)
 
 
 @dataclass
