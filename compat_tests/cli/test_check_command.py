@@ -159,3 +159,28 @@ def test_no_script(tmp_path, capsys):
     (tmp_path / "text.py").write_text("no python")
     assert main(["check", str(tmp_path / "text.py")]) == 2
     assert "is not valid Python" in capsys.readouterr().err
+
+
+COLLATE = """
+from functools import partial
+from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+class Collator:
+    def __call__(self, examples): ...
+def collate_fn(examples): ...
+ready, own = DataCollatorForVisionLanguageModeling(processor), Collator()
+mine = Collator()
+good = DataCollatorForVisionLanguageModeling(processor)
+SFTTrainer("m", data_collator=collate_fn)
+SFTTrainer("m", data_collator=mine)
+SFTTrainer("m", data_collator=partial(collate_fn, processor=None))
+SFTTrainer("m", data_collator=lambda examples: examples)
+SFTTrainer("m", data_collator=good)
+SFTTrainer("m", data_collator=DataCollatorForVisionLanguageModeling(processor))
+"""
+
+
+def test_collate_functions_of_a_script():
+    found = [one for one in findings(read(COLLATE)) if one.what == "SFTTrainer(data_collator=...)"]
+    assert [one.kind for one in found] == [REFUSED] * 4 + [WORKS] * 2
+    assert all("train on the columns directly" in one.text for one in found[:4])

@@ -14,11 +14,13 @@ from compat_tests.hub.vision.models import CASES
 from compat_tests.trainer.vision_models import (
     assistant,
     completions,
+    logged,
     messages,
     pairs,
     pictures,
     tiny_llava,
     tiny_qwen,
+    trainer,
     user,
 )
 from trl_jax.data.loader import raw_row
@@ -35,37 +37,11 @@ KINDS = {
     "pairs": ("DPO", pairs, {}, None),
     "pairs-lora": ("DPO", pairs, {}, {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
 }
-SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
-
-
-def trainer(package, kind, model, out, rows, adapter=None, **options):
-    config = {
-        "max_steps": 3,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        **SAME,
-        **options,
-    }
-    if package is not trl_jax:
-        config["gradient_checkpointing"] = False
-    args = getattr(package, f"{kind}Config")(str(out), **config)
-    extra = {}
-    if adapter is not None:
-        peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
-        extra["peft_config"] = peft.LoraConfig(**adapter)
-    return getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=rows, **extra)
-
-
-def logged(made):
-    made.train()
-    return [entry for entry in made.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -158,7 +134,7 @@ REFUSED = {
     "packing": ("SFT", messages, {"packing": True, "max_length": 64}, "Packing is not supported for vision datasets"),
     "padding_free": ("SFT", messages, {"padding_free": True}, "Padding-free training is yet not supported"),
     "keep_end": ("SFT", messages, {"truncation_mode": "keep_end", "max_length": 64}, "truncation_mode='keep_end' is"),
-    "assistants": ("SFT", messages, {"assistant_only_loss": True}, "assistant_only_loss=True is not supported for"),
+    "assistants": ("SFT", completions, {"assistant_only_loss": True}, "argument is only supported for conversational"),
     "keep_end-dpo": ("DPO", pairs, {"truncation_mode": "keep_end", "max_length": 64}, "truncation_mode='keep_end' is"),
     "precomputed": ("DPO", pairs, {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not"),
 }

@@ -17,7 +17,7 @@ from trl_jax.training import data
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
 ALL = (*KINDS, "ORPO", "CPO", "GRPO", "RLOO", "Distillation")
-SEEING = ("SFT", "DPO")  # train on rows with images
+SEEING = ("SFT", "DPO", "KTO")  # train on rows with images
 YET = "and rows with images are not supported yet"
 _OPTIONS = {"dataset_num_proc", "max_length", "packing", "padding_free"}
 
@@ -81,9 +81,9 @@ def test_messages_with_images(kind, make, monkeypatch):
 
 @pytest.mark.parametrize("media", PARTS)
 def test_media_are_named(media, make):
-    rows = Dataset.from_list([messages("KTO", PARTS[media])] * 4)
+    rows = Dataset.from_list([messages("Reward", PARTS[media])] * 4)
     with pytest.raises(ValueError, match=f"rows with {media} are not supported yet"):
-        make(trl_jax, "KTO", rows, chat=True)
+        make(trl_jax, "Reward", rows, chat=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from datasets import Dataset
 from PIL import Image
 
+import trl_jax
 from compat_tests import tiny
 
 SIZE, PATCH = 28, 7
@@ -92,6 +94,18 @@ def pairs(count: int = 8) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def unpaired(count: int = 6) -> Dataset:
+    """Prompts with an answer and its label; one of them has no image, and one has two."""
+    rows = [
+        {
+            "prompt": user(f"bake the {word}?"), "completion": assistant(f"gladly {word}" + " quit" * (number % 3)),
+            "label": number % 2 == 0, "images": [picture] * (1 if number < 4 else 2 * (number - 4)),
+        }
+        for number, (word, picture) in enumerate(zip(tiny.THINGS, pictures(count), strict=False))
+    ]  # fmt: skip
+    return Dataset.from_list(rows)
+
+
 QWEN_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
 
 
@@ -125,3 +139,31 @@ def tiny_qwen(folder: Path) -> Path:
     size = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
     return folder
+
+
+SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}
+
+
+def trainer(package, kind, model, out, rows, adapter=None, **options):
+    config = {
+        "max_steps": 3,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        **SAME,
+        **options,
+    }
+    if package is not trl_jax:
+        config["gradient_checkpointing"] = False
+    extra = {name: config.pop(name) for name in ("data_collator", "processing_class") if name in config}
+    args = getattr(package, f"{kind}Config")(str(out), **config)
+    if adapter is not None:
+        peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
+        extra["peft_config"] = peft.LoraConfig(**adapter)
+    return getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=rows, **extra)
+
+
+def logged(made):
+    made.train()
+    return [entry for entry in made.state.log_history if "loss" in entry]

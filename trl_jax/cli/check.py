@@ -21,7 +21,7 @@ from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TRAINERS, TrainerNames
-from trl_jax.trainer.overrides import NEAR
+from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR
 
 # The command
 
@@ -207,6 +207,8 @@ def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
         what = f"{call.name}({name}=...)"
         if name in old:
             yield Finding(call.line, what, "changed", f"An old name: {old[name]}")
+        elif name == "data_collator" and call.arguments[name] is OWN:
+            yield Finding(call.line, what, "refused", OWN_COLLATOR)
         elif name in known:
             yield Finding(call.line, what, "works")
         elif name == "tokenizer":
@@ -251,6 +253,7 @@ def _first(error: Exception) -> str:
 PACKAGES = ("trl", "trl_jax")
 _DEEPEST = 50  # levels of an expression; a deeper one counts as UNKNOWN
 UNKNOWN = object()  # a value that is known only when the script runs
+OWN = object()  # a function or an object of a class that the script defines
 
 
 class Name(NamedTuple):
@@ -302,10 +305,20 @@ def read(source: str) -> Uses:
     for node in nodes:
         if isinstance(node, ast.Attribute):
             reader.visit(node)
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    made = {
+        target.id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     uses = Uses(reader.names, [], [])
     for node in nodes:
         if isinstance(node, ast.Call) and (name := reader.name_of(node.func)):
             arguments = {word.arg: _value(word.value) for word in node.keywords if word.arg}
+            if any(word.arg == "data_collator" and _is_own(word.value, own, made) for word in node.keywords):
+                arguments["data_collator"] = OWN
             uses.calls.append(Call(node.lineno, name, arguments))
         elif isinstance(node, ast.ClassDef):
             for base in filter(None, map(reader.name_of, node.bases)):
@@ -370,6 +383,28 @@ class _Reader(ast.NodeVisitor):
             node = node.value
         module = self._modules.get(node.id) if isinstance(node, ast.Name) else None
         return None if module is None else ".".join([module, *reversed(below)])
+
+
+def _is_own(node: ast.expr, own: set[str], made: dict[str, ast.expr]) -> bool:
+    """Whether an expression is a function of the script's own, or an object of its own class or function.
+
+    Args:
+        own: names of functions and classes that the script defines.
+        made: what it assigns to names.
+    """
+    for _ in range(_DEEPEST):
+        if isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in own):
+            return True
+        if isinstance(node, ast.Call):
+            partial_of = (
+                node.args and isinstance(node.func, ast.Name | ast.Attribute) and "partial" in ast.dump(node.func)
+            )
+            node = node.args[0] if partial_of else node.func
+        elif isinstance(node, ast.Name) and node.id in made:
+            node = made[node.id]
+        else:
+            return False
+    return False
 
 
 def _value(node: ast.expr) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trl_jax.core import files
 from trl_jax.core.text import printable
-from trl_jax.data.chat_templates import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge, apply_chat_template
+from trl_jax.data.chat_templates import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge, apply_chat_template, render
 from trl_jax.data.checks import cell_error
 
 logger = logging.getLogger(__name__)
@@ -305,6 +305,19 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **optio
     """
     with errors_of_template(where):
         return apply_chat_template(tokenizer, messages, **options)
+
+
+def rendered_spans(
+    tokenizer: Any, messages: list[dict[str, Any]], where: str, chat_template: str | None = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as text, and the spans of characters that its template marks as assistant content.
+
+    Raises:
+        ValueError: as `rendered`.
+    """
+    template = tokenizer.get_chat_template(chat_template)
+    with errors_of_template(where):
+        return render(template, messages, spans=True, **tokenizer.special_tokens_map)
 
 
 def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +23,13 @@ class Encoder(Protocol):
     tokenizer: Any
 
     def encode(
-        self, text: str, pictures: Any = (), *, max_length: int | None = None, add_special_tokens: bool = False
+        self,
+        text: str,
+        pictures: Any = (),
+        *,
+        max_length: int | None = None,
+        add_special_tokens: bool = False,
+        spans: Any = None,
     ) -> Any: ...
 
     def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages: ...
@@ -64,11 +70,13 @@ class SftImageRows:
         column: the text column.
         completion_only: whether prompts are excluded from the labels; None: in rows with a prompt and a completion.
         chat_template: replaces the tokenizer's own; None keeps it.
+        assistant_only: whether only what the template marks as assistant content has labels.
     """
 
     column: str = "text"
     completion_only: bool | None = None
     chat_template: str | None = None
+    assistant_only: bool = False
 
     def example(self, row: Mapping[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The example of one row.
@@ -92,6 +100,7 @@ class SftImageRows:
     def _text(self, row: Mapping[str, Any], pictures: list[Any], encoder: Encoder, max_length: int | None) -> Example:
         if self.completion_only:
             raise ValueError("The `completion_only_loss` argument is not supported for language modeling datasets.")
+        spans = None
         if "messages" not in row:
             if not isinstance(row[self.column], str):
                 raise checks.cell_error(_ROW, self.column, row[self.column], "a text")
@@ -100,9 +109,15 @@ class SftImageRows:
             checks.check_no_media(row["messages"], f"{_ROW}, column 'messages'", images=True)
             messages = prepare_multimodal_messages(without_null(row["messages"]), pictures)
             pictures = pictures_in(messages)
-            text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
-        encoded = encoder.encode(text, pictures, max_length=max_length)
-        return _made(encoded.ids, encoded.ids, encoded.images)
+            if self.assistant_only:
+                text, spans = chat.rendered_spans(encoder.tokenizer, messages, _ROW, self.chat_template)
+                if not spans:
+                    raise ValueError("the chat template marks no assistant content. Leave the row out.")
+            else:
+                text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
+        encoded = encoder.encode(text, pictures, max_length=max_length, spans=spans)
+        labels = encoded.ids if spans is None else np.where(encoded.marked, encoded.ids, IGNORED)
+        return _made(encoded.ids, labels, encoded.images)
 
 
 def prompt_with_answers(
@@ -117,6 +132,25 @@ def prompt_with_answers(
 
     Raises:
         ValueError: a column is missing or has another form, or `max_length` cuts an image.
+    """
+    return with_answers(read_prompt(row, answers, encoder, chat_template), encoder, max_length)
+
+
+class Read(NamedTuple):
+    """A row as text: the prompt, what each answer adds to it, and the prompt's pictures."""
+
+    prompt: str
+    answers: list[str]
+    pictures: list[Any]
+
+
+def read_prompt(
+    row: Mapping[str, Any], answers: Sequence[str], encoder: Encoder, chat_template: str | None = None
+) -> Read:
+    """Render a row's prompt and answers.
+
+    Raises:
+        ValueError: a column is missing or has another form.
     """
     missing = [column for column in ("prompt", *answers) if row.get(column) is None]
     if missing:
@@ -135,8 +169,17 @@ def prompt_with_answers(
         begun = chat.rendered(encoder.tokenizer, prompt, _ROW, **options, **chat.opening(prompt))
         shared = min(sft.common_prefix(list(begun), list(text)) for text in whole)
         prompt, texts = begun[:shared], [text[shared:] for text in whole]
-    before, found = encoder.encode(prompt, pictures), []
-    for text in texts:
+    return Read(prompt, texts, pictures)
+
+
+def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Example:
+    """The prompt with each answer as token ids, whose answers have labels.
+
+    Raises:
+        ValueError: `max_length` cuts an image, or one cannot be read.
+    """
+    before, found = encoder.encode(read.prompt, read.pictures), []
+    for text in read.answers:
         after = encoder.encode(text).ids
         ids = np.concatenate([before.ids, after])[:max_length]
         labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)

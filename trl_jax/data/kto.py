@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
 from trl_jax.data import checks, preference, tokenize
+from trl_jax.data.batch import Example, Extras
+from trl_jax.data.image_rows import Encoder, read_prompt, with_answers
 from trl_jax.data.preference import unpair_preference_dataset
 
 logger = logging.getLogger(__name__)
 
 IDS = ("prompt_ids", "completion_ids", "label")
 JOINED = ("completion_input_ids", "completion_labels")
+KL_ROW = "KL_row"
 KL_JOINED = ("KL_completion_input_ids", "KL_completion_labels")
 _PAIR = ("chosen", "rejected")
 _NEEDED = ("prompt", "completion", "label")
@@ -71,6 +75,41 @@ def prepare(
     facts = {"sides": sides, "end": max_length, "max_prompt_length": max_prompt_length, "where": where}
     plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
     return preference.warn_of_rows(plain, JOINED[:1], JOINED[1], where)
+
+
+def check_image_columns(columns: Collection[str], where: str) -> None:
+    """Raise ValueError for a dataset with images whose rows are pairs, or that lacks a column."""
+    if found := [column for column in _PAIR if column in columns]:
+        raise ValueError(
+            "Vision datasets must be in unpaired format with `completion` and `label` columns. Paired format "
+            f"(`chosen`/`rejected`) is not supported for vision datasets; {where} has the column {found[0]!r}. Unpair "
+            "your dataset first: `dataset = unpair_preference_dataset(dataset)`."
+        )
+    if missing := [column for column in _NEEDED if column not in columns]:
+        raise ValueError(f"{where} must have the column {missing[0]!r}, got {brief(list(columns), 500)}.")
+
+
+def rotated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with images that each have the row whose answer also goes with their prompt, as `KL_row`: that of the row
+    before, and of the first row that of the last one."""
+    return [{**row, KL_ROW: other} for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
+
+
+def image_example(row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
+    """The prompt with its answer and, if the row has been `rotated`, with the answer of the other row.
+
+    Raises:
+        ValueError: a column is missing or has another form, or `max_length` cuts an image.
+    """
+    row = dict(row)
+    other = row.pop(KL_ROW, None)
+    if row.get("label") not in (True, False):
+        raise checks.cell_error("the row", "label", row.get("label"), "true for a desirable answer, false for others")
+    read = read_prompt(row, ("completion",), encoder)
+    if other is not None:
+        read = read._replace(answers=[*read.answers, *read_prompt(other, ("completion",), encoder).answers])
+    example = with_answers(read, encoder, max_length)
+    return example._replace(extras=Extras({"label": row["label"]}), num_primary_texts=1)
 
 
 def is_prepared(columns: Any, block: int | None) -> bool:

@@ -218,6 +218,7 @@ class ExampleLoader:
     drop_last: bool = False
     lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
     where: str = ""  # name of the dataset in errors of `example`; "" where rows are checked ahead
+    joined: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None  # see `Task.image_rows`
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
@@ -267,7 +268,12 @@ class ExampleLoader:
 
     def _micro_batches(self) -> Iterator[list[IndexedExample]]:
         if isinstance(self.dataset, IterableDataset):
-            yield from micro_batches(self._stream(), self.batch_size, drop_last=self.drop_last)
+            for batch in micro_batches(self._stream(), self.batch_size, drop_last=self.drop_last):
+                rows, indices, digests = zip(*batch, strict=True)
+                yield [
+                    one._replace(digest=digest)
+                    for one, digest in zip(self._examples(rows, indices), digests, strict=True)
+                ]
             return
         columns = self.dataset.select_columns([name for name in self.columns.all if name in self.dataset.column_names])
         order = epoch_order(
@@ -283,24 +289,32 @@ class ExampleLoader:
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-            yield [IndexedExample(self._example(row, i), int(i)) for row, i in zip(values, indices, strict=True)]
+            yield self._examples(values, indices)
 
-    def _stream(self) -> Iterator[IndexedExample]:
+    def _stream(self) -> Iterator[tuple[dict[str, Any], int, int]]:
+        """The rows of a stream with their indices and the digests up to them."""
         read, digest, first = 0, 0, []
         for row in self.dataset:
             digest = row_digest(row, self.columns, digest)
             if read < self.batch_size:
-                first.append(IndexedExample(self._example(row, read), read, digest))
+                first.append((row, read))
             if read >= self.skipped:
-                yield IndexedExample(self._example(row, read), read, digest)
+                yield row, read, digest
             read += 1
             if read == self.skipped:
                 self._check_skipped(digest)
         if read < self.skipped:
             self._check_skipped(digest)
         missing = -read % self.batch_size if self._filling and read else 0
-        for indexed in islice(cycle(first), max(0, self.skipped - read), missing):
-            yield indexed._replace(digest=digest)
+        for row, index in islice(cycle(first), max(0, self.skipped - read), missing):
+            yield row, index, digest
+
+    def _examples(self, rows: Sequence[dict[str, Any]], indices: Sequence[int]) -> list[IndexedExample]:
+        """The examples of a micro-batch."""
+        if self.joined is not None:
+            share = self.batch_size // self.step_layout.shards
+            rows = [row for at in range(0, len(rows), share) for row in self.joined(list(rows[at : at + share]))]
+        return [IndexedExample(self._example(row, i), int(i)) for row, i in zip(rows, indices, strict=True)]
 
     def _example(self, row: dict[str, Any], index: int) -> Example:
         if not self.where:

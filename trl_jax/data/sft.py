@@ -86,8 +86,8 @@ def prepare(
     for column in row_format.needed if row_format.conversational else ():
         checks.check_no_media(first[column], f"Row 0 of {where}, column {column!r}")
     if assistant_only_loss and row_format.conversational:
-        chat_template = chat_template or _marked_template(tokenizer)
-        _warn_of_stop_token(tokenizer, chat_template)
+        chat_template = chat_template or marked_template(tokenizer)
+        warn_of_stop_token(tokenizer, chat_template)
     masking = Masking(completions, assistant_only_loss, chat_template)
     packs = packing and not (row_format.kind == "ids" and "seq_lengths" in first)
     limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
@@ -120,16 +120,24 @@ def _answers_of(
     return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labeling answers of {where}"))
 
 
-def _marked_template(tokenizer: Any) -> str | None:
+def marked_template(tokenizer: Any) -> str | None:
     """None if the tokenizer's own template marks assistant content, else a training template.
 
     Also None if there is no template; rows raise an error for that later.
     """
     own = tokenizer.chat_template
-    return None if own is None or has_generation_markers(own) else training_template(own)
+    if own is None or has_generation_markers(own):
+        return None
+    return _training_template(own["default"] if isinstance(own, dict) else own)
 
 
-def _warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:
+@cache
+def _training_template(chat_template: str) -> str:
+    return training_template(chat_template)  # once per process: rows with images ask while the model trains
+
+
+def warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:
+    """Warn if the template leaves the end-of-turn token out of the assistant content."""
     if tokenizer.chat_template is not None and not stop_token_is_trained(tokenizer, chat_template):
         logger.warning(
             "The chat template does not include the assistant turn's end-of-turn token in the loss mask; the model may "

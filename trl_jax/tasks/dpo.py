@@ -47,7 +47,8 @@ class DpoTask(PairTask):
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The same for a row with images, which both answers share."""
-        return self._at_start(prompt_with_answers(row, ("chosen", "rejected"), encoder, max_length))
+        del max_length  # the task's own may be a collator's
+        return self._at_start(prompt_with_answers(row, ("chosen", "rejected"), encoder, self.max_length))
 
     @staticmethod
     def _at_start(example: Example) -> Example:

@@ -14,8 +14,9 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
-from trl_jax.data import kto
-from trl_jax.data.batch import Batch, Columns, LossBatch
+from trl_jax.data import checks, kto
+from trl_jax.data.batch import Batch, Columns, Example, LossBatch
+from trl_jax.data.image_rows import Encoder
 from trl_jax.losses.kto import UnpairedLoss, kl_estimate
 from trl_jax.losses.supervised import of_texts, real_examples, summed
 from trl_jax.tasks.task import TokenTask, aux_loss, joined
@@ -84,6 +85,25 @@ class KtoTask(TokenTask):
             if isinstance(prepared, Dataset) and not kto.is_prepared(dataset.column_names, block):
                 self._check_balance(prepared["label"])
         return prepared
+
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
+        """Check the columns of a dataset with images, and warn as for rows of text."""
+        del tokenizer  # rows become tokens while the model trains
+        kto.check_image_columns(dataset.column_names or next(iter(dataset.take(1)), {}), checks.argument(name))
+        if name == "train" and isinstance(dataset, Dataset):
+            self._check_balance(dataset["label"])
+        return dataset
+
+    def image_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With a KL term, each row with the row whose answer also goes with its prompt."""
+        return kto.rotated(rows) if self.objective.estimates_kl else rows
+
+    def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
+        """The texts of a row of `image_rows`, which share the prompt's images, and its label."""
+        del max_length  # the task's own may be a collator's
+        return kto.image_example(row, encoder, self.max_length)
 
     def _check_balance(self, labels: list[Any]) -> None:
         """Warn where neither weight makes up for unequal numbers of both kinds (KTO, eq. 8)."""

@@ -10,7 +10,7 @@ import jax
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
-from trl_jax.data import sft
+from trl_jax.data import checks, sft
 from trl_jax.data.batch import Batch, Example
 from trl_jax.data.image_rows import Encoder, SftImageRows
 from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood
@@ -25,6 +25,7 @@ class SftTask(TextTask):
     label_smoothing_factor: of "nll".
     row_options: how rows become examples, further arguments of `data.rows.sft.prepare`.
     eval_packing: whether sets other than the training set are packed; None as that.
+    image_options: how rows with images become examples: what replaces `row_options`, and `max_length`.
     padding_free: whether TRL would lay the texts of a micro-batch end to end, as it does with packed documents.
     """
 
@@ -33,6 +34,7 @@ class SftTask(TextTask):
     row_options: Mapping[str, Any] = field(default_factory=dict)
     eval_packing: bool | None = None
     padding_free: bool = False
+    image_options: Mapping[str, Any] = field(default_factory=dict)
 
     num_tokens_after: ClassVar[str] = "mean_token_accuracy"
 
@@ -50,13 +52,36 @@ class SftTask(TextTask):
             options["packing"] = self.eval_packing
         return sft.prepare(dataset, tokenizer, name=name, **limits, **options)
 
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
+        """Check that rows with images have what the options need."""
+        options = {**self.row_options, **self.image_options}
+        if options.get("assistant_only_loss"):
+            columns = dataset.column_names or next(iter(dataset.take(1)), {})
+            if "messages" not in columns:
+                raise ValueError(
+                    "The `assistant_only_loss` argument is only supported for conversational language modeling "
+                    f"datasets: {checks.argument(name)} has images and no column 'messages'."
+                )
+            if name == "train":
+                sft.warn_of_stop_token(tokenizer, options.get("chat_template") or sft.marked_template(tokenizer))
+        return dataset
+
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """One text of a row with images; which tokens have labels is as in rows of text."""
-        options = self.row_options
+        options = {"max_length": max_length, **self.row_options, **self.image_options}
+        assistant_only = options.get("assistant_only_loss", False)
+        chat_template = options.get("chat_template")
+        if assistant_only and chat_template is None:
+            chat_template = sft.marked_template(encoder.tokenizer)
         rows = SftImageRows(
-            options.get("dataset_text_field", "text"), options.get("completion_only_loss"), options.get("chat_template")
+            options.get("dataset_text_field", "text"),
+            options.get("completion_only_loss"),
+            chat_template,
+            assistant_only,
         )
-        return rows.example(row, encoder, max_length)
+        return rows.example(row, encoder, options["max_length"])
 
     def token_losses(self, outputs: TokenOutputs, batch: Batch) -> jax.Array:
         if self.loss_type == "dft":

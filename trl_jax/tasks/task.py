@@ -211,14 +211,25 @@ class Task(Protocol):
     def prepare_images(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
     ) -> Dataset | IterableDataset:
-        """Check rows with images. They become examples while the model trains, by `image_example`."""
-        del tokenizer, name
+        """Check the columns of a dataset with images, whose rows become examples while the model trains.
+
+        Args:
+            name: as in `prepare`.
+
+        Raises:
+            ValueError: the columns are not those of this task.
+        """
         return dataset
+
+    def image_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows with images of one device's part of a micro-batch, each with what it takes from the others."""
+        return rows
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The texts and extras of one row with images, made while the model trains.
 
         Args:
+            row: of `image_rows`.
             encoder: turns texts and pictures into ids and patches.
             max_length: of a text.
 

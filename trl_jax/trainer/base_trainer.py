@@ -25,6 +25,7 @@ from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
+from trl_jax.trainer.collators import VisionCollator
 from trl_jax.trainer.overrides import (
     NEVER_CALLED,
     NEVER_READ,
@@ -38,6 +39,7 @@ from trl_jax.trainer.overrides import (
     check_set,
     mirrored_args,
     names_of_script,
+    one_processor,
     read_once,
     refuse,
     warn_of_changes,
@@ -91,6 +93,7 @@ class BaseTrainer(abc.ABC):
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
     _check_images: Callable[[], None] | None = None  # checks the arguments for rows with images; None: takes none
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
+    _vision_collator: ClassVar[type[VisionCollator] | None] = None  # whose options are taken for rows with images
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
@@ -151,8 +154,10 @@ class BaseTrainer(abc.ABC):
         Raises:
             TypeError, ValueError: names the invalid argument, row or checkpoint.
         """
-        own = () if self._collator_class is None else (self._collator_class,)
+        own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
         check_collator(data_collator, (*own, *self._older_collators))
+        if isinstance(data_collator, VisionCollator):
+            processing_class = one_processor(data_collator.processor, processing_class)
         args = self._config(args, model)
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_adapter_config(peft_config)
@@ -176,6 +181,11 @@ class BaseTrainer(abc.ABC):
             spec, args, self._editable.task, given, pad_to_multiple_of=multiple, progress=progress
         )
         self._editable = self._setup.editable
+        if isinstance(data_collator, VisionCollator) and self._setup.encoder is None:
+            raise ValueError(
+                f"data_collator is a {type(data_collator).__name__}, for rows with images, and train_dataset has none. "
+                "Leave it out."
+            )
         self.accelerator = Accelerator(args, self.end)  # asks for the devices, and rows are prepared before JAX starts
         if self.data_collator is None:
             self._data_collator = self._collator()

@@ -204,6 +204,88 @@ class DataCollatorForLanguageModeling:
         return as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
 
 
+# TRL's collators of rows with images. They say how a trainer reads its rows.
+
+
+class VisionCollator:
+    """The base of TRL's collators of rows with images. Pass one as `data_collator`: the trainer reads its rows as these
+    options say, and not as its arguments do. It makes its batches itself, so that a call is refused.
+
+    Attributes:
+        processor: transformers' processor of the model.
+        max_length: longest text, in tokens; the end is cut off. None cuts nothing.
+        pad_to_multiple_of: padded rows have a multiple of this many tokens.
+        return_tensors: as TRL's; nothing depends on it.
+    """
+
+    processor: Any
+    max_length: int | None
+    pad_to_multiple_of: int | None
+    return_tensors: str | None
+
+    def __post_init__(self):
+        check_kind(self.return_tensors)
+        if "tokenizer" not in vars(self.processor):
+            raise TypeError(
+                f"processor is a {type(self.processor).__qualname__}: wanted a processor with a tokenizer, from "
+                "AutoProcessor.from_pretrained."
+            )
+
+    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__qualname__} makes no batches in trl_jax: pass it to the trainer as data_collator, or call "
+            "the processor."
+        )
+
+
+@dataclass
+class DataCollatorForVisionLanguageModeling(VisionCollator):
+    """How SFTTrainer reads rows with images: TRL's collator of that name.
+
+    Args:
+        processor, max_length, pad_to_multiple_of, return_tensors: as in `VisionCollator`.
+        completion_only_loss: whether prompts are excluded from the labels.
+        dataset_text_field: the text column.
+        assistant_only_loss: whether only what the chat template marks as assistant content has labels.
+        chat_template: replaces the tokenizer's own for `messages`; None keeps it.
+    """
+
+    processor: Any
+    max_length: int | None = None
+    completion_only_loss: bool = False
+    pad_to_multiple_of: int | None = None
+    dataset_text_field: str = "text"
+    assistant_only_loss: bool = False
+    chat_template: str | None = None
+    return_tensors: str | None = None
+
+
+@dataclass
+class DataCollatorForVisionPreference(VisionCollator):
+    """How DPOTrainer reads rows with images: TRL's collator of that name, with the options of `VisionCollator`."""
+
+    processor: Any
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str | None = None
+
+
+@dataclass
+class DataCollatorForVisionUnpairedPreference(VisionCollator):
+    """How KTOTrainer reads rows with images: TRL's collator of that name.
+
+    Args:
+        processor, max_length, pad_to_multiple_of, return_tensors: as in `VisionCollator`.
+        calculate_kl: whether each answer also goes with another row's prompt; as the loss type needs it.
+    """
+
+    processor: Any
+    max_length: int | None = None
+    calculate_kl: bool = True
+    pad_to_multiple_of: int | None = None
+    return_tensors: str | None = None
+
+
 def check_kind(return_tensors: str | None) -> None:
     if return_tensors not in ("np", "pt", None):
         raise ValueError(f"return_tensors must be 'np', or 'pt' if torch is installed, got {return_tensors!r}.")

@@ -15,10 +15,10 @@ from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.losses.names import losses_of
 from trl_jax.tasks.dpo import DpoTask
-from trl_jax.trainer.collators import DataCollatorForPreference
+from trl_jax.trainer.collators import DataCollatorForPreference, DataCollatorForVisionPreference
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.overrides import MirroredArg
-from trl_jax.trainer.reference import ReferenceTrainer
+from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
@@ -38,7 +38,8 @@ class DPOTrainer(ReferenceTrainer):
         ref_model: the same, of the reference. None: the model as it is before training; under a new adapter the model
             without it, under one that the model has a copy of that.
         args: a DPOConfig; None means `DPOConfig("<model>-DPO")`.
-        data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds.
+        data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds; for rows with
+            images a DataCollatorForVisionPreference, whose options then hold.
         train_dataset: pairs, `chosen` and `rejected` with or without `prompt`, as text or as messages, or
             `prompt_ids`, `chosen_ids` and `rejected_ids`; a Dataset or an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
@@ -60,6 +61,7 @@ class DPOTrainer(ReferenceTrainer):
     _name, _tag_names = "DPO", ["trl", "dpo"]
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
+    _vision_collator = DataCollatorForVisionPreference
     _changes_logps = ("ld_alpha",)
     beta, ld_alpha, label_smoothing, use_weighting = map(
         MirroredArg, ("beta", "ld_alpha", "label_smoothing", "use_weighting")
@@ -74,7 +76,7 @@ class DPOTrainer(ReferenceTrainer):
         model: str | os.PathLike | PreTrainedModel,
         ref_model: str | os.PathLike | PreTrainedModel | None = None,
         args: DPOConfig | None = None,
-        data_collator: DataCollatorForPreference | None = None,
+        data_collator: DataCollatorForPreference | DataCollatorForVisionPreference | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
@@ -99,11 +101,7 @@ class DPOTrainer(ReferenceTrainer):
                 "the prompt portion of the sequence: use truncation_mode='keep_start' (the default) or set "
                 "max_length=None."
             )
-        if self.args.precompute_ref_log_probs:
-            raise ValueError(
-                "`precompute_ref_log_probs=True` is not supported for vision datasets, whose rows are processed on the "
-                "fly. Set `precompute_ref_log_probs=False`."
-            )
+        check_image_arguments(self.args)
 
     def make_task(self) -> DpoTask:
         args = self.args
@@ -118,4 +116,6 @@ class DPOTrainer(ReferenceTrainer):
             self.use_weighting,
         )
         cuts = {name: vars(args)[name] for name in ("max_length", "truncation_mode", "max_prompt_length")}
+        if isinstance(self.data_collator, DataCollatorForVisionPreference):
+            cuts["max_length"] = self.data_collator.max_length
         return DpoTask(**cuts, objective=objective, ld_alpha=self.ld_alpha)

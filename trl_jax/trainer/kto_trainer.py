@@ -14,10 +14,10 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
-from trl_jax.trainer.collators import DataCollatorForUnpairedPreference
+from trl_jax.trainer.collators import DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
 from trl_jax.trainer.overrides import MirroredArg
-from trl_jax.trainer.reference import ReferenceTrainer
+from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
     "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length",
@@ -37,10 +37,12 @@ class KTOTrainer(ReferenceTrainer):
         ref_model: the same, of the reference. None: the model as it is before training; under a new adapter the model
             without it, under one that the model has a copy of that.
         args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
-        data_collator: a DataCollatorForUnpairedPreference, whose `pad_to_multiple_of` then holds.
+        data_collator: a DataCollatorForUnpairedPreference, whose `pad_to_multiple_of` then holds; for rows with
+            images a DataCollatorForVisionUnpairedPreference, whose options then hold.
         train_dataset: rows with `prompt`, `completion` and `label`, as text or as messages, or with `prompt_ids`,
             `completion_ids` and `label`, or pairs, `chosen` and `rejected` with or without `prompt`; a Dataset or an
-            IterableDataset (with `max_steps`).
+            IterableDataset (with `max_steps`). Rows with `prompt`, `completion` and `label` may have `image` or
+            `images`.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
         compute_metrics: gets an EvalPrediction of all logits `[rows, T, V]`, not shifted, and their token ids
@@ -60,6 +62,7 @@ class KTOTrainer(ReferenceTrainer):
     _name, _tag_names = "KTO", ["trl", "kto"]
     _paper = "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"
     config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
+    _vision_collator = DataCollatorForVisionUnpairedPreference
     beta, loss_type = map(MirroredArg, ("beta", "loss_type"))
     desirable_weight, undesirable_weight = map(MirroredArg, ("desirable_weight", "undesirable_weight"))
 
@@ -69,7 +72,7 @@ class KTOTrainer(ReferenceTrainer):
         model: str | os.PathLike | PreTrainedModel,
         ref_model: str | os.PathLike | PreTrainedModel | None = None,
         args: KTOConfig | None = None,
-        data_collator: DataCollatorForUnpairedPreference | None = None,
+        data_collator: DataCollatorForUnpairedPreference | DataCollatorForVisionUnpairedPreference | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
@@ -87,6 +90,9 @@ class KTOTrainer(ReferenceTrainer):
             peft_config=peft_config,
         )  # fmt: skip
 
+    def _check_images(self) -> None:
+        check_image_arguments(self.args)
+
     def make_task(self) -> KtoTask:
         args = self.args
         objective = UnpairedLoss(self.loss_type, self.beta, self.desirable_weight, self.undesirable_weight)
@@ -94,7 +100,16 @@ class KTOTrainer(ReferenceTrainer):
             _check_batches(args)
         in_order = args.train_sampling_strategy == "sequential"
         batch_size = args.per_device_train_batch_size
-        return KtoTask(objective, args.max_length, batch_size, in_order, args.max_prompt_length)
+        max_length = args.max_length
+        if isinstance(self.data_collator, DataCollatorForVisionUnpairedPreference):
+            max_length = self.data_collator.max_length
+            if self.data_collator.calculate_kl != objective.estimates_kl:
+                raise ValueError(
+                    f"data_collator has calculate_kl={self.data_collator.calculate_kl}, and loss_type="
+                    f"{self.loss_type!r} needs calculate_kl={objective.estimates_kl}. Pass that, or leave the collator "
+                    "out."
+                )
+        return KtoTask(objective, max_length, batch_size, in_order, args.max_prompt_length)
 
 
 def _check_batches(args: KTOConfig) -> None:

@@ -6,7 +6,9 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from inspect import Signature
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 from trl_jax.tasks.task import Task
@@ -336,11 +338,20 @@ _INSTEAD_OF_COLLATOR = {
 }
 
 
+OWN_COLLATOR = (
+    "A collate function of the script's own is not called by trl_jax. Leave data_collator out and train on the columns "
+    "directly (`messages`, or `prompt` and `completion`, with `images` where there are any): the trainer applies the "
+    "chat template and the processor, and the config says which tokens have labels."
+)
+
+
 def check_collator(collator: Any, known: tuple[type, ...]) -> None:
     """Raises ValueError for a collator of another class than the trainer's own, because it would never be called."""
     if collator is None or type(collator) in known:
         return
     name = type(collator).__qualname__
+    if isinstance(collator, FunctionType | MethodType | partial):
+        raise ValueError(f"data_collator is a {name}. {OWN_COLLATOR}")
     own = f", or pass a {known[0].__name__}, whose pad_to_multiple_of is taken" if known else ""
     instead = _INSTEAD_OF_COLLATOR.get(name, f"Leave it out{own}: rows are padded as TRL's own collator does.")
     raise ValueError(
@@ -367,3 +378,17 @@ def check_lengths(collator: Any, args: Any) -> None:
                 f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
                 "are cut once, when they are prepared. Write the same in both, or leave the collator out."
             )
+
+
+def one_processor(processor: Any, processing_class: Any) -> Any:
+    """The processor of a collator for rows with images, which also is the trainer's `processing_class`.
+
+    Raises:
+        ValueError: `processing_class` is another one.
+    """
+    if processing_class is None or processing_class is processor or processing_class is processor.tokenizer:
+        return processor
+    raise ValueError(
+        "data_collator has another processor than processing_class: a run has one tokenizer and one image processor. "
+        "Pass the same to both."
+    )

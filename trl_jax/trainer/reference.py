@@ -16,6 +16,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.collators import VisionCollator
 from trl_jax.trainer.overrides import (
     NEVER_CALLED_WITH_REFERENCE,
     ONCE_CALLED_WITH_REFERENCE,
@@ -131,6 +132,20 @@ def reference_as_model(
     return reference.as_model(policy)
 
 
+def check_image_arguments(args: BaseConfig) -> None:
+    """Raise ValueError for arguments that rows with images do not go with."""
+    if args.precompute_ref_log_probs:
+        raise ValueError(
+            "`precompute_ref_log_probs=True` is not supported for vision datasets, whose rows are processed on the "
+            "fly. Set `precompute_ref_log_probs=False`."
+        )
+    if args.max_prompt_length is not None:
+        raise ValueError(
+            f"max_prompt_length={args.max_prompt_length} is not supported for rows with images: it would cut images "
+            "off the start of prompts. Use max_length, which cuts the end, or leave it out."
+        )
+
+
 class ReferenceTrainer(BaseTrainer):
     """A trainer of language models that compares the policy with a reference model. Derive your own trainer from it:
     set `config_class` to a dataclass derived from `ReferenceConfig`, and implement `make_task`.
@@ -162,7 +177,7 @@ class ReferenceTrainer(BaseTrainer):
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
         spec = setup.TrainerSpec(self._reference, balance_experts=self._balance_experts)
         super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
-        if self.data_collator is not None:
+        if not isinstance(self.data_collator, VisionCollator | type(None)):
             check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()

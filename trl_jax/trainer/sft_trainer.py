@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.legacy.collators import DataCollatorForCompletionOnlyLM
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collators import DataCollatorForLanguageModeling
+from trl_jax.trainer.collators import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
 from trl_jax.trainer.overrides import NEVER_READ, MirroredArg
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 _MOVED = (
     "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eval_packing", "max_length", "max_seq_length",
     "model_init_kwargs", "neftune_noise_alpha", "packing",
+)  # fmt: skip
+_IMAGE_OPTIONS = (
+    "assistant_only_loss", "chat_template", "completion_only_loss", "dataset_text_field", "max_length",
 )  # fmt: skip
 _ROW_OPTIONS = (
     "assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing", "packing_strategy", "seed",
@@ -47,7 +51,8 @@ class SFTTrainer(BaseTrainer):
             transformers, which has the trained weights after `train()`. Weights are kept in float32;
             `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
         args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
-        data_collator: a DataCollatorForLanguageModeling, whose `pad_to_multiple_of` then holds; or early TRL's
+        data_collator: a DataCollatorForLanguageModeling, whose `pad_to_multiple_of` then holds; for rows with
+            images a DataCollatorForVisionLanguageModeling, whose options then hold; or early TRL's
             DataCollatorForCompletionOnlyLM, by which answers alone are trained on.
         train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an
             IterableDataset (with `max_steps`).
@@ -73,6 +78,7 @@ class SFTTrainer(BaseTrainer):
 
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
+    _vision_collator = DataCollatorForVisionLanguageModeling
     _older_collators = (DataCollatorForCompletionOnlyLM,)
     _label_smoothing = MirroredArg("label_smoothing_factor")
     _never_read = NEVER_READ | {
@@ -86,7 +92,10 @@ class SFTTrainer(BaseTrainer):
         self,
         model: str | os.PathLike | PreTrainedModel,
         args: SFTConfig | None = None,
-        data_collator: DataCollatorForLanguageModeling | DataCollatorForCompletionOnlyLM | None = None,
+        data_collator: DataCollatorForLanguageModeling
+        | DataCollatorForVisionLanguageModeling
+        | DataCollatorForCompletionOnlyLM
+        | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
@@ -135,11 +144,6 @@ class SFTTrainer(BaseTrainer):
                 "truncation_mode='keep_end' is not supported for vision datasets. Image tokens reside at the start of "
                 "the text: use truncation_mode='keep_start' or set max_length=None."
             )
-        if args.assistant_only_loss:
-            raise ValueError(
-                "assistant_only_loss=True is not supported for rows with images yet. Use rows with a prompt and a "
-                "completion."
-            )
         if self._formatting_func is not None:
             raise ValueError("formatting_func is not supported for rows with images. Apply it to the dataset instead.")
 
@@ -155,7 +159,10 @@ class SFTTrainer(BaseTrainer):
         options["formatting_func"] = self._formatting_func
         if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
             options["answer_marks"] = self.data_collator.marks
-        return SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing, _is_padding_free(args))
+        task = SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing, _is_padding_free(args))
+        if isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
+            task = replace(task, image_options={name: vars(self.data_collator)[name] for name in _IMAGE_OPTIONS})
+        return task
 
 
 def _is_padding_free(args: SFTConfig) -> bool:

@@ -59,7 +59,7 @@ def prepare(
         told: what the run has printed already.
     """
     if tokens.encoder is not None:
-        return task.prepare_images(dataset, tokens.tokenizer, name=name)
+        return task.prepare_images(dataset, tokens.tokenizer, name=name)  # its rows become examples in the loader
     prepared = task.prepare(
         dataset,
         tokens.tokenizer,
@@ -155,6 +155,7 @@ def loader(
         # As in TRL, no row of an evaluation or of a stream is dropped.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         where="" if encoder is None else argument("train" if training else "eval"),
+        joined=None if encoder is None else setup.task.image_rows,
     )
 
 

@@ -17,10 +17,14 @@ from trl_jax.hub.peft_backend import AdaptedBackend
 
 
 class EncodedText(NamedTuple):
-    """The token ids of a text, int32 `[T]`, and its images."""
+    """The token ids of a text, int32 `[T]`, and its images.
+
+    marked: bool `[T]`, the tokens of the asked spans; None without.
+    """
 
     ids: np.ndarray
     images: TextImages
+    marked: np.ndarray | None = None
 
 
 class VisionProcessor:
@@ -62,12 +66,14 @@ class VisionProcessor:
         *,
         max_length: int | None = None,
         add_special_tokens: bool = False,
+        spans: Sequence[tuple[int, int]] | None = None,
     ) -> EncodedText:
         """Tokenize a text in which each picture has one placeholder.
 
         Args:
             max_length: cuts the ids; image tokens may not be cut.
             add_special_tokens: whether the tokenizer adds its own.
+            spans: first and end of parts of the text, in characters, whose tokens are `marked`; None marks nothing.
 
         Raises:
             ValueError: the text has another number of placeholders than there are pictures, or images are cut.
@@ -79,11 +85,18 @@ class VisionProcessor:
                 f"({len(before)})."
             )
         images = self.patches(pictures)
-        expanded = (self.family.expansion(image, self.image_token, self.config) for image in images)
+        expanded = [self.family.expansion(image, self.image_token, self.config) for image in images]
         whole = "".join(part + own for part, own in zip(before, expanded, strict=True)) + last
-        ids = self.tokenizer(text=whole, add_special_tokens=add_special_tokens)["input_ids"]
-        ids = np.asarray(ids, np.int32)[:max_length]
-        return EncodedText(ids, self._placed(ids, images))
+        options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": spans is not None}
+        tokens = self.tokenizer(text=whole, **options)
+        ids = np.asarray(tokens["input_ids"], np.int32)[:max_length]
+        marked = None
+        if spans is not None:
+            starts = np.cumsum([len(part) + len(self.image_token) for part in before])
+            grown = np.cumsum([0, *(len(own) - len(self.image_token) for own in expanded)])
+            moved = [[at + grown[np.searchsorted(starts, at, side="right")] for at in span] for span in spans]
+            marked = _overlapping(np.asarray(tokens["offset_mapping"]), moved)[:max_length]
+        return EncodedText(ids, self._placed(ids, images), marked)
 
     def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages:
         """The pictures of a text that has been tokenized.
@@ -95,6 +108,14 @@ class VisionProcessor:
 
     def _placed(self, ids: np.ndarray, images: Sequence[ImagePatches]) -> TextImages:
         return text_images(ids, self.image_token_id, images, self.family.positions)
+
+
+def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Whether each token, whose characters are `offsets` `[T, 2]`, has characters of a span: bool `[T]`."""
+    found = np.zeros(len(offsets), bool)
+    for start, end in spans:
+        found |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return found
 
 
 def open_picture(value: Any) -> Any:
