@@ -187,7 +187,15 @@ class PolicyWriter:
             check_no_media(prompt, f"The prompt {brief(prompt)}")
         if self._rollout_func is not None:
             with raised_by("rollout_func", prompts):
-                return written_by(self._rollout_func, prompts, self._setup.vocab_size)
+                made = written_by(self._rollout_func, prompts, self._setup.vocab_size)
+            if made.sampling_logps is None and "sampling_logps" in self._setup.task.logps:
+                raise ValueError(
+                    "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, "
+                    "and off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return "
+                    "those of the sampler, or set vllm_importance_sampling_correction=False and leave "
+                    "off_policy_mask_threshold out."
+                )
+            return made
         tools = self._sampling.tools
         if tools is not None and not rows.is_conversation(prompts[0]):
             raise ValueError(

@@ -75,7 +75,9 @@ def joined(parts: Sequence[Written]) -> Written:
         name: list(chain.from_iterable(part.columns[name] for part in parts)) if isinstance(value, list) else value
         for name, value in parts[0].columns.items()
     }
-    return Written(ids, written, by_model, columns)
+    logps = [part.sampling_logps for part in parts]
+    sampling = None if any(own is None for own in logps) else list(chain.from_iterable(logps))
+    return Written(ids, written, by_model, columns, sampling_logps=sampling)
 
 
 @dataclass
