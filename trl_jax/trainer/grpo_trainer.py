@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
+from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import PolicyLoss
@@ -116,7 +117,8 @@ class GRPOTrainer(OnlineTrainer):
         _warn_of_levels(self.args.loss_type, self.args.importance_sampling_level)
 
     def make_task(self) -> GrpoTask:
-        args, sampled_elsewhere = self.args, self.rollout_func is not None
+        args = self.args
+        sampled_elsewhere = self.rollout_func is not None or uses_server(vars(args))
         options = {name: vars(args)[name] for name in _OF_THE_LOSS}
         if sampled_elsewhere and args.use_vllm and args.vllm_importance_sampling_correction:
             options |= _sampler_correction(args)

@@ -47,6 +47,7 @@ from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine
 from trl_jax.training.rollout_processes import RankRewards, RankWriter, local_copy, own_rank
+from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
 
 # The source of the steps of online training, and the arrays of a step.
@@ -181,11 +182,14 @@ class PolicyWriter:
         self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
         self._alone = alone
         self._rollout_func = parts.rollout_func
+        self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
 
     def write(self, prompts: list, group: int) -> Written:
         for prompt in prompts[::group]:
             check_no_media(prompt, f"The prompt {brief(prompt)}")
         if self._rollout_func is not None:
+            if self._server is not None:
+                self._server.refresh(self.prompt_ids(prompts[:1])[0])
             with raised_by("rollout_func", prompts):
                 made = written_by(self._rollout_func, prompts, self._setup.vocab_size)
             if made.sampling_logps is None and "sampling_logps" in self._setup.task.logps:
@@ -205,6 +209,10 @@ class PolicyWriter:
         ids = self.prompt_ids(prompts)
         for prompt, own in zip(prompts, ids, strict=True):
             token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
+        if self._server is not None:
+            progress = GenerationProgress(self._line, len(ids))
+            made = self._server.complete(ids[::group], group, progress)
+            return Written(ids, made.completions, all_written(made.completions), sampling_logps=made.logps)
         alike = all(own == ids[place - place % group] for place, own in enumerate(ids))  # not of every environment
         completions = self.complete(ids, group if alike else 1)
         if tools is not None:
@@ -315,6 +323,7 @@ class RolloutParts:
     shuffle: whether prompts come in another order each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
     rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
+    server: the vLLM servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
     """
 
     sampling: Sampling
@@ -324,3 +333,4 @@ class RolloutParts:
     bonus: EntropyBonus | None
     table: CompletionsLog | None
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
+    server: ServerParts | None = None
