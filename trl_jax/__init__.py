@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     )
     from trl_jax.hub.auto import (
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
         AutoPeftModelForCausalLM,
         AutoPeftModelForSequenceClassification,
@@ -99,6 +100,7 @@ __version__ = "0.1.0"
 
 _WHERE = WHERE | {
     "AutoModelForCausalLM": "trl_jax.hub.auto",
+    "AutoModelForImageTextToText": "trl_jax.hub.auto",
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "AutoPeftModelForCausalLM": "trl_jax.hub.auto",
     "AutoPeftModelForSequenceClassification": "trl_jax.hub.auto",

@@ -96,8 +96,8 @@ class Runs:
         trainer, first = self.made(trl_jax, **self.options), self.first()
         complete = PolicyWriter.complete
 
-        def given(writer, ids, group):
-            return [np.asarray(own, np.int32) for own in first] if group == 4 else complete(writer, ids, group)
+        def given(writer, ids, group, images=None):
+            return [np.asarray(own, np.int32) for own in first] if group == 4 else complete(writer, ids, group, images)
 
         self.monkeypatch.setattr(PolicyWriter, "complete", given)
         return self.trained(trainer)

@@ -13,6 +13,7 @@ from trl_jax.generation.decode import matrices_in, prefill
 from trl_jax.hub import generate
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.models.model import merge
+from trl_jax.rollout.rollout import Written
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 
 PROMPT, ANSWER = np.arange(5, 12), np.arange(20, 31)
@@ -51,7 +52,8 @@ def test_the_head_computes_in_float32_what_layers_in_bfloat16_give(make):
 
 def test_a_step_and_its_completions_have_that_head(make):
     exact, coarse = make(True), make(False)
-    asked = ("policy", [PROMPT], [ANSWER], [np.ones(len(ANSWER), bool)])
+    by_model = [np.ones(len(ANSWER), bool)]
+    asked = ("policy", Written([PROMPT], [ANSWER], by_model), by_model)
     [found], [other] = (one.parts.setup.rollout.rollout.judge.logps(*asked) for one in (exact, coarse))
     assert 1e-4 < np.abs(found - other).max() < 0.1
     kinds, run = [], generate.run

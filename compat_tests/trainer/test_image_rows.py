@@ -358,3 +358,23 @@ def test_rows_of_a_table_are_told_apart():
     assert raw_row({"images": [first]}) != raw_row({"images": [second]})
     assert raw_row({"images": [array]}) != raw_row({"images": [array.reshape(-1)]})
     assert raw_row({"image": {"bytes": b"a", "path": None}}) != raw_row({"image": {"bytes": b"b", "path": None}})
+
+
+def test_loaded_models_train_with_their_towers(llava, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+
+    [wanted] = logged(trainer(trl_jax, "SFT", llava, tmp_path / "name", completions(), max_steps=1))
+    ours = trl_jax.AutoModelForImageTextToText.from_pretrained(llava, dtype="float32")
+    [own] = logged(trainer(trl_jax, "SFT", ours, tmp_path / "ours", completions(), max_steps=1))
+    theirs = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32)
+    theirs.model.vision_tower.requires_grad_(False)
+    before = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    made = trainer(trl_jax, "SFT", theirs, tmp_path / "torch", completions(), max_steps=1)
+    [other] = logged(made)
+    assert own["loss"] == other["loss"] == wanted["loss"] and own["grad_norm"] == wanted["grad_norm"]
+    moved = {name for name, parameter in theirs.named_parameters() if not torch.equal(parameter, before[name])}
+    assert any("projector" in name for name in moved) and not any("vision_tower" in name for name in moved)
+    text = trl_jax.AutoModelForCausalLM.from_pretrained(llava)
+    with pytest.raises(TypeError, match="loaded without its vision tower"):
+        trainer(trl_jax, "SFT", text, tmp_path / "text", completions())

@@ -21,7 +21,7 @@ TEMPLATE = (
 )
 
 
-def tiny_llava(folder: Path) -> Path:
+def tiny_llava(folder: Path, seed: int = 0) -> Path:
     """Write a LLaVA of two layers, whose CLIP tower has three, with its processor."""
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -35,7 +35,7 @@ def tiny_llava(folder: Path) -> Path:
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = LlamaConfig(**shape, **ids, num_hidden_layers=2, vocab_size=len(tokenizer))
     image = tokenizer.convert_tokens_to_ids("<image>")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(
         LlavaConfig(vision_config=vision, text_config=text, image_token_index=image, **ids)
     )

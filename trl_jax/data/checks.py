@@ -151,7 +151,10 @@ def check_type(dataset: Any, name: str, *, transforms: bool = False, images: boo
 
 
 def has_images(dataset: Dataset | IterableDataset) -> bool:
-    """Whether the first row of a dataset has images: a column of them, or image parts in a conversation."""
+    """Whether the first row of a dataset has images: a column of them, or image parts in a conversation. Of a table
+    with a transform, which may be a random one, no row is read: only the columns count that the transform gets."""
+    if has_transform(dataset):
+        return not {"image", "images"}.isdisjoint(dataset.column_names)
     rows = dataset.take(1) if isinstance(dataset, IterableDataset) else dataset.select(range(min(1, len(dataset))))
     row = next(iter(rows), {})
     if "image" in row or "images" in row:

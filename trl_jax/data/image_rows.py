@@ -12,6 +12,7 @@ import numpy as np
 from trl_jax.data import chat, checks, sft
 from trl_jax.data.batch import IGNORED, Example
 from trl_jax.data.chat_templates import prepare_multimodal_messages
+from trl_jax.data.images import TextImages
 
 _ROW = "the row"  # in errors; whoever reads the dataset adds its number
 
@@ -21,10 +22,14 @@ class Encoder(Protocol):
 
     tokenizer: Any
 
-    def encode(self, text: str, pictures: Any = (), *, max_length: int | None = None) -> Any: ...
+    def encode(
+        self, text: str, pictures: Any = (), *, max_length: int | None = None, add_special_tokens: bool = False
+    ) -> Any: ...
+
+    def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages: ...
 
 
-def _pictures_in(messages: Any) -> list[Any]:
+def pictures_in(messages: Any) -> list[Any]:
     """The images of a conversation's parts, in order."""
     parts = [part for message in messages for part in message.get("content") or () if isinstance(part, Mapping)]
     return [part.get("image") for part in parts if part.get("type") == "image"]
@@ -94,10 +99,10 @@ class SftImageRows:
         else:
             checks.check_no_media(row["messages"], f"{_ROW}, column 'messages'", images=True)
             messages = prepare_multimodal_messages(without_null(row["messages"]), pictures)
-            pictures = _pictures_in(messages)
+            pictures = pictures_in(messages)
             text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
         encoded = encoder.encode(text, pictures, max_length=max_length)
-        return _made(encoded.ids, encoded.ids, encoded.images, encoded.features, encoded.positions)
+        return _made(encoded.ids, encoded.ids, encoded.images)
 
 
 def prompt_with_answers(
@@ -122,7 +127,7 @@ def prompt_with_answers(
         for column in ("prompt", *answers):
             checks.check_no_media(row[column], f"{_ROW}, column {column!r}", images=True)
         prompt = prepare_multimodal_messages(without_null(prompt), pictures)
-        pictures, options = _pictures_in(prompt), _template(chat_template) | {"tokenize": False}
+        pictures, options = pictures_in(prompt), _template(chat_template) | {"tokenize": False}
         # As in TRL, which gives templates `chat_template_kwargs` here, and `tools` nowhere in rows with images.
         options |= {name: value for name, value in chat.template_options(dict(row), _ROW).items() if name != "tools"}
         talks = [[*prompt, *prepare_multimodal_messages(without_null(text))] for text in texts]
@@ -132,21 +137,17 @@ def prompt_with_answers(
         prompt, texts = begun[:shared], [text[shared:] for text in whole]
     before, found = encoder.encode(prompt, pictures), []
     for text in texts:
-        after = encoder.encode(text)
-        ids, features = (np.concatenate(both)[:max_length] for both in zip(before[::2], after[::2], strict=True))
+        after = encoder.encode(text).ids
+        ids = np.concatenate([before.ids, after])[:max_length]
         labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)
-        positions = None
-        if before.positions is not None:
-            last = before.positions.max(initial=-1) + 1
-            positions = np.concatenate([before.positions, after.positions + last])[:max_length]
-        found.append(_made(ids, labels, before.images, features, positions))
-    if max_length is not None and len(before.ids) > max_length and (before.features[max_length:] >= 0).any():
+        found.append(_made(ids, labels, before.images.before(len(after)).cut(max_length)))
+    if max_length is not None and (before.images.features[max_length:] >= 0).any():
         raise ValueError(
             f"max_length={max_length} cuts an image: the prompt has {len(before.ids)} tokens. Raise max_length, or set "
             "it to None."
         )
     joined = [tuple(part for one in found for part in parts(one)) for parts in _PARTS]
-    return Example(joined[0], labels=joined[1], images=before.images, features=joined[2], positions=joined[3])
+    return Example(joined[0], labels=joined[1], images=before.images.images, features=joined[2], positions=joined[3])
 
 
 _PARTS = tuple(attrgetter(name) for name in ("texts", "labels", "features", "positions"))
@@ -156,8 +157,6 @@ def _template(chat_template: str | None) -> dict[str, Any]:
     return {} if chat_template is None else {"chat_template": chat_template}
 
 
-def _made(
-    ids: np.ndarray, labels: np.ndarray, images: tuple, features: np.ndarray, positions: np.ndarray | None
-) -> Example:
-    places = () if positions is None else (positions,)
-    return Example((ids,), labels=(labels,), images=images, features=(features,), positions=places)
+def _made(ids: np.ndarray, labels: np.ndarray, images: TextImages) -> Example:
+    places = () if images.positions is None else (images.positions,)
+    return Example((ids,), labels=(labels,), images=images.images, features=(images.features,), positions=places)

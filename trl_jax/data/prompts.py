@@ -16,7 +16,10 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.text import brief
 from trl_jax.data import checks
 from trl_jax.data.chat import check_unicode, rendered
+from trl_jax.data.chat_templates import prepare_multimodal_messages
 from trl_jax.data.checks import argument, blocks, cell_error, has_transform, is_list, numbers_of
+from trl_jax.data.image_rows import Encoder, pictures_in, pictures_of, without_null
+from trl_jax.data.images import TextImages
 from trl_jax.data.tokenize import check_has
 
 logger = logging.getLogger(__name__)
@@ -25,16 +28,22 @@ _WANTED = 'a string, or messages such as [{"role": "user", "content": "..."}]'
 _EMPTY = "A completion needs at least one token before it: leave the row out, or start prompts with the BOS token."
 
 
-def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
+def check_prompts(
+    dataset: Dataset | IterableDataset, name: str, tokenizer: Any, *, images: bool = False
+) -> Dataset | IterableDataset:
     """Check that every row has a valid `prompt`, and return the dataset. Other columns are for reward functions.
 
     A table is checked now; a stream is checked as its rows arrive, the first one now. Rows of a table with a transform
     are left to `check_row`: reading one here could change what the transform returns for the next.
 
+    Args:
+        images: whether rows may have images.
+
     Raises:
         TypeError: not a dataset.
         KeyError: there is no column `prompt`.
-        ValueError: a row has images, or its prompt is neither a text nor messages with content, or is empty.
+        ValueError: a row has images that it may not have, or its prompt is neither a text nor messages with content,
+            or is empty.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(f"{name} must be a Dataset or IterableDataset of datasets, got a {type(dataset).__name__}.")
@@ -45,8 +54,9 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
         raise KeyError(
             f"{name} must have the column 'prompt', got {', '.join(columns)}. Rename the column with the prompts."
         )
-    checks.check_no_images(columns or (), argument(name))
-    facts = {"name": name, "begins": _begins(tokenizer)}
+    if not images:
+        checks.check_no_images(columns or (), argument(name))
+    facts = {"name": name, "begins": _begins(tokenizer), "images": images}
     if isinstance(dataset, IterableDataset):
         dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
         next(iter(dataset), None)  # checks the first row; the others when they come
@@ -55,9 +65,9 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
     return dataset
 
 
-def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any) -> None:
+def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any, *, images: bool) -> None:
     """Raise for a row that a transform made as `check_prompts` raises for others."""
-    _checked(row, number, name, _begins(tokenizer))
+    _checked(row, number, name, _begins(tokenizer), images)
 
 
 def _begins(tokenizer: Any) -> bool:
@@ -65,14 +75,16 @@ def _begins(tokenizer: Any) -> bool:
     return bool(_ids([""], tokenizer)[0])
 
 
-def _check_table(dataset: Dataset, name: str, begins: bool) -> None:
+def _check_table(dataset: Dataset, name: str, begins: bool, images: bool) -> None:
     """Raise ValueError for the first invalid prompt. Only suspicious rows are converted to Python values."""
+    if {"image", "images"}.intersection(dataset.column_names) and len(dataset):
+        _check_messages(dataset[:1]["prompt"][0])
     plain = dataset.select_columns("prompt").with_format(None)
     for first, block in blocks(dataset, ("prompt",)):
         doubtful = np.flatnonzero(_doubtful(block.column("prompt").combine_chunks(), begins))
         prompts = plain[first : first + len(block)]["prompt"] if doubtful.size else []
         for row in doubtful.tolist():
-            _checked({"prompt": prompts[row]}, first + row, name, begins)
+            _checked({"prompt": prompts[row]}, first + row, name, begins, images)
 
 
 def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
@@ -100,7 +112,7 @@ def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
     return found
 
 
-def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> dict[str, Any]:
+def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool, images: bool) -> dict[str, Any]:
     """Raise ValueError for a row with an invalid prompt.
 
     Args:
@@ -108,8 +120,11 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
     """
     where = f"Row {number} of {argument(name)}"
     check_has(row, number, ("prompt",), argument(name))
-    checks.check_no_images(row, argument(name))
+    if not images:
+        checks.check_no_images(row, argument(name))
     prompt = row["prompt"]
+    if "image" in row or "images" in row:
+        _check_messages(prompt)
     if prompt == "" and not begins:
         raise ValueError(f"{where} has an empty prompt. {_EMPTY}")
     if not isinstance(prompt, str):
@@ -118,8 +133,19 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool) -> di
         for message in prompt:
             _check_message(message, where)
     check_unicode(prompt, "prompt", where)
-    checks.check_no_media(prompt, f"{where}, column 'prompt'")
+    checks.check_no_media(prompt, f"{where}, column 'prompt'", images=images)
     return {}
+
+
+def _check_messages(prompt: Any) -> None:
+    """Raise ValueError, in TRL's words, for a prompt with images that is no conversation."""
+    if not is_conversation(prompt):
+        raise ValueError(
+            "Multimodal training requires conversational prompts. It looks like the dataset contains "
+            "non-conversational inputs, likely because a chat template was applied before passing the dataset "
+            "to the trainer. Please provide the raw conversational prompts and let the trainer apply the chat "
+            "template internally."
+        )
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -156,12 +182,7 @@ def prompt_ids(
             "kind to the other."
         )
     if kinds == {True}:
-        if any(prompt[-1]["role"] == "assistant" for prompt in prompts):
-            warnings.warn(
-                "A prompt ends with an assistant message. As in TRL, that message is not continued: the completion is "
-                "a new message after it. End prompts with a user message.",
-                stacklevel=2,
-            )
+        _warn_of_answers(prompts)
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
         ids = []
         for prompt, alike in groupby(prompts):  # equal prompts of a group are adjacent
@@ -173,6 +194,71 @@ def prompt_ids(
         empty = next(prompt for prompt, own in zip(prompts, ids, strict=True) if not own)
         raise ValueError(f"The prompt {brief(empty)} is empty. {_EMPTY}")
     return [list(own) if max_prompt_length is None else list(own[-max_prompt_length:]) for own in ids]
+
+
+def _warn_of_answers(prompts: Sequence[Any]) -> None:
+    if any(prompt[-1]["role"] == "assistant" for prompt in prompts):
+        warnings.warn(
+            "A prompt ends with an assistant message. As in TRL, that message is not continued: the completion is a "
+            "new message after it. End prompts with a user message.",
+            stacklevel=3,
+        )
+
+
+# Prompts with images
+
+
+def prompts_with_images(rows: Sequence[Mapping[str, Any]]) -> list:
+    """The prompts of rows, in which the images of their columns have their places."""
+    pictures = [pictures_of(row) for row in rows]
+    if not any(pictures):
+        return [without_null(row["prompt"]) for row in rows]
+    return [
+        prepare_multimodal_messages(without_null(row["prompt"]), own) for row, own in zip(rows, pictures, strict=True)
+    ]
+
+
+def encoded_prompts(
+    prompts: Sequence[Any],
+    encoder: Encoder,
+    *,
+    template_options: Mapping[str, Any] | None = None,
+    max_prompt_length: int | None = None,
+) -> tuple[list[list[int]], list[TextImages]]:
+    """Token ids of conversations with the generation prompt, and their images; arguments as of `prompt_ids`.
+
+    Raises:
+        ValueError: `max_prompt_length` cuts a prompt with images.
+    """
+    _warn_of_answers(prompts)
+    ids, images, bos = [], [], encoder.tokenizer.bos_token
+    options = {"add_generation_prompt": True, "tokenize": False, **(template_options or {})}
+    for prompt, alike in groupby(prompts):  # equal prompts of a group are adjacent
+        messages, where = prepare_multimodal_messages(prompt), f"The prompt {brief(prompt, 300)}"
+        text = rendered(encoder.tokenizer, messages, where, **options)
+        special = bos is None or not text.startswith(bos)  # as transformers' processors tokenize a rendered text
+        found = encoder.encode(text, pictures_in(messages), add_special_tokens=special)
+        if max_prompt_length is not None and len(found.ids) > max_prompt_length:
+            raise ValueError(
+                f"{where} has {len(found.ids)} tokens, and prompts with images cannot be cut to "
+                f"max_prompt_length={max_prompt_length}. Raise it, or leave it out."
+            )
+        count = len(list(alike))
+        ids += [found.ids.tolist()] * count
+        images += [found.images] * count
+    return ids, images
+
+
+def placed_images(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], encoder: Encoder) -> list[TextImages]:
+    """The images of prompts that a script tokenized.
+
+    Raises:
+        ValueError: a prompt has another number of image tokens than its images have features.
+    """
+    images: list[TextImages] = []
+    for (prompt, ids), alike in groupby(zip(prompts, map(list, prompt_ids), strict=True)):
+        images += [encoder.place(ids, pictures_in(prepare_multimodal_messages(prompt)))] * len(list(alike))
+    return images
 
 
 def _ids(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:

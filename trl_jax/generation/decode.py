@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trl_jax.core.outputs import reads_of_rows
+from trl_jax.data.images import TEXT_ALONE, PromptImages
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only, platform
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
-from trl_jax.models.decoder import in_a_stack
+from trl_jax.models.decoder import Features, in_a_stack
 from trl_jax.models.model import merge
 from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room
 from trl_jax.nn.linear import Quantized
@@ -35,6 +36,7 @@ def prefill(
     tokens: jax.Array,
     lengths: jax.Array,
     longest: jax.Array,
+    seen: PromptImages = TEXT_ALONE,
     *,
     group: int,
     capacity: int,
@@ -50,6 +52,7 @@ def prefill(
         tokens: int32 `[P, S]`, right-padded prompts.
         lengths: int32 `[P]`, prompt lengths, at least 1.
         longest: int32 scalar, tokens of the longest text in the call.
+        seen: the images of the prompts.
         group: completions per prompt.
         capacity: cache capacity per completion, in tokens.
         max_tokens: upper bound on prompt + completion; attention windows of at least this size are ignored.
@@ -61,32 +64,48 @@ def prefill(
     """
     head_dtype = dtype if head_dtype is None else head_dtype
 
-    def of_shard(arrays, tokens, lengths, longest):
+    def of_shard(arrays, tokens, lengths, longest, seen):
         model = merge(graph, arrays)
         trunk = trunk_of(model)
-        hidden, kept = _through(trunk, tokens, lengths, longest, dtype, max_tokens)
+        features = None if seen.images is None else model.features(seen.images, dtype=dtype)
+        options = {"positions": seen.positions, "features": features}
+        hidden, kept = _through(trunk, tokens, lengths, longest, dtype, max_tokens, **options)
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
         parts = by_layers(parts, trunk.arch) if by_layer else parts
-        return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
+        return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
 
     def places(own: Shards) -> tuple:
-        return (own.params, own.rows, own.rows, own.whole), (own.rows, own.cache)
+        return (own.params, own.rows, own.rows, own.whole, own.rows), (own.rows, own.cache)
 
-    return on_each(shards, of_shard, places, parameters=True)(arrays, tokens, lengths, longest)
+    return on_each(shards, of_shard, places, parameters=True)(arrays, tokens, lengths, longest, seen)
 
 
 def _through(
-    trunk: nnx.Module, tokens: jax.Array, lengths: jax.Array, longest: jax.Array, dtype: jnp.dtype, max_tokens: int
+    trunk: nnx.Module,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    longest: jax.Array,
+    dtype: jnp.dtype,
+    max_tokens: int,
+    *,
+    positions: jax.Array | None = None,
+    features: Features | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
     """Run right-padded texts through the decoder.
+
+    Args:
+        positions: int32 `[R, T, A]`; None counts the tokens.
+        features: of the texts' images.
 
     Returns:
         The hidden state of the last token of each text, and the keys and values of all tokens.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
-    return with_keys(trunk, tokens, positions, reads, longest, dtype=dtype, max_tokens=max_tokens)
+    options = {"dtype": dtype, "max_tokens": max_tokens, "features": features}
+    return with_keys(trunk, tokens, positions, reads, longest, **options)
 
 
 @partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer", "shards"), donate_argnames=("state",))
@@ -493,7 +512,7 @@ class Shards:
     def cache(self) -> Cache:
         """Specs of a cache."""
         parts = self.rows if self.by_layer else PartitionSpec(None, self.axes)
-        return Cache(parts, CachePlaces(self.rows, self.rows, self.whole))
+        return Cache(parts, CachePlaces(self.rows, self.rows, self.whole, self.rows))
 
     @property
     def params(self) -> dict[str, PartitionSpec]:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.data.batch import padded_length
+from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images
 from trl_jax.generation.decode import (
     Decoding,
     Shards,
@@ -156,12 +157,19 @@ class _Generation:
             row[: len(ids)] = ids
         logits, cache = prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
-            np.int32(longest), group=request.group, capacity=capacity, max_tokens=self._max_tokens,
-            dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
-            shards=weights.shards,
+            np.int32(longest), self._seen(members, prompt_places), group=request.group, capacity=capacity,
+            max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
+            by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
         state, drawing = begun(cache, members.reshape(-1) >= 0, capacity, logps=request.logps), self._drawing(members)
         return first_tokens(logits, state, self._stops, noise, drawing, shards=weights.shards)
+
+    def _seen(self, members: np.ndarray, prompt_places: int) -> PromptImages:
+        """The images of these members' prompts."""
+        texts = self._request.images
+        if texts is None:
+            return TEXT_ALONE
+        return prompt_images([texts[row // self._request.group] for row in members[:, 0]], prompt_places, self._shards)
 
     def _longest(self, members: np.ndarray) -> int:
         """Tokens of the longest of these prompts."""
@@ -423,6 +431,7 @@ class Request:
     width: left-padded length of the prompts as processors see them; None means the longest prompt.
     temperature, logps: whether to record log-probabilities, of the logits divided by `temperature`.
     virtual: virtual tokens before each prompt, which processors do not see.
+    images: of each prompt, if any has some; not with virtual tokens.
     """
 
     prompts: list[np.ndarray]
@@ -435,6 +444,7 @@ class Request:
     temperature: float = 1.0
     logps: bool = False
     virtual: VirtualTokens = NONE
+    images: list[TextImages] | None = None
 
     @cached_property
     def texts(self) -> list[np.ndarray]:
@@ -447,7 +457,11 @@ class Request:
 
     def in_parts(self, number: int) -> Request:
         """The same rows, with each prompt repeated `number` times and its completions divided among the copies."""
-        return replace(self, prompts=[ids for ids in self.prompts for _ in range(number)], group=self.group // number)
+        if number == 1:
+            return self
+        prompts = [ids for ids in self.prompts for _ in range(number)]
+        images = None if self.images is None else [text for text in self.images for _ in range(number)]
+        return replace(self, prompts=prompts, images=images, group=self.group // number)
 
     def drawing(self) -> Drawing:
         """The sampling inputs of all rows."""
@@ -675,5 +689,5 @@ class _Steps:
 
 def _positions(state: Decoding) -> jax.Array:
     """Positions of the next tokens, int32 `[B, 1]`."""
-    positions_P = state.cache.places.prompt_lengths + state.cache.places.own
+    positions_P = state.cache.places.next_positions
     return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

@@ -192,11 +192,34 @@ class AutoModelForCausalLM:
         return new_model(config, "lm", seed, dtype)
 
 
+class AutoModelForImageTextToText:
+    """Load a vision-language model by name or folder, with its vision tower, as transformers' class of the same name
+    does. `AutoModelForCausalLM` loads its text part alone."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
+    ) -> PreTrainedModel:
+        """Load a checkpoint of a model type whose images are computed (docs/pages/vision.md); arguments as of
+        `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+        """
+        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
+
+    @staticmethod
+    def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
+        """Like `AutoModelForCausalLM.from_config`, with the vision tower."""
+        return new_model(config, "lm", seed, dtype, images=True)
+
+
 def _from_pretrained(
     name: str,
     head: HeadName,
     seed: int,
     *,
+    images: bool = False,
     quantization_config: Any = None,
     config: Any = None,
     mesh_shape: str | Mapping[str, int] | None = None,
@@ -204,6 +227,7 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
+    checkpoint = checkpoint.with_images() if images else checkpoint
     if config is not None:
         checkpoint = replace(checkpoint, config=_same_architecture(config, checkpoint))
     quantization = None if quantization_config is None else as_quantization(quantization_config)
@@ -277,6 +301,23 @@ class Checkpoint:
     adapter: Path | None = None
     lora: AdapterConfig | None = None
     quantization: BitsAndBytesConfig | None = None
+
+    def with_images(self) -> Checkpoint:
+        """The same checkpoint with its vision tower, which is otherwise left out.
+
+        Raises:
+            ValueError: it has none, images of its model type are not supported, or it has an adapter.
+        """
+        if "vision_config" not in self.config.to_dict():
+            raise ValueError(f"{self.name}: model_type {self.config.model_type!r} has no vision tower.")
+        if self.adapter is not None:
+            raise ValueError(
+                f"{self.name} has an adapter, and images are not supported for these yet. Load the base model, or "
+                "merge the adapter into it."
+            )
+        if self.native is None:
+            raise ValueError(f"{self.name}: images are not supported for model_type {self.config.model_type!r}.")
+        return replace(self, native=self.native.with_images())
 
     @property
     def can_resize(self) -> bool:
@@ -494,7 +535,7 @@ def _find_adapted(
 # New models from a config
 
 
-def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None) -> PreTrainedModel:
+def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, images: bool = False) -> PreTrainedModel:
     """Build a model with new weights from a transformers config object or a dict like config.json.
 
     Matrices and embeddings are normal with the config's `initializer_range`; norms and biases start as the identity.
@@ -505,6 +546,7 @@ def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None) -> PreT
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
     native = native_config(raw, path, head)
+    native = native.with_images() if images else native
     params = _drawn(native, TorchGenerator(seed))
     dtype = checked_arguments({}, dtype or raw.get("dtype") or "float32")[1]
     source = Source(native, {}, {}, dtype, make_tensor_map(params, native.names), {})
@@ -537,6 +579,9 @@ def _one_plus(arch: Any, path: tuple) -> bool:
     """Whether the norm that owns this parameter scales by 1 + weight."""
     if path[-2] == "out_norm":  # of a gated delta net
         return False
+    if path[0] == "vision":
+        kinds = arch.vision.layers.norm, arch.vision.connector.norm
+        return (kinds[path[1] == "connector"] or "").endswith("_one_plus")
     kind = arch.qk_norm_kind if path[-2] in ("q_norm", "k_norm") else arch.norm
     return kind.endswith("_one_plus")
 

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trl_jax.core.torch_random import TorchGenerator, default_generator
+from trl_jax.data.images import TextImages
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Completed, Completions, Progress, Request, Watch
@@ -32,6 +33,7 @@ from trl_jax.hub.generation_inputs import (
     refuse_arguments,
     resolve,
 )
+from trl_jax.hub.vision.processor import images_of_rows, split_images
 from trl_jax.mesh.mesh import platform
 
 # Methods of a model
@@ -76,7 +78,9 @@ class GenerationApi:
             streamer: receives the prompts and the tokens of each step.
             seed: for sampling; None continues the process's random stream, which `trl_jax.set_seed` seeds.
             dtype: dtype of the computation. None uses float32 on a CPU, otherwise the stored 16-bit type, if any.
-            kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`.
+            kwargs: fields of a GenerationConfig, `tokenizer` for `stop_strings`, and what the processor of a
+                vision-language model returns for images (`pixel_values`, `image_grid_thw`, ...), for a model that
+                `AutoModelForImageTextToText` loaded.
 
         Returns:
             int64 `[rows, T + new]`, as a torch tensor if the prompts are one; a GenerateOutput with
@@ -95,13 +99,18 @@ class GenerationApi:
         tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
         settings, others = resolve(self, generation_config, kwargs)
         refuse_arguments(named | others)
-        prompts = read_prompts(*_inputs(inputs, others), settings, self.backend.vocab_size)
+        arrays, others = split_images(self, others)
+        prompts = read_prompts(*_inputs(inputs, others, seeing=arrays is not None), settings, self.backend.vocab_size)
+        images = None if arrays is None else images_of_rows(self, prompts.rows, arrays)
+        repeats = prompts.repeats(images)
         text = text_of(self, settings, prompts.width)
         caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
-            request = request_of(settings, text, *prompts.grouped(settings.completions), processors)
-            request = replace(request, logps=bool(settings.config.return_dict_in_generate))
+            group = repeats * settings.completions
+            request = request_of(settings, text, prompts.rows[::repeats], group, processors)
+            logps = bool(settings.config.return_dict_in_generate)
+            request = replace(request, logps=logps, images=None if images is None else images[::repeats])
             drawing = drawing_of(settings, _stream(seed), dtype)
             completions = run(self, request, drawing, dtype=dtype, watch=watch)
         if watch is not None:
@@ -171,8 +180,11 @@ def _stream(seed: int | None) -> TorchGenerator:
     return default_generator() if seed is None else TorchGenerator(seed)
 
 
-def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
+def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[Any, Any]:
     """Return input_ids and attention_mask.
+
+    Args:
+        seeing: whether there are images, whose tokens then have a type of their own.
 
     Raises:
         ValueError: ids are given twice, or there are unknown arguments.
@@ -183,9 +195,10 @@ def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
             f"`inputs`: {inputs}` were passed alongside input_ids which is not allowed. Make sure to either pass "
             f"{inputs} or input_ids=..."
         )
-    if np.any(others.get("token_type_ids")):
+    if not seeing and np.any(others.get("token_type_ids")):
         raise ValueError("token_type_ids must be all 0 because each row is a single text. Leave it out.")
-    _check_unused(others, ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code"))
+    known = ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code")
+    _check_unused(others, (*known, "mm_token_type_ids") if seeing else known)
     return inputs if ids is None else ids, others.get("attention_mask")
 
 
@@ -395,6 +408,7 @@ def complete(
     dtype: Any = jnp.float32,
     head_dtype: Any = None,
     logps: bool = True,
+    images: list[TextImages] | None = None,
     progress: Progress | None = None,
 ) -> Completions:
     """Complete each prompt `group` times; completions of the same prompt are adjacent.
@@ -407,6 +421,7 @@ def complete(
         dtype: dtype of the computation.
         head_dtype: dtype of the head's computation; None means `dtype`.
         logps: whether to return log-probabilities under the model's logits divided by the temperature.
+        images: of each prompt, if any has some.
         progress: called with the progress, as by `generation.generator.generate`.
 
     Raises:
@@ -422,7 +437,7 @@ def complete(
     before, behind = processors_of(settings, text)
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
-    request = replace(request, temperature=temperature, logps=logps)
+    request = replace(request, temperature=temperature, logps=logps, images=images)
     drawing = drawing_of(settings, stream, dtype)
     return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress)
 

@@ -20,6 +20,7 @@ from trl_jax.core.secrets import shown
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
 from trl_jax.data.checks import check_no_media
+from trl_jax.data.images import TextImages
 from trl_jax.generation.sampling import Options, Processor, Renormalize, Text, logits_processors, sampling_processors
 from trl_jax.hub.torch_bridge import as_tensors
 
@@ -46,11 +47,11 @@ class Prompts:
     def width(self) -> int:
         return self.ids.shape[1]
 
-    def grouped(self, completions: int) -> tuple[list[np.ndarray], int]:
-        """Merge consecutive equal rows into one prompt each; also return the number of completions per prompt."""
-        runs = [len(list(run)) for _, run in groupby(row.tobytes() for row in self.rows)]
-        repeats = math.gcd(*runs)
-        return self.rows[::repeats], repeats * completions
+    def repeats(self, images: Sequence[TextImages] | None) -> int:
+        """How often each prompt is repeated in adjacent rows, with equal images."""
+        keys = [b""] * len(self.rows) if images is None else [text.key for text in images]
+        both = zip((row.tobytes() for row in self.rows), keys, strict=True)
+        return math.gcd(*(len(list(run)) for _, run in groupby(both)))
 
     def sequences(self, tokens: np.ndarray, completions: int) -> Any:
         """int64 `[rows * completions, T + new]`: the prompts as passed, followed by their tokens."""

@@ -371,8 +371,9 @@ class Cache(NamedTuple):
 
     def selected(self, prompts: jax.Array, members: jax.Array) -> Cache:
         """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        lengths, begun, written = self.places
-        places = CachePlaces(lengths[prompts], begun[prompts], written)
+        lengths, begun, written, offsets = self.places
+        offsets = None if offsets is None else offsets[prompts]
+        places = CachePlaces(lengths[prompts], begun[prompts], written, offsets)
         return Cache([own.selected(prompts, members) for own in self.parts], places)
 
     def with_prompt_places(self, count: int) -> Cache:
@@ -383,9 +384,11 @@ class Cache(NamedTuple):
         """Replace the prompts at `slots` by those of `new` `[P']`, which must fit; their completions start empty.
         Prompts with a slot out of range are dropped."""
         parts = [own.refilled(slots, other) for own, other in zip(self.parts, new.parts, strict=True)]
-        lengths, begun, written = self.places
+        lengths, begun, written, offsets = self.places
         lengths = lengths.at[slots].set(new.places.prompt_lengths, mode="drop")
-        return Cache(parts, CachePlaces(lengths, begun.at[slots].set(written, mode="drop"), written))
+        if offsets is not None:
+            offsets = offsets.at[slots].set(new.places.offsets, mode="drop")
+        return Cache(parts, CachePlaces(lengths, begun.at[slots].set(written, mode="drop"), written, offsets))
 
 
 # Filled places, and helpers for resizing
@@ -398,16 +401,25 @@ class CachePlaces(NamedTuple):
     begun: int32 `[P]`, the value of `written` when the completions of a prompt began: 0, unless the prompt replaced
         another one.
     written: int32 scalar, number of tokens written so far; completions own those since they began.
+    offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length, because the tokens of
+        an image share positions; None where tokens are only counted.
     """
 
     prompt_lengths: jax.Array
     begun: jax.Array
     written: jax.Array
+    offsets: jax.Array | None = None
 
     @property
     def own(self) -> jax.Array:
         """Number of completion tokens in the cache for each prompt, int32 `[P]`."""
         return self.written - self.begun
+
+    @property
+    def next_positions(self) -> jax.Array:
+        """The position of the next token of each prompt's completions, int32 `[P]`."""
+        counted = self.prompt_lengths + self.own
+        return counted if self.offsets is None else counted + self.offsets
 
     def tokens_back(self, capacity: int) -> jax.Array:
         """How many tokens ago each of `capacity` places was written, int32 `[T]`: 1 for the last token."""

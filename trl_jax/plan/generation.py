@@ -54,6 +54,9 @@ class LongestWriter:
     def __init__(self, ids_of: Any, tokens: int):
         self._ids_of, self._tokens, self.longest = ids_of, tokens, 0
 
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
+        return [row["prompt"] for row in rows]
+
     def write(self, prompts: list, group: int) -> Written:
         del group
         ids = self._ids_of(prompts)
@@ -136,8 +139,8 @@ def _longest_ids(length: int, prompts: list[str]) -> list[list[int]]:
     return [[int(prompt)] * length for prompt in prompts]
 
 
-def _no_logps(model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
-    return [np.zeros(len(own), np.float32) for own in completions]
+def _no_logps(model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
+    return [np.zeros(len(own), np.float32) for own in made.completion_ids]
 
 
 # Sizes

@@ -32,6 +32,23 @@ _DEPTH, _ITEMS, _BITS = 32, 100_000, 4096  # limits of one value: nesting, numbe
 _MESSAGES = ("prompt", "completion")  # columns that keep lists and dicts
 
 
+def without_pictures(messages: Any) -> Any:
+    """A conversation in which image parts have no pixels; anything else is returned unchanged."""
+    if not isinstance(messages, list):
+        return messages
+    found = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            content = [
+                {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part
+                for part in content
+            ]
+            message = {**message, "content": content}
+        found.append(message)
+    return found
+
+
 # The completions table
 
 
@@ -83,7 +100,7 @@ class CompletionsLog:
         """
         further = {_text(name): values for name, values in (extra or {}).items()}
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            row = {"prompt": plain(prompt), "completion": plain(completion)}
+            row = {"prompt": plain(without_pictures(prompt)), "completion": plain(without_pictures(completion))}
             row["extra"] = {name: plain(values[number]) for name, values in further.items()}
             if self.names is not None:
                 row["rewards"] = dict(zip(self.names, rewards[number].tolist(), strict=True))

@@ -15,6 +15,7 @@ import numpy as np
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.data.batch import IGNORED, Context, Example, Extras
+from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.losses.advantages import Advantages
 from trl_jax.losses.policy_gradient import PolicyLoss, next_entropy_coef
@@ -274,6 +275,9 @@ Row = dict[str, Any]
 class Writer(Protocol):
     """The policy with its tokenizer: generates completions, and converts ids to text."""
 
+    def prompts(self, rows: Sequence[Row]) -> list:
+        """The prompts of rows, with the images of their columns in their messages."""
+
     def write(self, prompts: list, group: int) -> Written:
         """Generate one completion per prompt; each prompt occurs `group` times in a row."""
 
@@ -315,7 +319,7 @@ class Rollout:
             mode: "train" or "eval", under which metrics are collected.
         """
         rows = self.begin(rows)
-        metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
+        metrics, prompts = self.collected[mode], self.writer.prompts(rows)
         next_thing = "training" if mode == "train" else "evaluating"
         made = self.writer.write(prompts, group)
         truncated = self._measured(made, mode, metrics)
@@ -326,7 +330,8 @@ class Rollout:
             self.tell(next_thing)
             if self.table is not None:
                 self.table.add(mode, self.writer.decoded(ids), self.writer.decoded(written))
-            return Experience([Completed(*row, 0.0) for row in zip(ids, written, completion_mask, strict=True)])
+            rows = zip(ids, written, completion_mask, made.images_of_each, strict=True)
+            return Experience([Completed(*row, 0.0, images=images) for *row, images in rows])
         texts = made.messages
         if texts is None:
             texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
@@ -335,7 +340,7 @@ class Rollout:
         advantages = judged.advantages.advantages
         if self.table is not None:
             self.table.add(mode, prompts, texts, judged.rewards, advantages, self.judge.rewards.extra())
-        of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps
+        of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps, made.images_of_each
         return Experience(list(map(Completed, *of_each)))
 
     def _measured(self, made: Written, mode: str, metrics: Collected) -> np.ndarray:
@@ -398,8 +403,8 @@ class Judged(NamedTuple):
 class Judge:
     """Calls the reward functions and turns rewards into advantages.
 
-    logps: ("policy" or "reference", prompts, completions, completion_mask) -> log-probabilities of the completions'
-        tokens under that model, float32 `[tokens]` for each.
+    logps: ("policy" or "reference", completions, completion_mask) -> log-probabilities of the completions' tokens under
+        that model, float32 `[tokens]` for each.
     start: starts a call in the background and returns a function that waits for its result, so that log-probabilities
         are computed while reward functions run. Reward functions stay in this thread because some use signals.
     tell: reports progress to the user.
@@ -407,7 +412,7 @@ class Judge:
 
     task: PolicyTask
     rewards: Rewards
-    logps: Callable[[str, Ids, Ids, Sequence[np.ndarray]], Logps]
+    logps: Callable[[str, Written, Sequence[np.ndarray]], Logps]
     start: Callable[[Callable[[], Any]], Callable[[], Any]]
     tell: Callable[[str], None] = lambda text: None
 
@@ -427,8 +432,8 @@ class Judge:
             texts: the completions as reward functions see them.
             metrics: receives the reward metrics.
         """
-        ids, written = made.prompt_ids, made.completion_ids
-        passes = self.start(lambda: self._logps(ids, written, completion_mask))
+        written = made.completion_ids
+        passes = self.start(lambda: self._logps(made, completion_mask))
         self.tell(f"rewards of {len(rows)} completions")
         rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
         old, ref = passes()
@@ -445,11 +450,11 @@ class Judge:
             metrics.add(sampling_metrics(self.task.correction, old, sampling, completion_mask))
         return Judged(rewards, advantages, (old, ref, sampling))
 
-    def _logps(self, ids: Ids, written: Ids, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
+    def _logps(self, made: Written, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
         """Log-probabilities under the policy and under the reference; None per completion if not needed."""
-        nothing = [None] * len(written)
-        old = self.logps("policy", ids, written, completion_mask) if self.task.keeps_old_logps else nothing
-        return old, self.logps("reference", ids, written, completion_mask) if self.task.beta else nothing
+        nothing = [None] * len(made.completion_ids)
+        old = self.logps("policy", made, completion_mask) if self.task.keeps_old_logps else nothing
+        return old, self.logps("reference", made, completion_mask) if self.task.beta else nothing
 
 
 def _divergence(old: Logps, ref: Logps, completion_mask: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -468,6 +473,7 @@ def example_of(
     completion_mask: np.ndarray,
     numbers: Mapping[str, float] | None = None,
     of_tokens: Mapping[str, np.ndarray] | None = None,
+    images: TextImages | None = None,
 ) -> Example:
     """A prompt and its completion as one text. The loss covers the unmasked completion tokens; the prompt is a context
     that other completions of it can share.
@@ -476,12 +482,23 @@ def example_of(
         completion_mask: bool, for each token of the completion.
         numbers: extras per completion.
         of_tokens: extras per unmasked token.
+        images: of the prompt.
     """
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
     labels[len(prompt) :][completion_mask] = np.asarray(completion)[completion_mask]
     extras = Extras(dict(numbers or {}), {}, {name: (values,) for name, values in (of_tokens or {}).items()})
-    return Example((ids,), extras, (labels,), context=Context(ids[: len(prompt)].tobytes(), len(prompt)))
+    context = Context(ids[: len(prompt)].tobytes(), len(prompt))
+    example = Example((ids,), extras, (labels,), context=context)
+    if images is None:
+        return example
+    whole = images.before(len(completion))
+    return example._replace(
+        context=context._replace(key=context.key + images.key),
+        images=whole.images,
+        features=(whole.features,),
+        positions=() if whole.positions is None else (whole.positions,),
+    )
 
 
 def step_examples(
@@ -519,7 +536,7 @@ def step_examples(
 def _with_numbers(task: RolloutTask, row: Completed, weight: float, numbers: Mapping[str, float]) -> Example:
     own, of_tokens = task.numbers(row)
     numbers = {**own, "token_weight": weight, **numbers}
-    return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens)
+    return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens, row.images)
 
 
 # Entropy bonus
@@ -597,6 +614,7 @@ class Completed(NamedTuple):
     old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that generated it and
         under the reference; None if not needed.
     sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
+    images: of the prompt; None without any.
     """
 
     prompt: np.ndarray
@@ -606,6 +624,7 @@ class Completed(NamedTuple):
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
+    images: TextImages | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -615,6 +634,7 @@ class Completed(NamedTuple):
 
 _LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
+_IMAGES = "images/"  # prefix of the arrays of images
 
 
 @dataclass(frozen=True)
@@ -656,6 +676,9 @@ class Experience:
             values = [row._asdict()[name] for row in rows]
             if values[0] is not None:
                 arrays[_SAVED_AS.get(name, name)] = np.concatenate(values)
+        if any(row.images is not None for row in rows):
+            images = images_to_arrays([row.images for row in rows])
+            arrays |= {f"{_IMAGES}{name}": array for name, array in images.items()}
         return arrays
 
     @classmethod
@@ -670,7 +693,11 @@ class Experience:
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in _LOGPS]
-        return cls([Completed(*row) for row in zip(*columns, arrays["advantage"].tolist(), *logps, strict=True)])
+        images = {name.removeprefix(_IMAGES): array for name, array in arrays.items() if name.startswith(_IMAGES)}
+        images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
+        return cls(
+            [Completed(*row) for row in zip(*columns, arrays["advantage"].tolist(), *logps, images, strict=True)]
+        )
 
 
 # Metrics, with TRL's names and order
@@ -787,6 +814,7 @@ class Written:
     metrics: of the generation, under TRL's names.
     sampling_logps: float32, the sampler's log-probability of each token of a completion, NaN where it has none; None if
         the sampler reports none.
+    images: of each prompt; None if there are none.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -796,6 +824,14 @@ class Written:
     messages: Sequence[list[dict[str, Any]]] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     sampling_logps: Sequence[np.ndarray] | None = None
+    images: Sequence[TextImages] | None = None
+
+    @property
+    def images_of_each(self) -> Sequence[TextImages | None]:
+        """The images of each prompt; None for prompts without any."""
+        if self.images is None:
+            return [None] * len(self.prompt_ids)
+        return [images if images.images else None for images in self.images]
 
     def with_columns(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The rows with the extra columns. If a list is too short, the last rows lack that column, as in TRL."""

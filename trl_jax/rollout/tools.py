@@ -33,6 +33,7 @@ class Turns:
     tokens: token ids after the prompt, tool answers included.
     by_model: for each of `tokens`, whether the model generated it.
     messages: of the model and of its tools, in order.
+    row: the index of its prompt.
     """
 
     functions: Functions
@@ -40,6 +41,7 @@ class Turns:
     tokens: list[int]
     by_model: list[bool]
     messages: list[Message]
+    row: int
 
     @property
     def calls(self) -> list[Any]:
@@ -133,17 +135,19 @@ class Tools:
 
         Args:
             completion_ids: the first turn of each.
-            complete: generates the next tokens, int32 arrays, for a list of token id lists.
+            complete: generates the next tokens, int32 arrays, for a list of token id lists and the rows that these
+                belong to.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
-        first = zip(functions, prompt_ids, completion_ids, strict=True)
-        every = [self._begun(of_one, list(prompt), own.tolist()) for of_one, prompt, own in first]
+        first = enumerate(zip(functions, prompt_ids, completion_ids, strict=True))
+        every = [self._begun(row, of_one, list(prompt), own.tolist()) for row, (of_one, prompt, own) in first]
         waiting, turn = [turns for turns in every if turns.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
             waiting = [turns for turns in waiting if self._answer(turns)]
             if waiting:
                 texts = [turns.prompt + turns.tokens for turns in waiting]
-                for turns, text, tokens in zip(waiting, texts, complete(texts), strict=True):
+                further = complete(texts, [turns.row for turns in waiting])
+                for turns, text, tokens in zip(waiting, texts, further, strict=True):
                     tokens = tokens[: self.longest - len(turns.tokens)].tolist()
                     turns.written(tokens, self._message(turns.functions, tokens, text) if tokens else None)
             waiting, turn = [turns for turns in waiting if turns.calls], turn + 1
@@ -152,8 +156,8 @@ class Tools:
         messages = [turns.messages for turns in every]
         return Written(prompt_ids, ids, by_model, messages=messages, metrics=self.calls.metrics(len(every)))
 
-    def _begun(self, functions: Functions, prompt: list[int], tokens: list[int]) -> Turns:
-        return Turns(functions, prompt, tokens, [True] * len(tokens), [self._message(functions, tokens, prompt)])
+    def _begun(self, row: int, functions: Functions, prompt: list[int], tokens: list[int]) -> Turns:
+        return Turns(functions, prompt, tokens, [True] * len(tokens), [self._message(functions, tokens, prompt)], row)
 
     def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))

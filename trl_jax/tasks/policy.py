@@ -97,6 +97,11 @@ class RolloutTask(TokenTask):
         """The rows as they are; prompts become tokens when they are completed."""
         return check_prompts(dataset, name, tokenizer)
 
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
+        return check_prompts(dataset, name, tokenizer, images=True)
+
     def example(self, row: dict[str, Any]) -> Example:
         raise TypeError("Rows of prompts are no examples: these are made of completions.")
 

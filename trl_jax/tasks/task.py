@@ -208,6 +208,13 @@ class Task(Protocol):
         """The texts and extras of one prepared row; by default what `columns` has."""
         return self.columns.example(row)
 
+    def prepare_images(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
+    ) -> Dataset | IterableDataset:
+        """Check rows with images. They become examples while the model trains, by `image_example`."""
+        del tokenizer, name
+        return dataset
+
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The texts and extras of one row with images, made while the model trains.
 

@@ -99,7 +99,9 @@ class DistillationTrainer(RolloutTrainer):
                 "Prompt-learning PEFT methods (PromptTuning, PrefixTuning, P-Tuning) are not supported. Use a "
                 "weight-based adapter such as LoRA instead."
             )
-        loaded = model.load_teacher(self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision)
+        loaded = model.load_teacher(
+            self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision, images=policy.has_tower
+        )
         own, found = (model.config.get_text_config().vocab_size for model in (policy.model, loaded))
         if own != found:
             raise ValueError(

@@ -194,6 +194,9 @@ class RolloutTrainer(BaseTrainer):
         del events
         return None
 
+    def _check_images(self) -> None:
+        """Completions are generated from images whatever the arguments."""
+
     def _rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
@@ -204,7 +207,7 @@ class RolloutTrainer(BaseTrainer):
             check_generates(model)
         rewards = self._rewards(run.events)
         tools, template_options = self._tools(run.train_dataset, tokenizer, model, run.vocab_size)
-        options = _options(args, tokenizer, model)
+        options = _options(args, tokenizer, model, run.encoder)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None
@@ -226,6 +229,7 @@ class RolloutTrainer(BaseTrainer):
             "environment_factory=": self._environments is not None,
             "several processes": several(),
             "an adapter of virtual tokens": bool(model.backend.virtual.count),
+            "rows with images": run.encoder is not None,
         }
         for what in (what for what, there in found.items() if there):
             raise ValueError(
@@ -325,13 +329,15 @@ def _eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     return ids if own in ids or own is None else [own, *ids]
 
 
-def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of the GenerationConfig that completions are sampled with."""
+def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any) -> dict[str, Any]:
+    """The fields of the GenerationConfig that completions are sampled with. With images, the image token is never
+    sampled: it would stand for an image that is not there."""
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options["top_k"] = 0 if args.top_k == -1 else args.top_k
     ids = {"eos_token_id": _eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
     ids["bos_token_id"] = tokenizer.bos_token_id
     options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
+    options |= {} if encoder is None else {"suppress_tokens": [encoder.image_token_id]}
     options |= args.generation_kwargs or {}
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
 

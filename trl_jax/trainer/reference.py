@@ -107,8 +107,8 @@ def loaded_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_
     if ref_model is None:
         return initial_policy(policy.model, fresh_adapter=fresh_adapter)
     as_bits = policy.sharding_plan is None and not args.sync_ref_model
-    sees = any(path.startswith("vision.") for path in policy.model.backend.tensors)
-    return given(model.load_reference(ref_model, args, images=sees), policy.vocab_size, as_bits=as_bits)
+    loaded = model.load_reference(ref_model, args, images=policy.has_tower)
+    return given(loaded, policy.vocab_size, as_bits=as_bits)
 
 
 def policy_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:

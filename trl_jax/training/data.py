@@ -59,7 +59,7 @@ def prepare(
         told: what the run has printed already.
     """
     if tokens.encoder is not None:
-        return dataset  # rows with images become examples in the loader
+        return task.prepare_images(dataset, tokens.tokenizer, name=name)
     prepared = task.prepare(
         dataset,
         tokens.tokenizer,

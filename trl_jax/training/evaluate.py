@@ -34,7 +34,7 @@ from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.prefetch import Prefetched
-from trl_jax.training.rollout import CommonNumbers, row_of
+from trl_jax.training.rollout import CommonNumbers, RowReader
 from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
 from trl_jax.training.state import Setup
 
@@ -92,9 +92,7 @@ class CompletionEvaluator:
         size = setup.args.per_device_eval_batch_size * setup.shards
         repeated = [index for index in order for _ in range(group)]
 
-        def row(index: Any) -> dict[str, Any]:
-            return row_of(dataset, index, "eval", setup.processing_class, setup.args.remove_unused_columns)
-
+        row = RowReader(setup, "eval", dataset)
         return [list(map(row, repeated[at : at + size])) for at in range(0, len(repeated), size)]
 
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:

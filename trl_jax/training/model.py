@@ -14,7 +14,7 @@ import jax
 
 from trl_jax.data.chat import align
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, rows_on_disk, with_adapter
-from trl_jax.hub.config import told_of
+from trl_jax.hub.config import NativeConfig, told_of
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
@@ -25,6 +25,7 @@ from trl_jax.hub.prompt_tuning import VirtualBackend
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_objects import as_checkpoint, frozen_names, is_torch_model, name_of
 from trl_jax.hub.vision import vision_families
+from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.mesh import Fetched
 from trl_jax.mesh.processes import several
 from trl_jax.nn.linear import HALVES
@@ -83,18 +84,22 @@ def find(
     return find_checkpoint(model, head=head, **options)
 
 
-def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint:
-    """The same checkpoint with its vision tower, for rows with images.
+def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint | PreTrainedModel:
+    """The same checkpoint with its vision tower, for rows with images; a loaded model must have it.
 
     Raises:
         TypeError: the model has been loaded without its tower.
         ValueError: it has none, or one that is not supported.
     """
-    if isinstance(checkpoint, PreTrainedModel):
-        raise TypeError(
-            f"model is {checkpoint.name_or_path}, which has been loaded without its vision tower, and the dataset has "
-            "images. Pass the model's name."
-        )
+    if isinstance(checkpoint, PreTrainedModel) and "vision_config" in checkpoint.config.to_dict():
+        native = native_of(checkpoint)
+        if native is None or native.vision_arch is None:
+            raise TypeError(
+                f"model is {checkpoint.name_or_path}, which has been loaded without its vision tower, and the dataset "
+                "has images. Load it with AutoModelForImageTextToText, or pass the model's name."
+            )
+        _check_rows(checkpoint.name_or_path, native, checkpoint.config)
+        return checkpoint
     if "vision_config" not in checkpoint.config.to_dict():
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
@@ -105,13 +110,17 @@ def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint:
             f"{checkpoint.name} has an adapter, and rows with images are not supported for these yet. Pass the base "
             "model as model and a LoraConfig as peft_config."
         )
-    known = sorted(name for name, family in vision_families().items() if family.rows)
-    if checkpoint.native is None or checkpoint.config.model_type not in known:
+    _check_rows(checkpoint.name, checkpoint.native, checkpoint.config)
+    return checkpoint.with_images()
+
+
+def _check_rows(name: str, native: NativeConfig | None, config: Any) -> None:
+    known = sorted(model_type for model_type, family in vision_families().items() if family.rows)
+    if native is None or config.model_type not in known:
         raise ValueError(
-            f"{checkpoint.name}: rows with images are not supported yet for model_type "
-            f"{checkpoint.config.model_type!r}, only text. They are supported for {', '.join(known)}."
+            f"{name}: rows with images are not supported yet for model_type {config.model_type!r}, only text. They are "
+            f"supported for {', '.join(known)}."
         )
-    return replace(checkpoint, native=checkpoint.native.with_images())
 
 
 def _check_head(model: PreTrainedModel, head: HeadName) -> None:
@@ -124,12 +133,19 @@ def _check_head(model: PreTrainedModel, head: HeadName) -> None:
 
 
 def from_torch(
-    torch_model: Any, args: BaseConfig, head: HeadName, *, trains: bool = True, **options: Any
+    torch_model: Any,
+    args: BaseConfig,
+    head: HeadName,
+    *,
+    trains: bool = True,
+    images: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """Load the weights of a torch model; `options` of `Checkpoint.load`.
 
     Args:
         trains: whether it is the model that trains.
+        images: with its vision tower.
     """
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -137,6 +153,7 @@ def from_torch(
     with as_checkpoint(torch_model, head, dropout=dropout) as checkpoint:
         rows = rows_on_disk(checkpoint.name, torch_model.config)
         few = checkpoint.quantization is not None
+        checkpoint = with_images(checkpoint) if images else checkpoint
         model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
             model.backend.saved_config = read_adapter_config(checkpoint.adapter)
@@ -160,13 +177,20 @@ def _freeze(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _on_disk(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The names on disk of a torch model's parameters, without those of towers for images, which stay as they are."""
+    """The names on disk of a torch model's parameters, without those of towers or their layers that are not computed,
+    which stay as they are."""
     if not isinstance(model.backend, NativeBackend):
         return names
-    family = model.backend.source.config.family
-    towers = re.compile(family.carried or "(?!)")
-    known = {current_name(name, family): name for name in model.names()}
-    return [known.get(name, name) for name in names if not towers.search(name)]
+    config = model.backend.source.config
+    computed = config.vision_arch is not None
+    towers = re.compile(config.family.carried or "(?!)")
+
+    def current(name: str) -> str:
+        moved = config.vision.module(name) if computed else name
+        return current_name(name, config.family) if moved == name else moved
+
+    known = {current(name): name for name in model.names()}
+    return [known.get(name, name) for name in names if name in known or not towers.search(name)]
 
 
 def _loaded(
@@ -255,7 +279,7 @@ def load_reference(
     the dtypes that it has. With `images`, it has its vision tower."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
-        return from_torch(torch_model, args, "lm", trains=False, as_stored=True)
+        return from_torch(torch_model, args, "lm", trains=False, images=images, as_stored=True)
     with told_of(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
         if images:
@@ -264,7 +288,12 @@ def load_reference(
 
 
 def load_teacher(
-    model: Any, args: BaseConfig, init_kwargs: Mapping[str, Any] | None, revision: str | None
+    model: Any,
+    args: BaseConfig,
+    init_kwargs: Mapping[str, Any] | None,
+    revision: str | None,
+    *,
+    images: bool = False,
 ) -> PreTrainedModel:
     """The same of the argument `teacher_model`, with arguments of from_pretrained of its own.
 
@@ -276,13 +305,15 @@ def load_teacher(
             "You passed teacher_model_init_kwargs to the config, but your teacher_model is already instantiated."
         )
     if not isinstance(model, str | os.PathLike):
-        return load_reference(model, args, "teacher_model")
+        return load_reference(model, args, "teacher_model", images=images)
     given = {"revision": revision, **(init_kwargs or {})}
     kwargs = {name: value for name, value in given.items() if value is not None}
     with told_of("teacher_model"):
         found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
         if "quantization_config" in kwargs:
             found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))
+        if images:
+            found = with_images(found)
         return _loaded(found, args, as_stored=True)
 
 

@@ -17,6 +17,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
+from trl_jax.data.images import TextImages
 from trl_jax.data.loader import IndexedExample, StepBatch
 from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.mesh.mesh import fetched
@@ -78,11 +79,9 @@ def rollout_steps(
     def sampler() -> Sampler:
         return _sampler(setup.train_dataset, setup.task.cycle, setup.args.seed, shuffle=parts.shuffle)
 
-    def row(index: Any) -> dict[str, Any]:
-        return row_of(setup.train_dataset, index, "train", setup.processing_class, setup.args.remove_unused_columns)
-
     return RolloutSteps(
-        rollout, cycle, row, sampler(), StepMaker(setup), streams, parts.bonus, setup.task.logps, sampler,
+        rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
+        parts.bonus, setup.task.logps, sampler,
     )  # fmt: skip
 
 
@@ -113,22 +112,46 @@ def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: found
 
 
-def row_of(
-    dataset: Dataset | IterableDataset, index: Any, name: str, tokenizer: Any, prompt_only: bool
-) -> dict[str, Any]:
-    """A row with all columns that completions are judged by, or only its prompt.
+class RowReader:
+    """Reads rows with all columns that completions are judged by, or only their prompts and images.
 
     Args:
-        index: of the row; of a stream, the row itself.
         name: of the dataset in errors, "train" or "eval".
-
-    Raises:
-        KeyError, ValueError: a transform made a row that cannot be completed.
+        dataset: None reads the training set as it is at the time, because a script may set another.
     """
-    row = index if isinstance(dataset, IterableDataset) else dataset[int(index)]
-    if has_transform(dataset):
-        rows.check_row(row, int(index), name, tokenizer)
-    return {"prompt": row["prompt"]} if prompt_only else row
+
+    def __init__(self, setup: Setup, name: str, dataset: Dataset | IterableDataset | None = None):
+        self._setup, self._dataset, self._name = setup, dataset, name
+        self._last: tuple[Any, dict[str, Any]] = (None, {})
+
+    def __call__(self, index: Any) -> dict[str, Any]:
+        """Read a row.
+
+        Args:
+            index: of the row; of a stream, the row itself.
+
+        Raises:
+            KeyError, ValueError: a transform made a row that cannot be completed.
+        """
+        row = self._read(index)
+        if not self._setup.args.remove_unused_columns:
+            return row
+        return {name: row[name] for name in ("prompt", "image", "images") if name in row}
+
+    def _read(self, index: Any) -> dict[str, Any]:
+        setup = self._setup
+        dataset = setup.train_dataset if self._dataset is None else self._dataset
+        if isinstance(dataset, IterableDataset):
+            return index
+        if has_transform(dataset):
+            row = dataset[int(index)]
+            rows.check_row(row, int(index), self._name, setup.processing_class, images=setup.encoder is not None)
+            return row
+        if setup.encoder is None:
+            return dataset[int(index)]
+        if self._last[0] != (id(dataset), index):  # a group of completions decodes its images once
+            self._last = (id(dataset), index), dataset[int(index)]
+        return dict(self._last[1])
 
 
 def _count_tokens(events: Events, tokens: int) -> int:
@@ -184,59 +207,94 @@ class PolicyWriter:
         self._rollout_func = parts.rollout_func
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
 
+    def prompts(self, found: Sequence[dict[str, Any]]) -> list:
+        return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
+
     def write(self, prompts: list, group: int) -> Written:
+        encoder = self._setup.encoder
         for prompt in prompts[::group]:
-            check_no_media(prompt, f"The prompt {brief(prompt)}")
-        if self._rollout_func is not None:
-            if self._server is not None:
-                self._server.refresh(self.prompt_ids(prompts[:1])[0])
-            with raised_by("rollout_func", prompts):
-                made = written_by(self._rollout_func, prompts, self._setup.vocab_size)
-            if made.sampling_logps is None and "sampling_logps" in self._setup.task.logps:
-                raise ValueError(
-                    "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, "
-                    "and off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return "
-                    "those of the sampler, or set vllm_importance_sampling_correction=False and leave "
-                    "off_policy_mask_threshold out."
-                )
+            check_no_media(prompt, f"The prompt {brief(prompt)}", images=encoder is not None)
+        made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
+        if encoder is not None and any((own == encoder.image_token_id).any() for own in made.completion_ids):
+            raise ValueError(
+                f"A completion has the image token {encoder.image_token!r}, which stands for no image. Leave "
+                "suppress_tokens out of generation_kwargs, and image tokens out of the completions of a rollout_func."
+            )
+        return made
+
+    def _by_script(self, prompts: list) -> Written:
+        setup = self._setup
+        if self._server is not None:
+            self._server.refresh(self.prompt_ids(prompts[:1])[0])
+        with raised_by("rollout_func", prompts):
+            made = written_by(self._rollout_func, prompts, setup.vocab_size)
+        if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
+            raise ValueError(
+                "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
+                "off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return those of "
+                "the sampler, or set vllm_importance_sampling_correction=False and leave off_policy_mask_threshold out."
+            )
+        if setup.encoder is None:
             return made
+        return replace(made, images=rows.placed_images(prompts, made.prompt_ids, setup.encoder))
+
+    def _written(self, prompts: list, group: int) -> Written:
         tools = self._sampling.tools
         if tools is not None and not rows.is_conversation(prompts[0]):
             raise ValueError(
                 f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
                 'as in [{"role": "user", "content": "..."}].'
             )
-        ids = self.prompt_ids(prompts)
+        ids, images = self._encoded(prompts)
         for prompt, own in zip(prompts, ids, strict=True):
             token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
         if self._server is not None:
             progress = GenerationProgress(self._line, len(ids))
             made = self._server.complete(ids[::group], group, progress)
             return Written(ids, made.completions, all_written(made.completions), sampling_logps=made.logps)
-        alike = all(own == ids[place - place % group] for place, own in enumerate(ids))  # not of every environment
-        completions = self.complete(ids, group if alike else 1)
-        if tools is not None:
-            return tools.completed(ids, completions, partial(self.complete, group=1))
-        return Written(ids, completions, all_written(completions))
+        keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
+        alike = all(own == keys[place - place % group] for place, own in enumerate(keys))  # not of every environment
+        completions = self.complete(ids, group if alike else 1, images)
+        if tools is None:
+            return Written(ids, completions, all_written(completions), images=images)
+
+        def further(texts: Ids, of_rows: Sequence[int]) -> list[np.ndarray]:
+            if images is None:
+                return self.complete(texts, 1)
+            own = [images[row].before(len(text) - len(ids[row])) for text, row in zip(texts, of_rows, strict=True)]
+            return self.complete(texts, 1, own)
+
+        return replace(tools.completed(ids, completions, further), images=images)
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
+        return self._encoded(prompts)[0]
+
+    def _encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
+        """The ids of prompts, and their images if the run has any."""
         sampling = self._sampling
         own = None if sampling.tools is None else sampling.tools.of_each
         if own is None:
             return self._rendered(prompts, sampling.template_options)
         tools = [list(functions.values()) or None for functions in own]
         each = zip(prompts, tools, strict=True)
-        return [self._rendered([prompt], sampling.template_options | {"tools": some})[0] for prompt, some in each]
+        found = [self._rendered([prompt], sampling.template_options | {"tools": some}) for prompt, some in each]
+        ids, images = ([one for part in parts for one in part or ()] for parts in zip(*found, strict=True))
+        return ids, images or None
 
-    def _rendered(self, prompts: list, template_options: dict[str, Any]) -> list[list[int]]:
+    def _rendered(
+        self, prompts: list, template_options: dict[str, Any]
+    ) -> tuple[list[list[int]], list[TextImages] | None]:
         options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
-        return rows.prompt_ids(prompts, self._setup.processing_class, **options)
+        if self._setup.encoder is not None:
+            return rows.encoded_prompts(prompts, self._setup.encoder, **options)
+        return rows.prompt_ids(prompts, self._setup.processing_class, **options), None
 
-    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
+    def complete(self, prompt_ids: Ids, group: int, images: list[TextImages] | None = None) -> list[np.ndarray]:
         setup, options = self._setup, self._sampling.options
         how = {"group": group, "stream": self._stream, "dtype": setup.args.compute_dtype, "logps": False}
         how["head_dtype"] = "float32" if setup.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
+        how["images"] = None if images is None else images[::group]
         with setup.on_device():
             model = local_copy(setup.model, jax.numpy.asarray) if self._alone else setup.model
             out = complete(model, prompt_ids[::group], options, **how)
@@ -261,13 +319,13 @@ class CompletionLogps:
         functions = {"policy": forward.of_policy, "reference": forward.of_reference}
         self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
 
-    def __call__(self, model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
+    def __call__(self, model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
         setup = self._setup
         layout = replace(data.step_layout(setup, training=True), accumulation=1)
         virtual = setup.virtual if model == "policy" else setup.reference.backend.virtual
-        rows = zip(prompts, completions, completion_mask, strict=True)
-        examples = [example_of(*row).behind(virtual, predicted=False) for row in rows]
-        found = [np.zeros(len(own), np.float32) for own in completions]
+        rows = zip(made.prompt_ids, made.completion_ids, completion_mask, made.images_of_each, strict=True)
+        examples = [example_of(*row, images=images).behind(virtual, predicted=False) for *row, images in rows]
+        found = [np.zeros(len(own), np.float32) for own in made.completion_ids]
         with setup.on_device():
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]

@@ -44,6 +44,9 @@ class RankWriter:
     inner: Writer
     streams: Sequence[TorchGenerator]
 
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
+        return self.inner.prompts(rows)
+
     def write(self, prompts: list, group: int) -> Written:
         own = prompts[own_part(len(prompts))]
         rank = own_rank(len(self.streams))
@@ -77,7 +80,8 @@ def joined(parts: Sequence[Written]) -> Written:
     }
     logps = [part.sampling_logps for part in parts]
     sampling = None if any(own is None for own in logps) else list(chain.from_iterable(logps))
-    return Written(ids, written, by_model, columns, sampling_logps=sampling)
+    images = None if parts[0].images is None else list(chain.from_iterable(part.images for part in parts))
+    return Written(ids, written, by_model, columns, sampling_logps=sampling, images=images)
 
 
 @dataclass

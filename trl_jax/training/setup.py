@@ -23,12 +23,13 @@ from trl_jax.data import chat
 from trl_jax.data.chat import load_tokenizer
 from trl_jax.data.checks import has_images
 from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.fetch import checkpoint_folder
 from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_beside
 from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import resize
 from trl_jax.hub.torch_state import seed_if_imported
-from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
+from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor, native_of
 from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
@@ -88,14 +89,20 @@ def tokenizer_of(
     return load_tokenizer(model.tokenizer_folder(checkpoint), checkpoint.config, **options)
 
 
-def image_encoder(checkpoint: Checkpoint, tokenizer: Any, processing_class: Any) -> VisionProcessor:
+def image_encoder(
+    checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, tokenizer: Any, processing_class: Any
+) -> VisionProcessor:
     """What makes examples of rows with images, with the image processor of the processor that was passed, or with the
     checkpoint's."""
     if _is_processor(processing_class):
         image_processor = processing_class.image_processor
     else:
-        image_processor = load_image_processor(checkpoint.folder)
-    return VisionProcessor(checkpoint.native, checkpoint.config, tokenizer, image_processor)
+        folder = checkpoint.folder
+        if torch_model is not None:  # its weights were read from a folder that is gone
+            folder, _ = checkpoint_folder(torch_model.config._name_or_path)
+        image_processor = load_image_processor(folder)
+    native = native_of(checkpoint) if isinstance(checkpoint, PreTrainedModel) else checkpoint.native
+    return VisionProcessor(native, checkpoint.config, tokenizer, image_processor)
 
 
 def check_image_arguments(own_loss: frozenset[str], adapter: AdapterConfig | None) -> None:
@@ -263,6 +270,11 @@ class Policy(NamedTuple):
     vocab_size: int
     sharding_plan: ShardingPlan | None
 
+    @property
+    def has_tower(self) -> bool:
+        """Whether it computes images."""
+        return any(path.startswith("vision.") for path in self.model.backend.tensors)
+
 
 class TrainerSpec(NamedTuple):
     """What a trainer class contributes to its runs. `BaseTrainer` fills in the last five fields.
@@ -328,18 +340,18 @@ def build(
     own_loss = OWN_LOSS & hooks.overridden
 
     quantization = model.quantization_of(given.quantization_config, args)
+    sees = spec.check_images is not None and has_images(given.train)
     if torch_model is None:
         checkpoint = model.find(given.model, args, task.head)
+        checkpoint = model.with_images(checkpoint) if sees else checkpoint
     else:
-        checkpoint = model.from_torch(torch_model, args, task.head)
-    sees = spec.check_images is not None and has_images(given.train)
+        checkpoint = model.from_torch(torch_model, args, task.head, images=sees)
     if sees:
         check_image_arguments(own_loss, given.adapter)
         spec.check_images()
-        checkpoint = model.with_images(checkpoint)
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
     if sees:
-        tokens = tokens._replace(encoder=image_encoder(checkpoint, tokens.tokenizer, given.tokenizer))
+        tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
 
     # Before weights are read: a bad row is reported first, and num_proc forks before JAX has threads.
     train_dataset = hooks.prepare_dataset(given.train, "train", tokens)

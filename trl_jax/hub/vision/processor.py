@@ -10,23 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_jax.core.text import brief
-from trl_jax.data.images import ImagePatches, feature_index
+from trl_jax.data.images import ImagePatches, TextImages, text_images
 from trl_jax.hub.config import NativeConfig
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_backend import AdaptedBackend
 
 
 class EncodedText(NamedTuple):
-    """The token ids of a text, and its images.
-
-    ids: int32 `[T]`.
-    images: in the order of the text.
-    features: int32 `[T]`, the feature that takes the place of each token's embedding (see `Example.features`).
-    positions: int32 `[T, A]`; None where tokens are only counted.
-    """
+    """The token ids of a text, int32 `[T]`, and its images."""
 
     ids: np.ndarray
-    images: tuple[ImagePatches, ...]
-    features: np.ndarray
-    positions: np.ndarray | None
+    images: TextImages
 
 
 class VisionProcessor:
@@ -61,11 +55,19 @@ class VisionProcessor:
         processed = self.image_processor(images=list(map(open_picture, pictures)), return_tensors="np")
         return self.family.patches({name: processed[name] for name in self.family.pixels}, self.config)
 
-    def encode(self, text: str, pictures: Sequence[Any] = (), *, max_length: int | None = None) -> EncodedText:
-        """Tokenize a text in which each picture has one placeholder, without adding special tokens.
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[Any] = (),
+        *,
+        max_length: int | None = None,
+        add_special_tokens: bool = False,
+    ) -> EncodedText:
+        """Tokenize a text in which each picture has one placeholder.
 
         Args:
             max_length: cuts the ids; image tokens may not be cut.
+            add_special_tokens: whether the tokenizer adds its own.
 
         Raises:
             ValueError: the text has another number of placeholders than there are pictures, or images are cut.
@@ -79,11 +81,20 @@ class VisionProcessor:
         images = self.patches(pictures)
         expanded = (self.family.expansion(image, self.image_token, self.config) for image in images)
         whole = "".join(part + own for part, own in zip(before, expanded, strict=True)) + last
-        ids = np.asarray(self.tokenizer(text=whole, add_special_tokens=False)["input_ids"], np.int32)[:max_length]
-        features, positions = feature_index(ids, self.image_token_id, images), None
-        if self.family.positions is not None:
-            positions = self.family.positions(ids, self.image_token_id, images)
-        return EncodedText(ids, tuple(images), features, positions)
+        ids = self.tokenizer(text=whole, add_special_tokens=add_special_tokens)["input_ids"]
+        ids = np.asarray(ids, np.int32)[:max_length]
+        return EncodedText(ids, self._placed(ids, images))
+
+    def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages:
+        """The pictures of a text that has been tokenized.
+
+        Raises:
+            ValueError: the text has another number of image tokens than the pictures have features.
+        """
+        return self._placed(np.asarray(ids, np.int32), self.patches(pictures))
+
+    def _placed(self, ids: np.ndarray, images: Sequence[ImagePatches]) -> TextImages:
+        return text_images(ids, self.image_token_id, images, self.family.positions)
 
 
 def open_picture(value: Any) -> Any:
@@ -132,3 +143,59 @@ def load_image_processor(folder: Path) -> Any:
             "processor there with save_pretrained, or pass it as processing_class."
         )
     return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+
+
+# What transformers' processors return, as `generate` takes it
+
+
+def native_of(model: Any) -> NativeConfig | None:
+    """The parsed config of a loaded model, or of its base under an adapter; None for an exported program."""
+    backend = model.backend.base if isinstance(model.backend, AdaptedBackend) else model.backend
+    return backend.source.config if isinstance(backend, NativeBackend) else None
+
+
+def split_images(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, np.ndarray] | None, dict[str, Any]]:
+    """Split the arguments of `generate` into the arrays of images (None without any), and the rest.
+
+    Raises:
+        TypeError: there are images, and the model was loaded without its vision tower.
+        ValueError: an array is missing.
+    """
+    if given.get("pixel_values") is None:
+        return None, dict(given)
+    native = native_of(model)
+    if native is None or native.vision_arch is None:
+        raise TypeError(
+            f"pixel_values were passed, and {model.name_or_path} was loaded without a vision tower. Load it with "
+            "AutoModelForImageTextToText."
+        )
+    names = native.vision.pixels
+    missing = [name for name in names if given.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"generate must get {', '.join(names)} with images of a {native.vision.model_type}, got no {missing[0]}. "
+            "Pass all that the processor returns."
+        )
+    return {name: np.asarray(given[name]) for name in names}, {n: v for n, v in given.items() if n not in names}
+
+
+def images_of_rows(model: Any, rows: Sequence[np.ndarray], arrays: Mapping[str, np.ndarray]) -> list[TextImages]:
+    """The images of each row of ids, in the order of the rows.
+
+    Raises:
+        ValueError: the rows have another number of image tokens than the images have features.
+    """
+    family = native_of(model).vision
+    token = getattr(model.config, family.image_token)
+    waiting, found = family.patches(arrays, model.config), []
+    for ids in rows:
+        wanted, taken = int((ids == token).sum()), []
+        while waiting and sum(len(image.tokens) for image in taken) < wanted:
+            taken.append(waiting.pop(0))
+        found.append(text_images(ids, token, taken, family.positions))
+    if waiting:
+        raise ValueError(
+            f"There are {len(waiting)} more images than the image tokens of input_ids have room for. Pass the ids that "
+            "the processor returned with them."
+        )
+    return found

@@ -1,0 +1,190 @@
+"""Prompts with images: completions, losses and metrics are TRL's, and a run resumes in the middle of a generation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests import tiny
+from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, user
+
+SAME = {
+    "max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-3,
+    "per_device_train_batch_size": 4, "max_completion_length": 6, "logging_steps": 1,
+}  # fmt: skip
+POLICY = {"num_generations": 2, "beta": 0.1}
+KINDS = {
+    "GRPO": ("GRPO", POLICY | {"num_iterations": 2}, None),
+    "GRPO-lora": ("GRPO", POLICY, {"r": 4, "target_modules": "all-linear"}),
+    "RLOO": ("RLOO", POLICY, None),
+    "Distillation": ("Distillation", {}, None),
+}
+
+
+TEACHER = []  # its folder
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    TEACHER[:] = [str(tiny_llava(tmp_path_factory.mktemp("teacher"), seed=1))]
+    return str(tiny_llava(tmp_path_factory.mktemp("llava")))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return str(tiny_qwen(tmp_path_factory.mktemp("qwen")))
+
+
+def prompts(count: int = 8) -> Dataset:
+    """Prompts with one image, and one prompt without."""
+    rows = zip(tiny.THINGS, pictures(count), strict=False)
+    return Dataset.from_list([
+        {"prompt": user(f"bake the {word}?"), "images": [] if number == 5 else [picture], "number": number}
+        for number, (word, picture) in enumerate(rows)
+    ])  # fmt: skip
+
+
+def reward(completions, images, **_):
+    """By the completion, and by the width of the image, as the dataset has it."""
+    widths = [image[0].size[0] if image else 0 for image in images]
+    return [len(own[0]["content"]) % 7 + width / 10 for own, width in zip(completions, widths, strict=True)]
+
+
+def trainer(package, kind, model, out, rows=None, adapter=None, **options):
+    config = SAME | options
+    if package is not trl_jax:
+        config["gradient_checkpointing"] = False
+    args = getattr(package, f"{kind}Config")(str(out), **config)
+    extra = {"teacher_model": TEACHER[0]} if kind == "Distillation" else {"reward_funcs": reward}
+    if adapter is not None:
+        peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
+        extra["peft_config"] = peft.LoraConfig(**adapter)
+    rows = prompts() if rows is None else rows
+    return getattr(package, f"{kind}Trainer")(model=model, args=args, train_dataset=rows, **extra)
+
+
+def logged(made):
+    made.train()
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
+    trl = pytest.importorskip("trl")
+    kind, options, adapter = KINDS[case]
+    rows = prompts()
+    if kind == "Distillation":  # TRL ends where a row has no image
+        rows = rows.filter(lambda row: row["images"])
+    theirs = logged(trainer(trl, kind, llava, tmp_path / "trl", rows, adapter, **options))
+    ours = logged(trainer(trl_jax, kind, llava, tmp_path / "ours", rows, adapter, **options))
+    assert len(ours) == 3
+    for own, their in zip(ours, theirs, strict=True):
+        names = their.keys() - {"epoch", "step_time"}
+        assert {"loss", "grad_norm", "learning_rate"} <= names <= own.keys()
+        for name in names:
+            assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
+
+
+def test_a_run_resumes_within_a_generation(llava, tmp_path):
+    options = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(trl_jax, "GRPO", llava, tmp_path / "whole", **options)
+    whole.train()
+    for step in (1, 2):
+        rest = trainer(trl_jax, "GRPO", llava, tmp_path / f"rest{step}", **options)
+        rest.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        for path, array in whole.model.params.items():
+            assert np.array_equal(array, rest.model.params[path]), path
+
+
+def test_layouts_have_the_same_numbers(qwen, tmp_path):
+    losses = {}
+    for layout in ("padded", "packed", "shared"):
+        made = trainer(trl_jax, "GRPO", qwen, tmp_path / layout, **POLICY, batch_layout=layout, max_steps=2)
+        losses[layout] = [entry[name] for entry in logged(made) for name in ("loss", "grad_norm", "kl")]
+    for layout in ("packed", "shared"):
+        np.testing.assert_allclose(losses[layout], losses["padded"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path):
+    from trl_jax.generation import generator
+
+    made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY | {"num_generations": 4}, max_steps=1)
+    seen, prefill = [], generator.prefill
+
+    def watched(graph, arrays, tokens, lengths, longest, images, **options):
+        seen.append((len(tokens), int(images.images.at.max() + 1)))
+        return prefill(graph, arrays, tokens, lengths, longest, images, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "prefill", watched)
+        made.train()
+    assert seen == [(1, 16)]  # one prompt of four completions, and the 4 x 4 features of its image
+
+
+def test_a_rollout_func_sees_images(llava, tmp_path):
+    calls = []
+
+    def rollout(given, trainer):
+        calls.append([part["image"].size for part in given[0][0]["content"] if part["type"] == "image"])
+        ids = trainer.processing_class("user: " + "<image>" * 16 + "bake?")["input_ids"]
+        return {"prompt_ids": [ids] * len(given), "completion_ids": [[9, 8, 7]] * len(given),
+                "logprobs": [[0.0] * 3] * len(given)}  # fmt: skip
+
+    args = trl_jax.GRPOConfig(str(tmp_path), **SAME | POLICY | {"max_steps": 1})
+    rows = prompts().select(range(4))
+    made = trl_jax.GRPOTrainer(llava, reward, args, rows, rollout_func=rollout)
+    made.train()
+    assert calls and len(calls[0]) == 1
+
+    def none(given, trainer):
+        return rollout(given, trainer) | {"prompt_ids": [[5, 6]] * len(given)}
+
+    with pytest.raises(ValueError, match="the text has 0 image tokens, but its 1 images have 16 features"):
+        trl_jax.GRPOTrainer(llava, reward, args, rows, rollout_func=none).train()
+
+    def sampled(given, trainer):
+        image = trainer.processing_class.convert_tokens_to_ids("<image>")
+        return rollout(given, trainer) | {"completion_ids": [[9, image, 7]] * len(given)}
+
+    with pytest.raises(ValueError, match="A completion has the image token '<image>'"):
+        trl_jax.GRPOTrainer(llava, reward, args, rows, rollout_func=sampled).train()
+
+
+def test_image_tokens_are_never_sampled(llava, tmp_path):
+    made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY)
+    assert made._setup.rollout.rollout.writer._sampling.options["suppress_tokens"] == [
+        made._setup.encoder.image_token_id
+    ]
+
+
+def test_images_are_kept_out_of_the_table(llava, tmp_path):
+    options = POLICY | {"log_completions": True, "max_steps": 1}
+    made = trainer(trl_jax, "GRPO", llava, tmp_path, **options)
+    made.train()
+    import pandas as pd
+
+    [file] = (tmp_path / "completions").glob("*.parquet")
+    prompt = pd.read_parquet(file)["prompt"][0]
+    assert "PIL" not in str(prompt) and "image" in str(prompt)
+
+
+def test_evaluation_completes_prompts_with_images(llava, tmp_path):
+    made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY, per_device_eval_batch_size=2)
+    metrics = made.evaluate(prompts(3))
+    assert np.isfinite(metrics["eval_loss"]) and metrics["eval_reward"] > 0
+
+
+def test_what_is_refused(llava, checkpoint, tmp_path):
+    texts = Dataset.from_list([{"prompt": "bake?", "images": pictures(1)}] * 4)
+    with pytest.raises(ValueError, match="Multimodal training requires conversational prompts"):
+        trainer(trl_jax, "GRPO", llava, tmp_path, texts, **POLICY)
+    with pytest.raises(ValueError, match="does not seem to be a vision-language model"):
+        trainer(trl_jax, "GRPO", str(checkpoint()), tmp_path, **POLICY)
+    content = [{"type": "image"}, {"type": "text", "text": "bake?"}]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": content}], "images": pictures(2)}] * 4)
+    with pytest.raises(ValueError, match=r"Number of images provided \(2\) does not match"):
+        trainer(trl_jax, "GRPO", llava, tmp_path, rows, **POLICY).train()
+    with pytest.raises(ValueError, match="prompts with images cannot be cut to max_prompt_length=4"):
+        trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY, max_prompt_length=4).train()
