@@ -135,6 +135,19 @@ def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
     assert runs["one"][0] != runs["one"][1] and len({tuple(ids) for ids in runs["one"][0]}) > 4
 
 
+def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
+    """In the middle of a generation, whose log-probabilities are in the checkpoint; the servers get its weights."""
+    config = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = make([serve()], recorder(seen := []), **config)
+    whole.train()
+    stub = serve()
+    resumed = make([stub], recorder(again := []), **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert again == seen[1:] and stub.loads == 1
+    logs = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (whole, resumed)]
+    assert logs[0] == logs[1] and len(logs[0]) == 4
+
+
 def test_adapters_are_merged_and_distillation_completes(serve, make, folder):
     stub, other = serve(), serve()
     lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
