@@ -24,6 +24,7 @@ import trl_jax
 from compat_tests import pages
 from compat_tests.pages import FOLDER, PAGES, README, ROOT
 from trl_jax.cli import main
+from trl_jax.rollout.server import Requirements, VllmServers
 
 EVERY = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 A_READER_HAS = ("pairs", "rows", "held_out", "trainer")  # a page need not make these
@@ -125,6 +126,9 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
     Raises what the command's own parser raises, or AssertionError where there is no such command, file or extra.
     """
     match words:
+        case ["vllm", "serve", model, "--port", port, *_]:
+            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True)
+            assert words == shlex.split(VllmServers([], needs, 1.0).command(f"http://host:{port}"))[1:]
         case ["pip", "install", what]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
             assert extra and (extra[1] is None or extra[1] in EXTRAS), f"there is no {what}"

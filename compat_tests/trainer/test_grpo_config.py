@@ -17,7 +17,7 @@ from trl_jax.trainer.rloo_config import RLOOConfig
 
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
        "num_processes": None, "process_id": None, "max_prompt_length": None, "reward_timeout": None,
-       "chat_template_path": None}  # fmt: skip
+       "chat_template_path": None, "vllm_weights_dir": None}  # fmt: skip
 OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))  # of RLOOConfig
 OLD["sanity_check"] = False
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
@@ -127,8 +127,10 @@ REFUSED_BY_BOTH = [
     ({"reward_weights": [1.0, "a"]},
      "reward_weights must be a list of numbers, one for each reward function, got [1.0, 'a']."),
     ({"vllm_mode": "both"}, "vllm_mode='both' is not in this release of trl_jax; supported: server, colocate."),
-    ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+' is not in this release of trl_jax: "
-     "completions cannot be constrained to a pattern; leave it out."),
+    ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+' is not in this release of trl_jax "
+     "without vllm_mode='server': trl_jax's own generator cannot constrain completions to a pattern; leave it out."),
+    ({"vllm_server_port": 70000}, "vllm_server_port must be at most 65,535, got 70000."),
+    ({"vllm_server_timeout": 0}, "vllm_server_timeout must be a number above 0, got 0."),
     ({"ref_model_mixup_alpha": 2.0},
      "ref_model_mixup_alpha must be a number from 0.0 to 1.0, the weight of the policy in the updated "
      "reference, got 2.0."),
@@ -187,7 +189,8 @@ def test_keys_of_generation_kwargs_that_are_not_built(kind):
 @BOTH
 @pytest.mark.parametrize(("given", "text"), [
     ({"use_vllm": True}, "use_vllm=True: completions come from trl_jax's own generator, in this process. No "
-     "vLLM server is contacted, and vLLM's options have no effect."),
+     "vLLM server is contacted, and vLLM's options have no effect. For completions by a server, set "
+     "vllm_mode='server'."),
     ({"use_transformers_continuous_batching": True},
      "use_transformers_continuous_batching=True: completions come from trl_jax's own generator."),
     ({"cache_implementation": "static"}, "cache_implementation='static' has no effect in trl_jax: completions "
@@ -198,7 +201,7 @@ def test_keys_of_generation_kwargs_that_are_not_built(kind):
      "data_seed=3 has no effect in trl_jax: shuffle_dataset and seed determine the order of prompts."),
 ])  # fmt: skip
 def test_values_that_are_said_in_one_line(kind, given, text):
-    quiet = {"vllm_mode": "server", "vllm_server_port": 9, "vllm_gpu_memory_utilization": 0.5}
+    quiet = {"vllm_mode": "colocate", "vllm_server_port": 9, "vllm_gpu_memory_utilization": 0.5}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         kind("out", **given, **quiet)

@@ -96,9 +96,6 @@ REFUSED = {
         {"config": {"sync_ref_model": True, "beta": 0.0}}, ValueError, "nothing to synchronize"),
     "group": ({"config": {"per_device_train_batch_size": 6}}, ValueError, "must be divisible by num_generations"),
     "tools": ({"tools": [length_reward]}, Exception, "tools"),
-    "rollout_func": (
-        {"rollout_func": dict, "config": {"off_policy_mask_threshold": 0.5}}, ValueError,
-        "off_policy_mask_threshold=0.5 together with a rollout_func"),
 }  # fmt: skip
 
 

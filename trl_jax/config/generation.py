@@ -28,6 +28,13 @@ GENERATION_KEYS = frozenset(
     begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id renormalize_logits use_cache
     """.split()
 )
+# With vllm_mode="server", parameters of vLLM's /v1/completions.
+SERVER_KEYS = frozenset(
+    """
+    temperature top_p top_k min_p repetition_penalty frequency_penalty presence_penalty max_tokens min_tokens stop
+    stop_token_ids include_stop_str_in_output ignore_eos logit_bias allowed_token_ids bad_words structured_outputs
+    """.split()
+)
 _IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # no effect with these values
 _NOTHING = object()
 _OWN_ENGINE = "completions come from trl_jax's own generator"
@@ -37,12 +44,33 @@ _ORDER_OF_PROMPTS = "shuffle_dataset and seed determine the order of prompts."
 def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if problem := rules.a_dict(name, value, values):
         return problem
-    asked = as_dict(name, value)
-    unknown = [key for key in asked if key not in GENERATION_KEYS and asked[key] != _IDLE.get(key, _NOTHING)]
+    asked, keys = as_dict(name, value), SERVER_KEYS if uses_server(values) else GENERATION_KEYS
+    unknown = [key for key in asked if key not in keys and asked[key] != _IDLE.get(key, _NOTHING)]
     if not unknown:
         return None
+    return f"{name} has the keys {unknown}, which are not {rules.HERE}; supported: {', '.join(sorted(keys))}."
+
+
+def uses_server(values: Mapping[str, Any]) -> bool:
+    """Whether completions come from vLLM servers. OnlineConfig, for trainers of one's own, has no such arguments."""
+    return bool(values.get("use_vllm")) and values.get("vllm_mode") == "server"
+
+
+def _own_generator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value or uses_server(values):
+        return None
     return (
-        f"{name} has the keys {unknown}, which are not {rules.HERE}; supported: {', '.join(sorted(GENERATION_KEYS))}."
+        f"{name}={value!r}: {_OWN_ENGINE}, in this process. No vLLM server is contacted, and vLLM's options have no "
+        "effect. For completions by a server, set vllm_mode='server'."
+    )
+
+
+def _regex(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value is None or (uses_server(values) and isinstance(value, str)):
+        return None
+    return (
+        f"{name}={value!r} is not {rules.HERE} without vllm_mode='server': trl_jax's own generator cannot constrain "
+        "completions to a pattern; leave it out."
     )
 
 
@@ -177,29 +205,36 @@ class OnlineArguments(LanguageModelArguments):
     )
     use_vllm: bool = arg(
         False,
-        help="Accepted, but completions always come from trl_jax's own generator.",
-        how="mapped",
-        why=f"{_OWN_ENGINE}, in this process. No vLLM server is contacted, and vLLM's options have no effect.",
+        help="With vllm_mode='server', completions come from vLLM servers; otherwise from trl_jax's own generator.",
+        note=_own_generator,
     )
     vllm_mode: str = arg(
         "colocate",
-        help="A vLLM option, without effect.",
-        how="silent",
-        why=_OWN_ENGINE,
+        help="'server': completions come from the vLLM servers of vllm_server_base_url, or of vllm_server_host and "
+        "vllm_server_port. 'colocate': from trl_jax's own generator.",
         rule=rules.one_of("server", "colocate"),
     )
     vllm_model_impl: str = arg("vllm", help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
     vllm_enable_sleep_mode: bool = arg(False, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
     vllm_structured_outputs_regex: str | None = arg(
-        None,
-        help="Not supported in this release.",
-        how="refused",
-        why="completions cannot be constrained to a pattern; leave it out.",
+        None, help="Pattern that completions must match, with vllm_mode='server'.", rule=_regex
     )
-    vllm_server_base_url: str | None = arg(None, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_server_host: str = arg("0.0.0.0", help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_server_port: int = arg(8000, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_server_timeout: float = arg(240.0, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_server_base_url: str | None = arg(
+        None,
+        help="URL of the vLLM server, or of several, separated by commas, which share the prompts. If unset, "
+        "vllm_server_host and vllm_server_port.",
+    )
+    vllm_server_host: str = arg("0.0.0.0", help="Host of the vLLM server.")
+    vllm_server_port: int = arg(8000, help="Port of the vLLM server.", rule=rules.whole(1, most=65535))
+    vllm_server_timeout: float = arg(
+        240.0, help="Seconds after which a vLLM server that does not answer ends the run.", rule=above(0, math.inf)
+    )
+    vllm_weights_dir: str | None = arg(
+        None,
+        help="Folder in which weights are handed to vLLM servers, which must see it under the same path. If unset, "
+        "/dev/shm, for servers on this machine.",
+        kw_only=True,
+    )
     vllm_group_port: int = arg(51216, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
     vllm_gpu_memory_utilization: float = arg(0.3, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
     vllm_max_model_length: int | None = arg(None, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)

@@ -116,6 +116,15 @@ class PolicyLoss:
         """Whether the sampler correction is one number per completion."""
         return self.sampler_correction is not None and self.sampler_correction.startswith("sequence")
 
+    def bounded(self, ratio: Any) -> Any:
+        """Truncate or mask ratios of policy to sampler, as `sampler_correction` says: an array like `ratio`."""
+        xp = jnp if isinstance(ratio, jax.Array) else np
+        least = -math.inf if self.sampler_clip_min is None else self.sampler_clip_min
+        most = math.inf if self.sampler_clip_max is None else self.sampler_clip_max
+        if self.sampler_correction.endswith("truncate"):
+            return xp.where(ratio < least, least, xp.where(ratio > most, most, ratio)).astype(ratio.dtype)
+        return xp.where((ratio < least) | (ratio > most), 0, ratio).astype(ratio.dtype)
+
 
 DEFAULTS = PolicyLoss()
 
@@ -436,11 +445,7 @@ def sampler_ratio(
     difference = places.difference(old_logps, sampling_logps)
     if settings.corrects_sequences:
         difference = places.total(difference)
-    ratio, least, most = jnp.exp(difference), settings.sampler_clip_min, settings.sampler_clip_max
-    if settings.sampler_correction.endswith("truncate"):
-        return clipped(ratio, least, most)
-    outside = (ratio < (-math.inf if least is None else least)) | (ratio > (math.inf if most is None else most))
-    return jnp.where(outside, 0, ratio)
+    return settings.bounded(jnp.exp(difference))
 
 
 def off_policy_mask(

@@ -18,7 +18,7 @@ from trl_jax.data.batch import IGNORED, Context, Example, Extras
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.losses.advantages import Advantages
-from trl_jax.losses.policy_gradient import next_entropy_coef
+from trl_jax.losses.policy_gradient import PolicyLoss, next_entropy_coef
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.samplers import Sampler
 from trl_jax.tasks.policy import Cycle, PolicyTask, RolloutTask
@@ -30,6 +30,7 @@ BASE_SEED_WORDS = 2  # random words that torch's DataLoader draws per epoch to s
 _REASONS = {
     "old_logps": "gradient_accumulation_steps, whose steps use up a generation or do not",
     "ref_logps": "beta, from or to 0",
+    "sampling_logps": "vllm_importance_sampling_correction or off_policy_mask_threshold",
 }
 
 
@@ -47,7 +48,7 @@ class RolloutSteps:
         changed.
     lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
     bonus: the entropy coefficient of each step; None without an entropy bonus.
-    logps: which log-probabilities completions carry: "old_logps", "ref_logps".
+    logps: which log-probabilities completions carry: "old_logps", "ref_logps", "sampling_logps".
     streams: torch's random streams, one per rank that micro-batches are divided over. Completions are sampled with the
         first.
     num_micro_batches: since the start of the run; decides when to generate.
@@ -339,8 +340,8 @@ class Rollout:
         advantages = judged.advantages.advantages
         if self.table is not None:
             self.table.add(mode, prompts, texts, judged.rewards, advantages, self.judge.rewards.extra())
-        of_each = ids, written, completion_mask, advantages.tolist(), judged.old_logps, judged.ref_logps
-        return Experience(list(map(Completed, *of_each, made.images_of_each)))
+        of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps, made.images_of_each
+        return Experience(list(map(Completed, *of_each)))
 
     def _measured(self, made: Written, mode: str, metrics: Collected) -> np.ndarray:
         """Which completions were truncated, bool `[B]`. Adds length and token metrics."""
@@ -384,14 +385,13 @@ class Judged(NamedTuple):
 
     rewards: float32 `[B, F]`.
     advantages: the result of `PolicyTask.advantages`.
-    old_logps, ref_logps: log-probabilities of each completion's tokens under the policy that generated it and under
-        the reference; each None if not needed.
+    logps: log-probabilities of each completion's tokens under the policy that generated it, under the reference, and
+        as the sampler reported them; each None if not needed.
     """
 
     rewards: np.ndarray
     advantages: Advantages
-    old_logps: Sequence[np.ndarray | None]
-    ref_logps: Sequence[np.ndarray | None]
+    logps: tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None], Sequence[np.ndarray | None]]
 
     def __str__(self) -> str:
         """The mean reward, for the progress line."""
@@ -437,13 +437,18 @@ class Judge:
         self.tell(f"rewards of {len(rows)} completions")
         rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
         old, ref = passes()
+        sampling = [None] * len(written)
+        if "sampling_logps" in self.task.logps:
+            sampling = made.sampling_logps
         kl = _divergence(old, ref, completion_mask)
         if self.task.divergence_in_reward and self.task.beta:
             metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))]))
         advantages = self.task.advantages(rewards, group, kl)
         metrics.add(reward_metrics(self.rewards.names, rewards, advantages))
         metrics.add(iter(self.rewards.metrics().items()))
-        return Judged(rewards, advantages, old, ref)
+        if self.task.correction is not None:
+            metrics.add(sampling_metrics(self.task.correction, old, sampling, completion_mask))
+        return Judged(rewards, advantages, (old, ref, sampling))
 
     def _logps(self, made: Written, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
         """Log-probabilities under the policy and under the reference; None per completion if not needed."""
@@ -608,6 +613,7 @@ class Completed(NamedTuple):
     advantage: computed from its reward relative to the prompt's other completions.
     old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that generated it and
         under the reference; None if not needed.
+    sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
     images: of the prompt; None without any.
     """
 
@@ -617,6 +623,7 @@ class Completed(NamedTuple):
     advantage: float
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
+    sampling_logps: np.ndarray | None = None
     images: TextImages | None = None
 
     @property
@@ -625,6 +632,7 @@ class Completed(NamedTuple):
         return int(self.completion_mask.sum())
 
 
+_LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
 _IMAGES = "images/"  # prefix of the arrays of images
 
@@ -642,9 +650,9 @@ class Experience:
 
     @property
     def logps(self) -> frozenset[str]:
-        """Which of "old_logps" and "ref_logps" the completions have."""
+        """Which of "old_logps", "ref_logps" and "sampling_logps" the completions have."""
         first = self.rows[0]._asdict()
-        return frozenset(name for name in ("old_logps", "ref_logps") if first[name] is not None)
+        return frozenset(name for name in _LOGPS if first[name] is not None)
 
     def ordered(self, order: Iterable[int]) -> Experience:
         """The same completions in another order."""
@@ -664,7 +672,7 @@ class Experience:
         arrays = {"advantage": np.asarray([row.advantage for row in rows], np.float32)}
         for name in ("prompt", "completion"):
             arrays[f"{name}_length"] = np.asarray([len(row._asdict()[name]) for row in rows], np.int32)
-        for name in ("prompt", "completion", "completion_mask", "old_logps", "ref_logps"):
+        for name in ("prompt", "completion", "completion_mask", *_LOGPS):
             values = [row._asdict()[name] for row in rows]
             if values[0] is not None:
                 arrays[_SAVED_AS.get(name, name)] = np.concatenate(values)
@@ -684,7 +692,7 @@ class Experience:
             return np.split(arrays[saved], np.cumsum(arrays[f"{of}_length"])[:-1])
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
-        logps = [split(name, "completion") for name in ("old_logps", "ref_logps")]
+        logps = [split(name, "completion") for name in _LOGPS]
         images = {name.removeprefix(_IMAGES): array for name, array in arrays.items() if name.startswith(_IMAGES)}
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
         return cls(
@@ -751,6 +759,28 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Any) -
     yield "frac_reward_zero_std", float(np.mean(advantages.zero_std, dtype=np.float32))
 
 
+def sampling_metrics(
+    settings: PolicyLoss, old: Logps, sampling: Logps, completion_mask: Sequence[np.ndarray]
+) -> Iterator[tuple[str, float]]:
+    """How far the sampler's log-probabilities are from the policy's, and the importance ratios that the loss uses.
+
+    Tokens without a log-probability of the sampler (NaN) have no difference, and the ratio 1.
+
+    Args:
+        old, sampling: log-probabilities of each completion's tokens under the policy and as the sampler reported them.
+    """
+    tokens = [(a - b)[mask] for a, b, mask in zip(old, sampling, completion_mask, strict=True)]
+    apart = np.abs(np.concatenate(tokens))
+    apart = apart[~np.isnan(apart)]
+    for kind, function in (("mean", np.mean), ("max", np.max)):
+        yield f"sampling/sampling_logp_difference/{kind}", float(function(apart)) if len(apart) else 0.0
+    known = [np.nan_to_num(own, nan=0.0) for own in tokens]
+    logs = np.asarray([own.sum() for own in known]) if settings.corrects_sequences else np.concatenate(known)
+    ratio = settings.bounded(np.exp(logs.astype(np.float32)))
+    for kind, function in (("min", np.min), ("mean", np.mean), ("max", np.max)):
+        yield f"sampling/importance_sampling_ratio/{kind}", float(function(ratio)) if len(ratio) else 0.0
+
+
 def _mean(values: np.ndarray) -> float:
     real = values[~np.isnan(values)]
     return float(real.mean()) if len(real) else math.nan
@@ -782,6 +812,8 @@ class Written:
     columns: extra columns for the reward functions. A list has one value per row; any other value applies to all rows.
     messages: each completion as reward functions see it; None decodes its tokens.
     metrics: of the generation, under TRL's names.
+    sampling_logps: float32, the sampler's log-probability of each token of a completion, NaN where it has none; None if
+        the sampler reports none.
     images: of each prompt; None if there are none.
     """
 
@@ -791,6 +823,7 @@ class Written:
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: Sequence[list[dict[str, Any]]] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    sampling_logps: Sequence[np.ndarray] | None = None
     images: Sequence[TextImages] | None = None
 
     @property

@@ -370,15 +370,16 @@ def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, voc
     """Generate completions with the user's `rollout_func`; equal prompts are adjacent.
 
     Args:
-        function: returns for each prompt `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, which
-            are ignored: the policy's log-probabilities are recomputed if the loss needs them. An optional `env_mask`
-            has 0 for completion tokens that the model did not generate. All other keys go to the reward functions.
+        function: returns for each prompt `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, the
+            sampler's log-probability of each token of the completion, None where it has none; or None for all. An
+            optional `env_mask` has 0 for completion tokens that the model did not generate. All other keys go to the
+            reward functions.
         vocab_size: rows of the model's embedding.
 
     Raises:
         TypeError: it returns something other than a dict.
         ValueError: a key is missing or clashes with an argument of reward functions, a list has the wrong length, an id
-            is out of range, or a mask value is not 0 or 1.
+            is out of range, a mask value is not 0 or 1, or a log-probability is not a number up to 0.
     """
     output = function(copy.deepcopy(prompts))
     if not isinstance(output, Mapping):
@@ -388,10 +389,10 @@ def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, voc
     ids, completions = (_ids(name, output[name], prompts, vocab_size) for name in _REQUIRED[:2])
     columns = {name: values for name, values in output.items() if name not in (*_REQUIRED, "env_mask")}
     check_columns(columns, "rollout_func returned the key")
-    masks = output.get("env_mask")
-    if masks is None:
-        return Written(ids, completions, all_written(completions), columns)
-    return Written(ids, completions, _masks(masks, completions), columns)
+    masks, logps = output.get("env_mask"), output["logprobs"]
+    by_model = all_written(completions) if masks is None else _masks(masks, completions)
+    sampling = None if logps is None else _logps(logps, completions)
+    return Written(ids, completions, by_model, columns, sampling_logps=sampling)
 
 
 def _ids(name: str, texts: Any, prompts: list, vocab_size: int) -> list[np.ndarray]:
@@ -414,6 +415,27 @@ def _masks(masks: Any, completions: Sequence[np.ndarray]) -> list[np.ndarray]:
         if bad := [value for value in own if isinstance(value, str | bytes) or value not in (0, 1)]:
             raise ValueError(f"rollout_func's env_mask[{number}] must be 0 or 1 for each token, got {brief(bad[0])}.")
     return [np.asarray(own).astype(bool) for own in found]
+
+
+def _logps(logps: Any, completions: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`logprobs` as float32 `[tokens]` for each completion, NaN where there is none."""
+    found = [_listed(f"logprobs[{number}]", own) for number, own in enumerate(_listed("logprobs", logps))]
+    if list(map(len, found)) != list(map(len, completions)):
+        raise ValueError(
+            "rollout_func returned logprobs without exactly one number per token of completion_ids: return None where "
+            "the sampler has none, or logprobs=None."
+        )
+    arrays = []
+    for number, own in enumerate(found):
+        try:
+            arrays.append(np.asarray([np.nan if value is None else value for value in own], np.float32))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rollout_func's logprobs[{number}] must be numbers or None, got {brief(own)}.") from error
+        if arrays[-1].ndim != 1 or (arrays[-1] > 0).any():
+            raise ValueError(
+                f"rollout_func's logprobs[{number}] must be one number up to 0 per token, got {brief(own)}."
+            )
+    return arrays
 
 
 def _listed(name: str, values: Any) -> list:

@@ -42,7 +42,9 @@ NO_PART = frozenset(
     reward_timeout missing_eos_penalty reward_clip_range scale_rewards multi_objective_aggregation normalize_advantages
     mask_truncated_completions max_tool_calling_iterations use_transformers_continuous_batching
     top_k top_p min_p repetition_penalty use_vllm vllm_importance_sampling_cap vllm_importance_sampling_clip_max
-    vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode
+    vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+    vllm_weights_dir
     """.split()
 )
 

@@ -188,7 +188,18 @@ class PolicyTask(RolloutTask):
     @property
     def logps(self) -> frozenset[str]:
         kept = {"old_logps": self.keeps_old_logps, "ref_logps": bool(self.beta)}
+        kept["sampling_logps"] = self.keeps_sampling_logps
         return frozenset(name for name, there in kept.items() if there)
+
+    @property
+    def keeps_sampling_logps(self) -> bool:
+        """Whether the loss needs the log-probabilities that the sampler of the completions reported."""
+        return False
+
+    @property
+    def correction(self) -> PolicyLoss | None:
+        """The loss whose `sampler_correction` is applied; None without one."""
+        return None
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
         """The log-probability and the entropy of each read, `[N]`."""
@@ -248,7 +259,7 @@ class OnlineTask(PolicyTask):
         return not self.cycle.keeps_policy
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        logps = {"old_logps": row.old_logps, "ref_logps": row.ref_logps}
+        logps = {"old_logps": row.old_logps, "ref_logps": row.ref_logps, "sampling_logps": row.sampling_logps}
         of_tokens = {name: values[row.completion_mask] for name, values in logps.items() if values is not None}
         return {"advantage": row.advantage}, of_tokens
 
@@ -292,11 +303,26 @@ class GrpoTask(OnlineTask):
     objective: the loss, with its options.
     multi_objective_aggregation: as of `group_advantages`.
     entropy_bonus: whether the step has a coefficient of one, among the numbers of examples.
+    sampled_elsewhere: whether completions come from a sampler that reports log-probabilities of its own.
     """
 
     objective: PolicyLoss = PolicyLoss()
     multi_objective_aggregation: str = "sum_then_normalize"
     entropy_bonus: bool = False
+    sampled_elsewhere: bool = False
+
+    @property
+    def keeps_old_logps(self) -> bool:
+        return super().keeps_old_logps or self.correction is not None
+
+    @property
+    def keeps_sampling_logps(self) -> bool:
+        masks = self.sampled_elsewhere and self.objective.off_policy_mask_threshold is not None
+        return masks or self.correction is not None
+
+    @property
+    def correction(self) -> PolicyLoss | None:
+        return None if self.objective.sampler_correction is None else self.objective
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
         """Relative to the group's mean; the divergence is a part of the loss."""

@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
+from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import PolicyLoss
@@ -56,7 +57,9 @@ class GRPOTrainer(OnlineTrainer):
         rollout_func: called with a generation's prompts, each as often as it is to be completed, and this trainer, in
             the place of our generator. It returns a dict of `prompt_ids`, `completion_ids` and `logprobs`, lists with
             an item for each prompt, and if it likes `env_mask`, 0 for each token of a completion that is not learned
-            from; other keys go to the reward functions.
+            from; other keys go to the reward functions. `logprobs` are the sampler's: with `use_vllm=True` and
+            `vllm_importance_sampling_correction`, and by `off_policy_mask_threshold`, they are compared with the
+            policy's.
         tools: functions that the model may call in its completions, by name; their annotations and docstrings say how.
             What they return, or raise, is the next message, which is not learned from, and the model goes on.
         environment_factory: makes an environment; or a dict of such, by the names in the rows' column `environment`.
@@ -113,19 +116,18 @@ class GRPOTrainer(OnlineTrainer):
                 "`target_modules` includes `lm_head`). Remove `lm_head` from the adapter's target modules, or set "
                 "`cast_lm_head_to_fp32=False`."
             )
-        if rollout_func is not None and self.args.off_policy_mask_threshold is not None:
-            raise ValueError(
-                f"off_policy_mask_threshold={self.args.off_policy_mask_threshold:g} together with a rollout_func is "
-                "not in this release of trl_jax: the `logprobs` that it returns are not compared with the policy's. "
-                "Leave off_policy_mask_threshold out."
-            )
         _warn_of_levels(self.args.loss_type, self.args.importance_sampling_level)
 
     def make_task(self) -> GrpoTask:
         args = self.args
+        sampled_elsewhere = self.rollout_func is not None or uses_server(vars(args))
+        options = {name: vars(args)[name] for name in _OF_THE_LOSS}
+        if sampled_elsewhere and args.use_vllm and args.vllm_importance_sampling_correction:
+            options |= _sampler_correction(args)
         return GrpoTask(
             **self._of_any_policy(),
-            objective=PolicyLoss(**{name: vars(args)[name] for name in _OF_THE_LOSS}),
+            objective=PolicyLoss(**options),
+            sampled_elsewhere=sampled_elsewhere,
             multi_objective_aggregation=args.multi_objective_aggregation,
             scale_rewards=args.scale_rewards,
             entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
@@ -154,6 +156,22 @@ class GRPOTrainer(OnlineTrainer):
 
 def _with_trainer(trainer: GRPOTrainer, prompts: list) -> Mapping[str, Any]:
     return trainer.rollout_func(prompts, trainer)
+
+
+def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:
+    """The options of `PolicyLoss` that correct for a sampler other than the policy.
+
+    Raises:
+        ValueError: VESPO with a correction per sequence, in TRL's words.
+    """
+    mode = args.vllm_importance_sampling_mode
+    if args.loss_type == "vespo" and mode not in ("token_truncate", "token_mask"):
+        raise ValueError(
+            "VESPO loss requires `vllm_importance_sampling_mode` to be either 'token_truncate' or 'token_mask'. Got: "
+            f"{mode}."
+        )
+    bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    return {"sampler_correction": mode, "sampler_clip_min": bounds[0], "sampler_clip_max": bounds[1]}
 
 
 def _warn_of_levels(loss_type: str, level: str) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.config.base import BaseConfig
+from trl_jax.config.generation import uses_server
+from trl_jax.config.rules import as_dict
 from trl_jax.data.chat_templates import (
     is_chat_template_prefix_preserving,
     response_template,
@@ -28,6 +30,7 @@ from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
 from trl_jax.rollout.rewards import RewardFunctions, check_columns, reward_columns, reward_functions
 from trl_jax.rollout.rollout import EntropyBonus, Rewards
+from trl_jax.rollout.server import Requirements, VllmServers, is_local, sampling_parameters, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.tasks.task import Task
@@ -40,6 +43,7 @@ from trl_jax.training.events import Events
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import RolloutParts, Sampling
+from trl_jax.training.server import ServerParts, default_root
 
 # Tools and environments, and how the tokenizer tells tool calls from text.
 
@@ -196,8 +200,10 @@ class RolloutTrainer(BaseTrainer):
     def _rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
-        rollout_func = self._rollout_func()
-        if rollout_func is None:
+        rollout_func, server = self._rollout_func(), None
+        if uses_server(vars(args)):
+            server = self._server(run)
+        elif rollout_func is None:
             check_generates(model)
         rewards = self._rewards(run.events)
         tools, template_options = self._tools(run.train_dataset, tokenizer, model, run.vocab_size)
@@ -207,8 +213,49 @@ class RolloutTrainer(BaseTrainer):
         table = self._table(columns) if args.log_completions else None
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
-            rollout_func,
+            rollout_func, server,
         )  # fmt: skip
+
+    def _server(self, run: setup.Setup) -> ServerParts:
+        """The vLLM servers of the arguments, which answer and fit the run.
+
+        Raises:
+            ValueError: something of the run does not go with servers yet.
+            ServerError: a server does not answer, or was started in another way than the run needs.
+        """
+        args, model = run.args, run.model
+        found = {
+            "tools=": bool(self.tools),
+            "environment_factory=": self._environments is not None,
+            "several processes": several(),
+            "an adapter of virtual tokens": bool(model.backend.virtual.count),
+            "rows with images": run.encoder is not None,
+        }
+        for what in (what for what, there in found.items() if there):
+            raise ValueError(
+                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Set use_vllm=False, or "
+                f"train without {what.removesuffix('=')}."
+            )
+        urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+        if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
+            raise ValueError(
+                f"The vLLM server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
+                "machines have under the same path. The weights are handed over in it."
+            )
+        root = default_root(args.output_dir) if args.vllm_weights_dir is None else Path(args.vllm_weights_dir)
+        needs = Requirements(
+            model.name_or_path, run.vocab_size, args.max_completion_length + (args.max_prompt_length or 1),
+            "sampling_logps" in run.task.logps,
+        )  # fmt: skip
+        servers = VllmServers(urls, needs, args.vllm_server_timeout)
+        servers.check()
+        sampling = sampling_parameters(
+            max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
+            min_p=args.min_p, repetition_penalty=args.repetition_penalty,
+            ends=_eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
+        )  # fmt: skip
+        return ServerParts(servers, sampling, root)
 
     def _table(self, names: Sequence[str] | None) -> CompletionsLog:
         args = self.args

@@ -48,6 +48,7 @@ from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine
 from trl_jax.training.rollout_processes import RankRewards, RankWriter, local_copy, own_rank
+from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
 
 # The source of the steps of online training, and the arrays of a step.
@@ -204,6 +205,7 @@ class PolicyWriter:
         self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
         self._alone = alone
         self._rollout_func = parts.rollout_func
+        self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
         return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
@@ -222,8 +224,16 @@ class PolicyWriter:
 
     def _by_script(self, prompts: list) -> Written:
         setup = self._setup
+        if self._server is not None:
+            self._server.refresh(self.prompt_ids(prompts[:1])[0])
         with raised_by("rollout_func", prompts):
             made = written_by(self._rollout_func, prompts, setup.vocab_size)
+        if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
+            raise ValueError(
+                "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
+                "off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return those of "
+                "the sampler, or set vllm_importance_sampling_correction=False and leave off_policy_mask_threshold out."
+            )
         if setup.encoder is None:
             return made
         return replace(made, images=rows.placed_images(prompts, made.prompt_ids, setup.encoder))
@@ -238,6 +248,10 @@ class PolicyWriter:
         ids, images = self._encoded(prompts)
         for prompt, own in zip(prompts, ids, strict=True):
             token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
+        if self._server is not None:
+            progress = GenerationProgress(self._line, len(ids))
+            made = self._server.complete(ids[::group], group, progress)
+            return Written(ids, made.completions, all_written(made.completions), sampling_logps=made.logps)
         keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
         alike = all(own == keys[place - place % group] for place, own in enumerate(keys))  # not of every environment
         completions = self.complete(ids, group if alike else 1, images)
@@ -367,6 +381,7 @@ class RolloutParts:
     shuffle: whether prompts come in another order each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
     rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
+    server: the vLLM servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
     """
 
     sampling: Sampling
@@ -376,3 +391,4 @@ class RolloutParts:
     bonus: EntropyBonus | None
     table: CompletionsLog | None
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
+    server: ServerParts | None = None

@@ -78,8 +78,10 @@ def joined(parts: Sequence[Written]) -> Written:
         name: list(chain.from_iterable(part.columns[name] for part in parts)) if isinstance(value, list) else value
         for name, value in parts[0].columns.items()
     }
+    logps = [part.sampling_logps for part in parts]
+    sampling = None if any(own is None for own in logps) else list(chain.from_iterable(logps))
     images = None if parts[0].images is None else list(chain.from_iterable(part.images for part in parts))
-    return Written(ids, written, by_model, columns, images=images)
+    return Written(ids, written, by_model, columns, sampling_logps=sampling, images=images)
 
 
 @dataclass

@@ -1,0 +1,316 @@
+"""Online training with vLLM servers, against a stub of their protocol."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Timer
+
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.rollout.stub_server import StubServer
+from trl_jax.rollout.server import ServerError, is_local, sampling_parameters, server_urls
+from trl_jax.training.server import WeightFolders
+
+CONFIG = {
+    "max_steps": 2, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,
+    "per_device_train_batch_size": 8, "shuffle_dataset": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(checkpoint):
+    return checkpoint(**SMALL)
+
+
+@pytest.fixture
+def serve(folder):
+    """Starts stub servers of the model; they are stopped after the test."""
+    made = []
+
+    def start(**options):
+        made.append(StubServer(folder, **options))
+        return made[-1]
+
+    yield start
+    for stub in made:
+        stub.stop()
+
+
+@pytest.fixture
+def make(folder, tmp_path):
+    def made(stubs, rewards=length_reward, kind="GRPO", arguments=None, **config):
+        if stubs:
+            urls = ",".join(stub.url for stub in stubs)
+            config = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": urls,
+                      "vllm_weights_dir": str(tmp_path / "weights")} | config  # fmt: skip
+        options = BASE | CONFIG | config
+        if kind == "Distillation":
+            del options["num_generations"]
+        args = getattr(trl_jax, f"{kind}Config")(str(tmp_path / "out"), **options)
+        rows = Dataset.from_list(prompt_rows(8))
+        given = {} if rewards is None else {"reward_funcs": rewards}
+        return getattr(trl_jax, f"{kind}Trainer")(
+            str(folder), args=args, train_dataset=rows, **given, **(arguments or {})
+        )
+
+    return made
+
+
+def recorder(seen):
+    def reward(completions, completion_ids, **columns):
+        seen.append([list(map(int, ids)) for ids in completion_ids])
+        return length_reward(completions)
+
+    return reward
+
+
+def test_replayed_completions_train_as_those_of_this_process(serve, make, tmp_path):
+    """The same losses and gradients in GRPO and RLOO; the servers get the weights of every step, and two versions
+    stay on the disk."""
+    for kind, more in (("GRPO", {"num_iterations": 2, "max_steps": 6}), ("RLOO", {"beta": 0.0, "max_steps": 3})):
+        seen = []
+        own = make([], recorder(seen), kind, **more)
+        own.train()
+        stubs = [serve(), serve()]
+        queue = [ids for generation in seen for ids in generation]
+
+        def replay(prompt, n, queue=queue, texts=own.train_dataset["prompt"], words=own.processing_class):
+            place = [words(text)["input_ids"] for text in texts].index(prompt)
+            return queue[4 * place : 4 * place + n]
+
+        for stub in stubs:
+            stub.replay = replay
+        server = make(stubs, recorder(again := []), kind, vllm_weights_dir=str(tmp_path / kind), **more)
+        server.train()
+        assert again == seen
+        for mine, other in zip(server.state.log_history[:-1], own.state.log_history[:-1], strict=True):
+            names = [name for name in mine if not name.startswith("sampling/")]
+            assert names == list(other) and "loss" in names
+            for name in names[: names.index("step_time")]:
+                exact = 5e-6 if kind == "RLOO" else 1e-6  # it sums the log-probabilities of a completion: -35 +- 4e-6
+                assert mine[name] == pytest.approx(other[name], abs=exact, rel=1e-5), (kind, name)
+            assert (kind == "GRPO" and "reward" in mine) == ("sampling/sampling_logp_difference/max" in mine)
+            if "sampling/sampling_logp_difference/max" in mine:
+                assert mine["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-5)
+                assert mine["sampling/sampling_logp_difference/max"] < 1e-5
+        for stub in stubs:
+            assert stub.loads == len(seen) == 3 and not stub.paused
+            names = [path for path, _ in stub.seen if path not in ("/v1/completions", "/weight_info")]
+            cycle = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+            assert names == ["/v1/models", "/server_info", *3 * cycle]
+        (run,) = (tmp_path / kind).iterdir()
+        assert sorted(path.name for path in run.iterdir()) == ["000002", "000003"]
+        asked = [body for path, body in stubs[0].seen if "stop_token_ids" in (body or {})]
+        assert len(asked) == 3 and {body["n"] for body in asked} == {4}
+        assert len({body["seed"] for body in asked}) == 3
+
+
+def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
+    """Also where a server is started again, or gets the weights of another run, during a generation."""
+    runs = {}
+    for name in ("one", "two", "restarted"):
+        stubs, seen = [serve() for _ in range(1 + (name == "two"))], []
+        if name == "restarted":
+
+            def lose(path, stub=stubs[0]):
+                if path == "/v1/completions" and stub.loads == 2 and stub.version.endswith("/2"):
+                    stub.version = "default"
+
+            stubs[0].before = lose
+        trainer = make(stubs, recorder(seen), top_k=50, top_p=0.9)
+        trainer.train()
+        runs[name] = seen
+        assert stubs[0].loads == 2 + (name == "restarted")
+        assert trainer.state.log_history[0]["sampling/sampling_logp_difference/mean"] < 1e-4
+    assert runs["one"] == runs["two"] == runs["restarted"]
+    assert runs["one"][0] != runs["one"][1] and len({tuple(ids) for ids in runs["one"][0]}) > 4
+
+
+def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
+    """In the middle of a generation, whose log-probabilities are in the checkpoint; the servers get its weights."""
+    config = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = make([serve()], recorder(seen := []), **config)
+    whole.train()
+    stub = serve()
+    resumed = make([stub], recorder(again := []), **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert again == seen[1:] and stub.loads == 1
+    logs = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (whole, resumed)]
+    assert logs[0] == logs[1] and len(logs[0]) == 4
+
+
+def test_adapters_are_merged_and_distillation_completes(serve, make, folder):
+    stub, other = serve(), serve()
+    lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    trainer = make([stub], arguments=lora, max_steps=3)
+    trainer.train()
+    assert stub.loads == 3
+    for name, array in trainer.model.merge_and_unload().params.items():
+        assert array.shape == stub.model.params[name].shape
+    assert trainer.state.log_history[2]["sampling/sampling_logp_difference/max"] < 1e-5
+    student = make([other], None, "Distillation", {"teacher_model": str(folder)})
+    student.train()
+    assert other.loads == 2 and student.state.log_history[0]["completions/mean_length"] > 0
+
+
+SCRIPT = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+args = GRPOConfig({out!r}, use_vllm=True, vllm_mode="server", vllm_server_port={port}, max_steps=2, num_generations=4,
+                  per_device_train_batch_size=8, max_completion_length=6, use_cpu=True, bf16=False, report_to="none",
+                  generation_kwargs={{"min_tokens": 2}}, log_completions=True, logging_steps=1)
+rows = Dataset.from_list([{{"prompt": f"What is {{n}} and {{n}}?"}} for n in range(8)])
+
+def reward(completions, **columns):
+    return list(map(len, completions))
+
+GRPOTrainer({model!r}, reward, args=args, train_dataset=rows).train()
+"""
+
+
+def test_a_script_of_trl_runs_unmodified(serve, folder, tmp_path):
+    stub, script = serve(), tmp_path / "script.py"
+    script.write_text(SCRIPT.format(out=str(tmp_path / "out"), port=stub.port, model=str(folder)))
+    command = [sys.executable, "-m", "trl_jax", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert "sampling/importance_sampling_ratio/mean" in said
+    assert stub.loads == 2 and [body["min_tokens"] for _, body in stub.seen if body and "seed" in body] == [2] * 4
+    assert "own generator" not in said
+    (loaded, *_) = {body["kwargs"]["weights_path"] for path, body in stub.seen if path == "/collective_rpc"}
+    assert f"trl_jax-weights-{process.pid}-" in loaded and not Path(loaded).parent.exists()
+
+
+# Servers that cannot be used
+
+
+REFUSED = {
+    "no development mode": ({"missing": {"/server_info"}}, r"has no /server_info, .*VLLM_SERVER_DEV_MODE=1"),
+    "an older vLLM": ({"missing": {"/weight_info"}}, r"has no /weight_info, which vLLM 0\.32 and later"),
+    "raw log-probabilities": ({"logprobs_mode": "raw_logprobs"}, "runs with --logprobs-mode raw_logprobs, whose"),
+    "too short": ({"max_model_len": 6}, r"has --max-model-len 6, but .* 7 tokens.*--max-model-len 7"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_servers_that_do_not_fit_are_refused_with_the_command(name, serve, make, folder):
+    options, text = dict(REFUSED[name][0]), REFUSED[name][1]
+    missing = options.pop("missing", set())
+    stub = serve(**options)
+    stub.missing = missing
+    command = rf"Start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --port {stub.port} --logprobs-mode processed"
+    with pytest.raises(ServerError, match=f"(?s){text}") as error:
+        make([stub])
+    assert re.search(command, str(error.value))
+    if name == "raw log-probabilities":  # which RLOO does not use
+        make([stub], kind="RLOO")
+
+
+def test_another_model_is_refused(serve, make, folder):
+    stub = serve()
+    stub.model = stub.model.with_params(stub.model.params)
+    stub.model.backend = stub.model.backend.resized(50)
+    with pytest.raises(ServerError, match="does not take the token id .*out of vocabulary"):
+        make([stub])
+    stub = serve()
+    trainer = make([stub])
+    stub._load = lambda folder: None
+    stub.model.params = {name: 1.5 * array for name, array in stub.model.params.items()}
+    with pytest.raises(ServerError, match="loaded the weights, but its log-probabilities .* nats per token from"):
+        trainer.train()
+
+
+def test_a_server_that_is_down_or_dies_ends_the_run_within_the_timeout(serve, make):
+    stub = serve()
+    trainer = make([stub], vllm_server_timeout=1.5)
+
+    def die(path):
+        if path == "/v1/completions" and stub.loads == 2:
+            stub.stop()
+            raise ConnectionAbortedError
+
+    def hang(path):
+        if path == "/v1/completions" and stub.loads == 2:
+            stub.answer = lambda *given, **more: time.sleep(60)
+            time.sleep(60)
+
+    for stop in (die, hang):
+        stub.before, began = stop, time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer for 1\.5 s .*Start it with: VLLM_SERVER_DEV_MODE=1"):
+            trainer.train()
+        assert time.monotonic() - began < 30 and trainer.state.global_step == 1
+        stub = serve()
+        trainer = make([stub], vllm_server_timeout=1.5)
+    stub.stop()
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"did not answer for 0\.5 s .*Start it with: VLLM_SERVER_DEV_MODE=1"):
+        make([stub], vllm_server_timeout=0.5)
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_that_starts_late_is_waited_for(serve, make, caplog, monkeypatch):
+    monkeypatch.setattr("trl_jax.rollout.server._SPEAKS_AFTER", 0.1)
+    stub, port = serve(), None
+    port = stub.port
+    stub.stop()
+    Timer(1.5, lambda: serve(port=port)).start()
+    make([stub], vllm_server_timeout=60)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Waiting up to")]
+    assert f"http://127.0.0.1:{port} (ConnectError" in line
+
+
+def test_arguments_that_servers_do_not_take(serve, make):
+    for config, error, text in (
+        ({"generation_kwargs": {"seed": 3}}, ValueError, r"generation_kwargs has the keys \['seed'\]"),
+        ({"vllm_server_base_url": "10.0.0.2:8000"}, ValueError, "must be URLs such as .* got '10.0.0.2:8000'"),
+        ({"vllm_server_base_url": "http://10.0.0.2:8000", "vllm_weights_dir": None}, ValueError,
+         "http://10.0.0.2:8000 is on another machine: set vllm_weights_dir"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            make([serve()], **config)
+    prompts = {"peft_config": trl_jax.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}
+    with pytest.raises(ValueError, match="vllm_mode='server' together with an adapter of virtual tokens"):
+        make([serve()], arguments=prompts)
+
+
+# Their parts
+
+
+def test_parameters_of_requests():
+    given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1}
+    found = sampling_parameters(**given, ends=[2, 3], regex="a+", others={"min_tokens": 2, "top_p": 0.5})
+    assert found == {
+        "max_tokens": 5, "temperature": 0.7, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1,
+        "stop_token_ids": [2, 3], "min_tokens": 2, "structured_outputs": {"regex": "a+"},
+    }  # fmt: skip
+    assert server_urls(None, "::1", 8000) == ["http://[::1]:8000"]
+    assert server_urls("http://a:1/, https://b", "", 0) == ["http://a:1", "https://b"]
+    here = ["http://localhost:1", "http://0.0.0.0:1", "http://127.0.0.2", "http://[::1]:1"]
+    assert all(map(is_local, here)) and not any(map(is_local, ["http://10.0.0.2", "http://node7:8000"]))
+
+
+def test_weights_are_whole_or_absent(tmp_path):
+    def save(folder):
+        (folder / "half").write_text("")
+        if broken:
+            raise OSError(28, "No space left on device")
+
+    broken, folders = False, WeightFolders(tmp_path, save)
+    versions = [folders.write() for _ in range(3)]
+    assert [folder.exists() for folder, _ in versions] == [False, True, True]
+    assert len({version for _, version in versions} | {WeightFolders(tmp_path, save).write()[1]}) == 4
+    broken = True
+    with pytest.raises(OSError, match="No space left on device.*Set vllm_weights_dir to a folder with space"):
+        folders.write()
+    assert not folders.folder.exists()

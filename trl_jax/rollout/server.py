@@ -1,0 +1,456 @@
+"""Completions by vLLM servers over HTTP: `use_vllm=True, vllm_mode="server"`.
+
+Prompts go to `/v1/completions` as token ids; token ids and their log-probabilities come back. Each prompt is one
+request for all of its completions and has its own seed, so that completions do not depend on how prompts are divided
+over several servers. Weights are loaded from a folder by the endpoints of vLLM's development mode (`VllmServers.load`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import ipaddress
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+
+from trl_jax.core.text import brief
+from trl_jax.data.checks import token_ids
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 256  # requests in flight per server; vLLM queues what it cannot run
+_SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds of waiting
+_ANSWERS_WITHIN = 10.0  # seconds that a server may take to say that it is healthy
+_BUSY = (502, 503, 504)
+_RETRY_AFTER = 0.5  # seconds
+
+Progress = Callable[[int, int], None]
+
+
+class ServerError(RuntimeError):
+    """A server cannot be used, or no longer answers."""
+
+
+class ServerSilent(ServerError):
+    """A server did not answer for the whole timeout."""
+
+
+class StaleWeights(Exception):
+    """A server completed with other weights than those of `load`, because it was started again or loaded others."""
+
+
+class Sampled(NamedTuple):
+    """Completions of prompts, with all completions of a prompt in a row.
+
+    completions: token ids, int32 `[tokens]` each. logps: float32 `[tokens]` each, NaN where the server has none.
+    """
+
+    completions: list[np.ndarray]
+    logps: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a run needs of a server.
+
+    model: the name or folder that the server is started with. vocab_size: token ids are below it.
+    max_tokens: of a prompt with its completion, as far as it is known beforehand.
+    processed_logps: whether log-probabilities must be those after temperature and filters.
+    """
+
+    model: str
+    vocab_size: int
+    max_tokens: int
+    processed_logps: bool
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's URL is on this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
+    """The servers' URLs: those of `base_url`, separated by commas, or else the one of `host` and `port`.
+
+    Raises:
+        ValueError: something in `base_url` is not an HTTP URL.
+    """
+    if base_url is None:
+        return [f"http://{f'[{host}]' if ':' in host else host}:{port}"]
+    urls = [url.strip().rstrip("/") for url in base_url.split(",") if url.strip()]
+    wrong = [url for url in urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
+    if wrong or not urls:
+        raise ValueError(
+            f"vllm_server_base_url must be URLs such as 'http://10.0.0.2:8000', separated by commas, got "
+            f"{(wrong or [base_url])[0]!r}."
+        )
+    return urls
+
+
+class VllmServers:
+    """A client of one or several vLLM servers with the same model.
+
+    Args:
+        urls: prompts are divided over them in turn.
+        requirements: what `check` expects, and what the command in errors starts.
+        timeout: seconds after which a server that does not answer ends the run.
+    """
+
+    def __init__(self, urls: Sequence[str], requirements: Requirements, timeout: float):
+        self.urls, self._timeout, self._needs = list(urls), timeout, requirements
+        self._models = [requirements.model] * len(self.urls)  # the names under which they are served
+        self.version: str | None = None  # of the weights that were loaded last
+        self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
+
+    # At the start
+
+    def check(self) -> None:
+        """Wait until every server answers, and check that it can be used.
+
+        Raises:
+            ServerError: a server does not answer within the timeout, or it serves something else than the run needs,
+                with the command that starts it right.
+        """
+        self._each("GET", "/health")
+        replies = self._each("GET", "/v1/models")
+        for place, (url, reply) in enumerate(zip(self.urls, replies, strict=True)):
+            cards = [card for card in reply["data"] if card.get("parent") is None]
+            self._models[place] = cards[0]["id"]
+            longest, needed = cards[0].get("max_model_len"), self._needs.max_tokens
+            if longest is not None and longest < needed:
+                raise ServerError(
+                    f"The vLLM server at {url} has --max-model-len {longest}, but a prompt with its completion may "
+                    f"have {needed} tokens. Start it with: {self.command(url)} --max-model-len {needed}"
+                )
+        for path in ("/server_info?config_format=json", "/weight_info"):
+            for url, reply in zip(self.urls, self._each("GET", path, missing_ok=True), strict=True):
+                if reply is None:
+                    raise self._unusable(
+                        url,
+                        f"has no {path.partition('?')[0]}, which vLLM 0.32 and later have in development mode "
+                        "(VLLM_SERVER_DEV_MODE=1)",
+                    )
+                if path.startswith("/server_info"):
+                    self._check_logprobs_mode(url, reply)
+        probe = {"prompt": [self._needs.vocab_size - 1], "max_tokens": 1}
+        for url, model, own in zip(self.urls, self._models, self._probes(probe), strict=True):
+            if isinstance(own, str):
+                raise self._unusable(
+                    url, f"serves {model!r}, which does not take the token id {self._needs.vocab_size - 1} ({own})"
+                )
+
+    def _check_logprobs_mode(self, url: str, info: Mapping[str, Any]) -> None:
+        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        if self._needs.processed_logps and mode != "processed_logprobs":
+            raise self._unusable(
+                url,
+                f"runs with --logprobs-mode {mode}, whose log-probabilities ignore temperature and filters and bias "
+                "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
+            )
+
+    def _probes(self, body: dict[str, Any]) -> list[dict[str, Any] | str]:
+        """The servers' replies to the same request, or the text of a refusal."""
+
+        async def one(client: httpx2.AsyncClient, url: str, model: str) -> dict[str, Any] | str:
+            reply = await self._answer(client, url, "POST", "/v1/completions", body | {"model": model})
+            return reply.json() if reply.status_code == 200 else _message(reply)
+
+        async def ask(client: httpx2.AsyncClient) -> list[dict[str, Any] | str]:
+            servers = zip(self.urls, self._models, strict=True)
+            return await self._watched(client, [asyncio.create_task(one(client, *server)) for server in servers])
+
+        return self._within_loop(ask)
+
+    def _unusable(self, url: str, why: str) -> ServerError:
+        return ServerError(f"The vLLM server at {url} {why}. Start it with: {self.command(url)}")
+
+    def command(self, url: str) -> str:
+        """The command that starts a server for this run."""
+        return (
+            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._needs.model} --port {urlsplit(url).port or 80} "
+            "--logprobs-mode processed_logprobs"
+        )
+
+    # Completions
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any],
+        *,
+        group: int,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+    ) -> Sampled:
+        """Complete each prompt `group` times.
+
+        Args:
+            sampling: parameters of `/v1/completions`.
+            seeds: one per prompt.
+            progress: called with the number of completions so far, and of their tokens.
+
+        Raises:
+            ServerError: a server refuses a request, or does not answer within the timeout.
+            StaleWeights: a server lost the weights that were loaded.
+        """
+        jobs = [
+            {"prompt": list(map(int, ids)), "n": group, "seed": int(seed), "logprobs": 0, "return_token_ids": True}
+            for ids, seed in zip(prompts, seeds, strict=True)
+        ]
+
+        async def ask(client: httpx2.AsyncClient) -> list[Sampled]:
+            gates, done = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0]
+
+            async def one(number: int) -> Sampled:
+                place = number % len(self.urls)
+                url, body = self.urls[place], dict(sampling) | jobs[number] | {"model": self._models[place]}
+                async with gates[place]:
+                    reply = self._accepted(url, await self._answer(client, url, "POST", "/v1/completions", body))
+                found = self._read(url, reply, group)
+                done[0], done[1] = done[0] + group, done[1] + sum(map(len, found.completions))
+                if progress is not None:
+                    progress(*done)
+                return found
+
+            tasks = [asyncio.create_task(one(number)) for number in range(len(jobs))]
+            return await self._watched(client, tasks)
+
+        found = self._within_loop(ask)
+        self._check_version()
+        return Sampled(
+            [own for part in found for own in part.completions], [own for part in found for own in part.logps]
+        )
+
+    def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
+        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        if len(choices) != group or any(choice.get("token_ids") is None for choice in choices):
+            raise self._unusable(
+                url, f"returned {brief(reply['choices'])} for {group} completions with their token ids"
+            )
+        completions, logps = [], []
+        for choice in choices:
+            completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
+            found = choice["logprobs"]["token_logprobs"]
+            logps.append(np.asarray([np.nan if value is None else value for value in found], np.float32))
+            if len(logps[-1]) != len(completions[-1]):
+                raise self._unusable(
+                    url, f"returned {len(logps[-1])} log-probabilities for {len(completions[-1])} tokens"
+                )
+        return Sampled(completions, logps)
+
+    def score(self, ids: Sequence[int]) -> list[np.ndarray]:
+        """The log-probability of each token of a text but the first, at temperature 1, by every server: float32
+        `[tokens - 1]` each."""
+        body = {"prompt": list(map(int, ids)), "max_tokens": 1, "prompt_logprobs": 0}
+        scores = []
+        for url, reply in zip(self.urls, self._probes(body), strict=True):
+            if isinstance(reply, str):
+                raise self._unusable(url, f"refused to score a text ({reply})")
+            given = reply["choices"][0]["prompt_logprobs"][1:]
+            own = [at[str(int(token))]["logprob"] for at, token in zip(given, ids[1:], strict=True)]
+            scores.append(np.asarray(own, np.float32))
+        return scores
+
+    # Weights
+
+    def load(self, folder: str, version: str) -> None:
+        """Load a checkpoint's weights into every server while it completes nothing, and name them `version`.
+
+        Args:
+            folder: as the servers see it.
+
+        Raises:
+            ServerError: a server cannot load them.
+        """
+        self._each("POST", "/pause?mode=wait")
+        try:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            self._each("POST", "/collective_rpc", body, doing=f"load the weights in {folder}")
+            self._each("POST", "/reset_prefix_cache")
+            self._each("POST", "/update_weight_version", {"new_version": version})
+        except ServerSilent:
+            raise
+        except ServerError:
+            self._each("POST", "/resume")
+            raise
+        self._each("POST", "/resume")
+        self.version = version
+        for url, found in zip(self.urls, self._versions(), strict=True):
+            if found != version:
+                raise self._unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
+
+    def _versions(self) -> list[str]:
+        return [reply["weight_version"] for reply in self._each("GET", "/weight_info")]
+
+    def _check_version(self) -> None:
+        if self.version is None:
+            return
+        for url, found in zip(self.urls, self._versions(), strict=True):
+            if found != self.version:
+                raise StaleWeights(f"{url} has the weights {found!r}, not {self.version!r}")
+
+    # Requests
+
+    def _each(
+        self, method: str, path: str, body: Any = None, *, missing_ok: bool = False, doing: str = ""
+    ) -> list[Any]:
+        """The replies of all servers, read as JSON (None if empty, or missing and `missing_ok`)."""
+
+        async def one(client: httpx2.AsyncClient, url: str) -> Any:
+            reply = await self._answer(client, url, method, path, body)
+            if missing_ok and reply.status_code == 404:
+                return None
+            return self._accepted(url, reply, doing)
+
+        async def ask(client: httpx2.AsyncClient) -> list[Any]:
+            return await self._watched(client, [asyncio.create_task(one(client, url)) for url in self.urls])
+
+        return self._within_loop(ask)
+
+    def _accepted(self, url: str, reply: httpx2.Response, doing: str = "") -> Any:
+        """A reply's JSON, None if it is empty."""
+        if reply.status_code != 200:
+            path = reply.request.url.path
+            what = f"could not {doing}" if doing else f"refused {path}"
+            raise ServerError(f"The vLLM server at {url} {what} ({reply.status_code}): {_message(reply)}")
+        return reply.json() if reply.content else None
+
+    async def _answer(
+        self, client: httpx2.AsyncClient, url: str, method: str, path: str, body: Any = None
+    ) -> httpx2.Response:
+        """The reply to a request, which is sent again until the timeout while the server cannot be reached."""
+        failed = None
+        while True:
+            try:
+                reply = await client.request(method, url + path, json=body)
+                if reply.status_code not in _BUSY:
+                    return reply
+                problem = f"HTTP {reply.status_code}"
+            except httpx2.TransportError as error:
+                problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            now = time.monotonic()
+            failed = now if failed is None else failed
+            if now - failed > self._timeout:
+                raise self._silent(url, problem)
+            if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
+                left, self._spoke[url] = self._timeout - (now - failed), now
+                logger.warning("Waiting up to %.0f s more for the vLLM server at %s (%s).", left, url, problem)
+            await asyncio.sleep(min(_RETRY_AFTER, self._timeout / 4))
+
+    def _silent(self, url: str, problem: str) -> ServerSilent:
+        return ServerSilent(
+            f"The vLLM server at {url} did not answer for {self._timeout:g} s (vllm_server_timeout; {problem}). "
+            f"Start it with: {self.command(url)}"
+        )
+
+    async def _watched(self, client: httpx2.AsyncClient, tasks: Sequence[asyncio.Task]) -> list[Any]:
+        """The results of all tasks. While they run, servers are asked whether they are alive, because a server that
+        hangs keeps its connections open."""
+        watch = asyncio.create_task(self._watch(client))
+        try:
+            waiting = set(tasks)
+            while waiting:
+                done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises what it raised
+                waiting -= done
+            return [task.result() for task in tasks]
+        finally:
+            for task in (*tasks, watch):
+                task.cancel()
+            await asyncio.gather(*tasks, watch, return_exceptions=True)
+
+    async def _watch(self, client: httpx2.AsyncClient) -> None:
+        """Raise ServerError once a server has not answered for the timeout."""
+        seen = dict.fromkeys(self.urls, time.monotonic())
+        every = min(_ANSWERS_WITHIN, max(self._timeout / 4, 0.05))
+        while True:
+            await asyncio.sleep(every)
+            for url in self.urls:
+                try:
+                    await client.get(url + "/health", timeout=every)
+                    seen[url] = time.monotonic()
+                except httpx2.TransportError as error:
+                    if time.monotonic() - seen[url] > self._timeout:
+                        raise self._silent(url, type(error).__name__) from error
+
+    def _within_loop(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine in a thread with an event loop of its own: this thread may have one already (Jupyter)."""
+
+        async def main() -> Any:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=_AT_ONCE)
+            timeout = httpx2.Timeout(None, connect=_ANSWERS_WITHIN)
+            async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
+                return await ask(client)
+
+        future: concurrent.futures.Future = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                future.set_result(asyncio.run(main()))
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=work, name="trl_jax-server", daemon=True).start()
+        return future.result()
+
+
+def _message(reply: httpx2.Response) -> str:
+    """What a server says about a refused request, in short."""
+    try:
+        body = reply.json()
+    except ValueError:
+        return brief(reply.text)
+    found = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
+    return brief(found["message"] if isinstance(found, dict) and "message" in found else found)
+
+
+# Parameters of a request
+
+
+def sampling_parameters(
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    ends: Sequence[int],
+    regex: str | None,
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The parameters of `/v1/completions` for a run's arguments.
+
+    All that a model's generation_config.json may change on the server are given.
+
+    Args:
+        ends: the token ids that end a completion.
+        regex: what completions must match; it takes precedence over `structured_outputs` in `others`.
+        others: vLLM's own parameters (`generation_kwargs`), which take precedence over the other arguments.
+    """
+    parameters = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": 1.0 if top_p is None else top_p,
+        "top_k": 0 if top_k is None else max(top_k, 0),
+        "min_p": 0.0 if min_p is None else min_p,
+        "repetition_penalty": 1.0 if repetition_penalty is None else repetition_penalty,
+        "stop_token_ids": list(ends),
+    }
+    parameters |= others
+    return parameters if regex is None else parameters | {"structured_outputs": {"regex": regex}}

@@ -1,0 +1,175 @@
+"""Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.rollout.server import Progress, Sampled, ServerError, StaleWeights, VllmServers
+from trl_jax.training.state import Setup
+
+_KEPT = 2  # the version in use and the one before, which a server may still be reading
+_MEMORY = Path("/dev/shm")
+_NAME = "trl_jax-weights-"
+_SCORED = 32  # tokens of the text by which loaded weights are proved
+_CLOSE = 0.1  # nats per token, which 16-bit computation stays far below
+_ATTEMPTS = 3  # of a generation during which servers are started again
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """The servers of a run, as its trainer decides.
+
+    sampling: parameters of requests. root: the folder for weights.
+    """
+
+    servers: VllmServers
+    sampling: Mapping[str, Any]
+    root: Path
+
+
+class ServerPolicy:
+    """The policy on vLLM servers.
+
+    Args:
+        stream: gives each prompt of a generation its seed.
+    """
+
+    def __init__(self, setup: Setup, parts: ServerParts, stream: TorchGenerator):
+        self._setup, self._servers, self._sampling = setup, parts.servers, parts.sampling
+        self._stream = stream
+        self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have
+        self._folders = WeightFolders(parts.root, self._save)
+        weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
+
+    def refresh(self, text: Sequence[int]) -> None:
+        """Load the current weights into the servers, unless they have them.
+
+        Args:
+            text: token ids of a text that the servers and the policy score, to prove that they have the same weights.
+
+        Raises:
+            ServerError: a server does not load them, or its scores differ from the policy's.
+        """
+        arrays = list(self._setup.model.params.values())
+        if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
+            return
+        folder, version = self._folders.write()
+        self._servers.load(str(folder.resolve()), version)
+        self._prove(text)
+        self._loaded = list(map(weakref.ref, arrays))
+
+    def complete(self, prompt_ids: Sequence[Sequence[int]], group: int, progress: Progress) -> Sampled:
+        """Complete each prompt `group` times with the current weights.
+
+        Raises:
+            ServerError: a server refuses, does not answer, or loses its weights again and again.
+        """
+        seeds = self._stream.words(len(prompt_ids)).tolist()
+        options = {"group": group, "seeds": seeds, "progress": progress}
+        for _ in range(_ATTEMPTS):
+            self.refresh(prompt_ids[0])
+            try:
+                return self._servers.complete(prompt_ids, self._sampling, **options)
+            except StaleWeights as error:
+                self._loaded, lost = [], error
+        raise ServerError(
+            f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server is started again and "
+            "again. Give each run a server of its own."
+        ) from lost
+
+    def _save(self, folder: Path) -> None:
+        self._setup.model.merge_and_unload().save_pretrained(folder)
+
+    def _prove(self, text: Sequence[int]) -> None:
+        setup = self._setup
+        length = min(_SCORED, setup.model.max_positions or _SCORED)
+        ids = np.resize(np.asarray(text, np.int32), length)
+        with setup.on_device():
+            logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
+            own = np.asarray(logps)[np.arange(length - 1), ids[1:]]
+        for url, found in zip(self._servers.urls, self._servers.score(ids), strict=True):
+            apart = float(np.mean(np.abs(found - own)))
+            if not apart <= _CLOSE:
+                raise ServerError(
+                    f"The vLLM server at {url} loaded the weights, but its log-probabilities of a text are "
+                    f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
+                    f"that is trained, unquantized: {self._servers.command(url)}"
+                )
+
+
+# Folders in which weights are handed to servers
+
+
+class WeightFolders:
+    """Versions of the weights of one run, in a folder of its own; each is there whole or not at all.
+
+    Args:
+        root: where the run's folder is made.
+        save: writes a checkpoint into a new folder.
+
+    Attributes:
+        folder: the run's own, which `close` removes.
+    """
+
+    def __init__(self, root: Path, save: Callable[[Path], None]):
+        self._save, self._numbers = save, itertools.count(1)
+        self._run = f"{_NAME}{os.getpid()}-{secrets.token_hex(4)}"
+        self.folder = root / self._run
+        if root == _MEMORY:
+            _remove_orphans(root)
+        self._kept: list[Path] = []
+
+    def write(self) -> tuple[Path, str]:
+        """Save the next version; returns its folder and its name, which no other run has.
+
+        Raises:
+            OSError: the folder cannot be written, with the argument that names another one.
+        """
+        number = next(self._numbers)
+        place, unfinished = self.folder / f"{number:06d}", self.folder / f"{number:06d}.unfinished"
+        try:
+            unfinished.mkdir(parents=True)
+            self._save(unfinished)
+            os.replace(unfinished, place)
+        except OSError as error:
+            self.close()
+            raise OSError(
+                error.errno,
+                f"The weights for the vLLM server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
+                "folder with space for two copies of the model",
+                str(place),
+            ) from error
+        self._kept.append(place)
+        while len(self._kept) > _KEPT:
+            shutil.rmtree(self._kept.pop(0))
+        return place, f"{self._run}/{number}"
+
+    def close(self) -> None:
+        """Remove all versions."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._kept.clear()
+
+
+def _remove_orphans(root: Path) -> None:
+    """Remove what killed processes of this machine left in memory."""
+    for folder in root.glob(f"{_NAME}*"):
+        process = folder.name.removeprefix(_NAME).partition("-")[0]
+        if process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def default_root(output_dir: str) -> Path:
+    """Where weights for a server on this machine go: memory, or `output_dir` on a system without /dev/shm."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(output_dir)
