@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from PIL import Image
 
 import trl_jax
 from compat_tests import tiny
+from compat_tests.hub.vision import processors
+from compat_tests.hub.vision.models import CASES
 
 SIZE, PATCH = 28, 7
 TEMPLATE = (
@@ -139,6 +142,30 @@ def tiny_qwen(folder: Path) -> Path:
     size = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
     return folder
+
+
+def tiny_tiled(folder: Path, name: str, monkeypatch: Any) -> Any:
+    """Write a tiny model of a type in `processors.MADE_BY` with its tokenizer and image processor; returns
+    transformers' processor."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    template = TEMPLATE.replace("<image>", processors.placeholder(name))
+    processor = processors.built_processor(name, monkeypatch, chat_template=template)
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = template
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = processors.config_for(name, processor, vocab_size=len(tokenizer), **ids)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    for end, value in CASES[name].buffers.items():
+        for path, buffer in model.named_buffers():
+            if path.endswith(end):
+                buffer.fill_(value)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    return processor
 
 
 SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}

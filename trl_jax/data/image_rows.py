@@ -184,7 +184,7 @@ def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Exampl
         ids = np.concatenate([before.ids, after])[:max_length]
         labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)
         found.append(_made(ids, labels, before.images.before(len(after)).cut(max_length)))
-    if max_length is not None and (before.images.features[max_length:] >= 0).any():
+    if max_length is not None and (before.images.features[max_length:] != -1).any():
         raise ValueError(
             f"max_length={max_length} cuts an image: the prompt has {len(before.ids)} tokens. Raise max_length, or set "
             "it to None."

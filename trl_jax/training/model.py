@@ -115,7 +115,7 @@ def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint | PreTra
 
 
 def _check_rows(name: str, native: NativeConfig | None, config: Any) -> None:
-    known = sorted(model_type for model_type, family in vision_families().items() if family.rows)
+    known = vision_families()
     if native is None or config.model_type not in known:
         raise ValueError(
             f"{name}: rows with images are not supported yet for model_type {config.model_type!r}, only text. They are "

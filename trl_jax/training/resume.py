@@ -278,8 +278,8 @@ def _check_facts(saved: SavedProgress) -> None:
     for name, kind in _FACTS.items():
         if type(saved.facts.get(name)) is not kind:
             raise BrokenCheckpoint(
-                f"{saved.folder / FACTS}: {name} must be of type {kind.__name__}, got {brief(saved.facts.get(name))}. Resume "
-                "from another checkpoint."
+                f"{saved.folder / FACTS}: {name} must be of type {kind.__name__}, got {brief(saved.facts.get(name))}. "
+                "Resume from another checkpoint."
             )
 
 

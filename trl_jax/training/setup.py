@@ -92,17 +92,18 @@ def tokenizer_of(
 def image_encoder(
     checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, tokenizer: Any, processing_class: Any
 ) -> VisionProcessor:
-    """What makes examples of rows with images, with the image processor of the processor that was passed, or with the
-    checkpoint's."""
+    """What makes examples of rows with images, with the image processor of the processor that was passed and its
+    `images_kwargs`, or with the checkpoint's."""
     if _is_processor(processing_class):
         image_processor = processing_class.image_processor
+        options = getattr(processing_class, "images_kwargs", {})  # some processors have none
     else:
         folder = checkpoint.folder
         if torch_model is not None:  # its weights were read from a folder that is gone
             folder, _ = checkpoint_folder(torch_model.config._name_or_path)
-        image_processor = load_image_processor(folder)
+        image_processor, options = load_image_processor(folder), {}
     native = native_of(checkpoint) if isinstance(checkpoint, PreTrainedModel) else checkpoint.native
-    return VisionProcessor(native, checkpoint.config, tokenizer, image_processor)
+    return VisionProcessor(native, checkpoint.config, tokenizer, image_processor, **options)
 
 
 def check_image_arguments(own_loss: frozenset[str], adapter: AdapterConfig | None) -> None:

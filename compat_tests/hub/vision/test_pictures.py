@@ -8,50 +8,13 @@ import numpy as np
 import pytest
 
 from compat_tests.hub.vision.models import CASES, IMAGE
+from compat_tests.hub.vision.processors import PROCESSORS
 from compat_tests.hub.vision.test_families import built
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.models.model import merge
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
-
-SQUARE = {"size": {"height": 28, "width": 28}}
-CROPPED = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
-SPLIT = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
-# The case, the processor's class, its arguments, and the sizes of the pictures.
-PROCESSORS = {
-    "clip": ("llava", "CLIPImageProcessorPil", CROPPED, [(50, 31)]),
-    "gemma3": ("gemma3", "Gemma3ImageProcessorPil", {"size": {"height": 42, "width": 42}}, [(50, 31), (42, 42)]),
-    "gemma3 with crops": (
-        "gemma3", "Gemma3ImageProcessorPil",
-        {"size": {"height": 42, "width": 42}, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8,
-         "pan_and_scan_max_num_crops": 3, "pan_and_scan_min_ratio_to_activate": 1.2}, [(90, 31)],
-    ),
-    "gemma4": (
-        "gemma4", "Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
-        [(50, 31), (20, 60)],
-    ),
-    "idefics3": ("idefics3", "Idefics3ImageProcessorPil", SPLIT, [(50, 31), (28, 90)]),
-    "idefics3 without tiles": (
-        "idefics3", "Idefics3ImageProcessorPil", SPLIT | {"do_image_splitting": False}, [(50, 31), (28, 90)],
-    ),
-    "internvl": (
-        "internvl", "GotOcr2ImageProcessorPil", SQUARE | {"crop_to_patches": True, "max_patches": 4},
-        [(90, 31), (30, 30)],
-    ),
-    "llava_next": (
-        "llava_next", "LlavaNextImageProcessorPil",
-        CROPPED | {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}, [(90, 20), (31, 60)],
-    ),
-    "mistral3": (
-        "mistral3", "PixtralImageProcessorPil", {"patch_size": 8, "size": {"longest_edge": 40}}, [(50, 31), (20, 33)],
-    ),
-    "smolvlm": (
-        "smolvlm", "SmolVLMImageProcessorPil",
-        {"size": {"longest_edge": 92}, "max_image_size": {"longest_edge": 46}}, [(90, 31), (50, 50)],
-    ),
-    "siglip": ("llava with siglip", "SiglipImageProcessorPil", SQUARE, [(50, 31)]),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

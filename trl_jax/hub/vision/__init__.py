@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,46 @@ from trl_jax.data.images import ImagePatches
 from trl_jax.hub.config_reader import ConfigReader, config_object, is_unread
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch, VisionArch
+
+
+class Pictures(NamedTuple):
+    """The pictures of a text after the image processor.
+
+    processed: what the processor returned, as NumPy arrays by name.
+    images: the images made of it. A picture may give several.
+    tokenizer, config: of the checkpoint.
+    image_token: the token that each feature of an image takes the place of.
+    """
+
+    processed: Mapping[str, np.ndarray]
+    images: Sequence[ImagePatches]
+    tokenizer: Any
+    config: Any
+    image_token: str
+
+    def token(self, name: str) -> str:
+        """As `special_token`."""
+        return special_token(self.tokenizer, name)
+
+
+def special_token(tokenizer: Any, name: str) -> str:
+    """A special token of a vision-language model, which transformers' tokenizer has as an attribute.
+
+    Raises:
+        ValueError: the tokenizer has none of this name.
+    """
+    try:
+        return getattr(tokenizer, name)
+    except AttributeError:
+        raise ValueError(
+            f"the tokenizer has no {name}, which the text around an image is written with. Use the tokenizer of the "
+            "checkpoint."
+        ) from None
+
+
+def image_tokens(pictures: Pictures) -> list[str]:
+    """One image token for each token that an image gives features to, where each picture is one image."""
+    return [pictures.image_token * len(image.tokens) for image in pictures.images]
 
 
 @dataclass(frozen=True)
@@ -29,15 +69,18 @@ class VisionFamily:
         patches: what the processor returned for the images of a text, as NumPy arrays by name, and transformers' config
             object -> the images.
         pixels: the names of the arrays that the processor returns for images.
+        facts: the names of other values that the processor returns, which only `expansion` reads.
+        options: transformers' config object -> arguments of the image processor, which transformers' processor passes.
+        nested: whether the image processor takes a list of lists, here with one picture each.
         text: the text part as it is where there are images; None: unchanged.
         positions: token ids `[T]`, the id of image tokens and the images of a text -> positions `[T, A]`; None: tokens
             are counted.
         prefixes: (prefix of `names`, what some checkpoints have in its place); kept on save.
         modules: (prefix of `names`, how transformers' modules are called instead).
-        expansion: an image, the image token and transformers' config object -> the text that takes the place of the
-            image token in a text.
+        placeholder: the attribute of the tokenizer with the token that texts have in place of a picture; None: the
+            image token.
+        expansion: the pictures of a text -> for each, the text that takes the place of its placeholder.
         connector_last: whether the connector follows the text model in transformers' model.
-        rows: whether texts with placeholders can be expanded, so that trainers take rows with images.
         image_token: the attribute of the config that holds the id of image tokens.
     """
 
@@ -46,13 +89,16 @@ class VisionFamily:
     names: Callable[[VisionArch], Names]
     patches: Callable[[Mapping[str, np.ndarray], Any], list[ImagePatches]]
     pixels: tuple[str, ...] = ("pixel_values",)
+    facts: tuple[str, ...] = ()
+    options: Callable[[Any], dict[str, Any]] = lambda config: {}
+    nested: bool = False
     text: Callable[[Arch, Any], Arch] | None = None
     positions: Callable[[np.ndarray, int, Sequence[ImagePatches]], np.ndarray] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
-    expansion: Callable[[ImagePatches, str, Any], str] = lambda image, token, config: token * len(image.tokens)
+    placeholder: str | None = None
+    expansion: Callable[[Pictures], list[str]] = image_tokens
     connector_last: bool = False
-    rows: bool = True
     image_token: str = "image_token_id"
 
     def module(self, name: str) -> str:

@@ -12,8 +12,11 @@ import numpy as np
 from trl_jax.data.images import ImagePatches, spans_of
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.tensor_map import Names, Rows
-from trl_jax.hub.vision import VisionFamily, clip
+from trl_jax.hub.vision import Pictures, VisionFamily, clip
 from trl_jax.models.arch import Arch, Connector, VisionArch
+
+# In published files these are null. transformers' processor sets them whatever the file says.
+_OPTIONS = {"do_convert_rgb": True, "do_pan_and_scan": False}
 
 
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
@@ -78,9 +81,21 @@ def _text(arch: Arch, whole: Any) -> Arch:
     return replace(arch, image_attention=(True,) * arch.num_layers)
 
 
+def _expansion(pictures: Pictures) -> list[str]:
+    """Each picture between two markers, and then its crops (pan and scan)."""
+    side = _sides(pictures.config)[1]
+    inside = pictures.token("boi_token") + pictures.image_token * side**2 + pictures.token("eoi_token")
+    whole, found = f"\n\n{inside}\n\n", []
+    for crops in np.ravel(pictures.processed["num_crops"]).tolist():
+        more = f"Here is the original image {whole} and here are some crops to help you see better "
+        found.append(more + " ".join([whole] * crops) if crops else whole)
+    return found
+
+
 FAMILIES = (
     VisionFamily(
-        "gemma3", _arch, _names, _patches, text=_text, prefixes=clip.PREFIXES, modules=clip.MODULES, rows=False,
+        "gemma3", _arch, _names, _patches, facts=("num_crops",), options=lambda config: _OPTIONS, text=_text,
+        prefixes=clip.PREFIXES, modules=clip.MODULES, placeholder="boi_token", expansion=_expansion,
         image_token="image_token_index",
     ),
 )  # fmt: skip

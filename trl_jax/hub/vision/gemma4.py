@@ -12,7 +12,7 @@ import numpy as np
 from trl_jax.data.images import ImagePatches, spans_of
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.tensor_map import Names, Tables
-from trl_jax.hub.vision import VisionFamily
+from trl_jax.hub.vision import Pictures, VisionFamily, image_tokens
 from trl_jax.models.arch import Arch, Connector, VisionArch
 from trl_jax.nn.layers import ACTIVATIONS
 from trl_jax.nn.rope import Rope
@@ -120,6 +120,11 @@ def _text(arch: Arch, whole: Any) -> Arch:
     return replace(arch, image_attention=tuple(window is not None for window in arch.windows))
 
 
+def _expansion(pictures: Pictures) -> list[str]:
+    start, end = pictures.token("boi_token"), pictures.token("eoi_token")
+    return [f"{start}{tokens}{end}" for tokens in image_tokens(pictures)]
+
+
 FAMILIES = (
     VisionFamily(
         "gemma4",
@@ -128,7 +133,7 @@ FAMILIES = (
         _patches,
         pixels=("pixel_values", "image_position_ids"),
         text=_text,
+        expansion=_expansion,
         connector_last=True,
-        rows=False,
     ),
 )

@@ -12,9 +12,11 @@ import numpy as np
 from trl_jax.data.images import ImagePatches
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.tensor_map import Names
-from trl_jax.hub.vision import VisionFamily, clip
+from trl_jax.hub.vision import Pictures, VisionFamily, clip
 from trl_jax.hub.vision.gemma3 import squares
 from trl_jax.models.arch import Connector, VisionArch
+
+_FAKE_IMAGE, _GLOBAL_IMAGE = "<fake_token_around_image>", "<global-img>"
 
 
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
@@ -84,7 +86,36 @@ def _names(arch: VisionArch) -> Names:
     }
 
 
+def _idefics3(pictures: Pictures) -> list[str]:
+    return _expansion(pictures, _FAKE_IMAGE, _GLOBAL_IMAGE)
+
+
+def _smolvlm(pictures: Pictures) -> list[str]:
+    # Older tokenizers have these tokens without an attribute.
+    fake = getattr(pictures.tokenizer, "fake_image_token", _FAKE_IMAGE)
+    return _expansion(pictures, fake, getattr(pictures.tokenizer, "global_image_token", _GLOBAL_IMAGE))
+
+
+def _expansion(pictures: Pictures, fake: str, whole: str) -> list[str]:
+    """The tiles of each picture, named by row and column with a line for each row, and then the whole picture."""
+    config, found = pictures.config, []
+    side = pictures.processed["pixel_values"].shape[-1] // config.vision_config.patch_size // config.scale_factor
+    tokens = pictures.image_token * side**2
+    for rows, columns in zip(*(np.ravel(pictures.processed[name]).tolist() for name in ("rows", "cols")), strict=True):
+        lines = [
+            "".join(f"{fake}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        ]
+        if lines:
+            lines.append("\n")
+        found.append("".join(lines) + f"{fake}{whole}{tokens}{fake}")
+    return found
+
+
 FAMILIES = tuple(
-    VisionFamily(name, _arch, _names, _patches, pixels=("pixel_values", "pixel_attention_mask"), rows=False)
-    for name in ("idefics3", "smolvlm")
-)
+    VisionFamily(
+        name, _arch, _names, _patches, pixels=("pixel_values", "pixel_attention_mask"), facts=("rows", "cols"),
+        options=lambda config: {"return_row_col_info": True}, nested=True, expansion=expansion,
+    )
+    for name, expansion in (("idefics3", _idefics3), ("smolvlm", _smolvlm))
+)  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from trl_jax.data.images import ImagePatches, spans_of
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.tensor_map import Kernel, Names, OneRow
-from trl_jax.hub.vision import VisionFamily, clip
+from trl_jax.hub.vision import Pictures, VisionFamily, clip, image_tokens
 from trl_jax.hub.vision.gemma3 import squares
 from trl_jax.models.arch import Arch, Connector, VisionArch
 from trl_jax.nn.layers import ACTIVATIONS
@@ -138,9 +138,14 @@ def _names(arch: VisionArch) -> Names:
     }
 
 
+def _expansion(pictures: Pictures) -> list[str]:
+    start, end = pictures.token("start_image_token"), pictures.token("end_image_token")
+    return [f"{start}{tokens}{end}" for tokens in image_tokens(pictures)]
+
+
 FAMILIES = (
     VisionFamily(
         "internvl", _arch, _names, _patches, pixels=("pixel_values", "num_patches"), prefixes=clip.NEWER_PREFIXES,
-        modules=clip.MODULES, rows=False,
+        modules=clip.MODULES, options=lambda config: {"crop_to_patches": True}, expansion=_expansion,
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from trl_jax.data.images import ImagePatches, spans_of
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.tensor_map import Kernel, Names
-from trl_jax.hub.vision import VisionFamily, clip
+from trl_jax.hub.vision import Pictures, VisionFamily, clip
 from trl_jax.hub.vision.gemma3 import squares
 from trl_jax.models.arch import Arch, Connector, VisionArch
 from trl_jax.nn.layers import ACTIVATIONS
@@ -86,9 +86,23 @@ def _names(arch: VisionArch) -> Names:
     }
 
 
+def _square(config: Any) -> int:
+    """The side in pixels of the square that each feature is computed from."""
+    return config.vision_config.patch_size * config.spatial_merge_size
+
+
+def _expansion(pictures: Pictures) -> list[str]:
+    """The features of each picture row by row, with a token between rows and another at the end."""
+    found = []
+    for rows, columns in (pictures.processed["image_sizes"] // _square(pictures.config)).tolist():
+        found.append("[IMG_BREAK]".join([pictures.image_token * columns] * rows) + "[IMG_END]")
+    return found
+
+
 FAMILIES = (
     VisionFamily(
         "mistral3", _arch, _names, _patches, pixels=("pixel_values", "image_sizes"), prefixes=clip.NEWER_PREFIXES,
-        modules=clip.MODULES, rows=False, image_token="image_token_index",
+        modules=clip.MODULES, options=lambda config: {"patch_size": _square(config)}, expansion=_expansion,
+        image_token="image_token_index",
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from trl_jax.data.images import ImagePatches, TextImages, text_images
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.vision import Pictures, special_token
 
 
 class EncodedText(NamedTuple):
@@ -33,17 +34,19 @@ class VisionProcessor:
     transformers' processor of the model need not exist: those of models with videos need torchvision.
     """
 
-    def __init__(self, native: NativeConfig, config: Any, tokenizer: Any, image_processor: Any):
+    def __init__(self, native: NativeConfig, config: Any, tokenizer: Any, image_processor: Any, **options: Any):
         """
         Args:
             native, config: the parsed config.json, and transformers' config object.
             image_processor: transformers'; only its calls with NumPy results are used.
+            options: arguments of the image processor, in place of those that transformers' processor passes.
 
         Raises:
             ValueError: images of this model type are not supported, or the tokenizer has no image token.
         """
         self.family, self.config = native.vision, config
         self.tokenizer, self.image_processor = tokenizer, image_processor
+        self.options = self.family.options(config) | options | {"return_tensors": "np"}
         self.image_token_id = getattr(config, self.family.image_token)
         self.image_token = tokenizer.convert_ids_to_tokens(self.image_token_id)
         if self.image_token is None:
@@ -51,13 +54,24 @@ class VisionProcessor:
                 f"{native.path}: {self.family.image_token} is {self.image_token_id}, which the tokenizer does not "
                 "have. Use the tokenizer of this checkpoint."
             )
+        self.placeholder = self.image_token
+        if self.family.placeholder is not None:
+            self.placeholder = special_token(tokenizer, self.family.placeholder)
 
     def patches(self, pictures: Sequence[Any]) -> list[ImagePatches]:
         """The images of these pictures (see `open_picture`), resized and normalized by the image processor."""
-        if not pictures:
-            return []
-        processed = self.image_processor(images=list(map(open_picture, pictures)), return_tensors="np")
-        return self.family.patches({name: processed[name] for name in self.family.pixels}, self.config)
+        return list(self._seen(pictures).images)
+
+    def _seen(self, pictures: Sequence[Any]) -> Pictures:
+        processed, images, family = {}, [], self.family
+        if pictures:
+            opened = list(map(open_picture, pictures))
+            if family.nested:
+                opened = [[picture] for picture in opened]
+            found = self.image_processor(images=opened, **self.options)
+            processed = {name: found[name] for name in (*family.pixels, *family.facts)}
+            images = family.patches(processed, self.config)
+        return Pictures(processed, images, self.tokenizer, self.config, self.image_token)
 
     def encode(
         self,
@@ -78,22 +92,22 @@ class VisionProcessor:
         Raises:
             ValueError: the text has another number of placeholders than there are pictures, or images are cut.
         """
-        *before, last = text.split(self.image_token)
+        *before, last = text.split(self.placeholder)
         if len(before) != len(pictures):
             raise ValueError(
                 f"Number of images provided ({len(pictures)}) does not match number of image placeholders "
                 f"({len(before)})."
             )
-        images = self.patches(pictures)
-        expanded = [self.family.expansion(image, self.image_token, self.config) for image in images]
+        seen = self._seen(pictures)
+        images, expanded = seen.images, self.family.expansion(seen) if pictures else []
         whole = "".join(part + own for part, own in zip(before, expanded, strict=True)) + last
         options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": spans is not None}
         tokens = self.tokenizer(text=whole, **options)
         ids = np.asarray(tokens["input_ids"], np.int32)[:max_length]
         marked = None
         if spans is not None:
-            starts = np.cumsum([len(part) + len(self.image_token) for part in before])
-            grown = np.cumsum([0, *(len(own) - len(self.image_token) for own in expanded)])
+            starts = np.cumsum([len(part) + len(self.placeholder) for part in before])
+            grown = np.cumsum([0, *(len(own) - len(self.placeholder) for own in expanded)])
             moved = [[at + grown[np.searchsorted(starts, at, side="right")] for at in span] for span in spans]
             marked = _overlapping(np.asarray(tokens["offset_mapping"]), moved)[:max_length]
         return EncodedText(ids, self._placed(ids, images), marked)
