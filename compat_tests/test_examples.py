@@ -78,6 +78,14 @@ def test_preferences_are_learned(tmp_path):
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
+@only_thorough
+def test_pictures_are_read(tmp_path):
+    shown = run(ROOT / "examples" / "vision.py", "--output_dir", tmp_path)
+    color, digit = (int(found) for found in re.findall(r"On 50 new pictures, (\d+)% of answers", shown))
+    assert color == 100 and digit > 60
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg") and (tmp_path / "picture.png").is_file()
+
+
 @pytest.fixture(scope="module")
 def of_grpo(tmp_path_factory):
     """The folder that the example of GRPO leaves, and what it prints."""

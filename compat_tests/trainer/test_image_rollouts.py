@@ -8,7 +8,8 @@ from datasets import Dataset
 
 import trl_jax
 from compat_tests import tiny
-from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, user
+from compat_tests.effort import usually
+from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, tiny_tiled, user
 
 SAME = {
     "max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-3,
@@ -52,7 +53,7 @@ def reward(completions, images, **_):
     return [len(own[0]["content"]) % 7 + width / 10 for own, width in zip(completions, widths, strict=True)]
 
 
-def trainer(package, kind, model, out, rows=None, adapter=None, **options):
+def trainer(package, kind, model, out, rows=None, adapter=None, processing_class=None, **options):
     config = SAME | options
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
@@ -62,6 +63,8 @@ def trainer(package, kind, model, out, rows=None, adapter=None, **options):
         peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
         extra["peft_config"] = peft.LoraConfig(**adapter)
     rows = prompts() if rows is None else rows
+    if processing_class is not None:
+        extra["processing_class"] = processing_class
     return getattr(package, f"{kind}Trainer")(model=model, args=args, train_dataset=rows, **extra)
 
 
@@ -85,6 +88,25 @@ def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
         assert {"loss", "grad_norm", "learning_rate"} <= names <= own.keys()
         for name in names:
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
+
+
+@pytest.mark.parametrize(
+    "name", usually(lambda name: name == "gemma3", ("gemma3", "llava_next", "mistral3", "smolvlm"))
+)
+def test_other_towers_are_trls(name, tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl")
+    processor = tiny_tiled(tmp_path, name, monkeypatch)
+    rows, options = (
+        prompts().filter(lambda row: row["images"]),
+        POLICY | {"max_steps": 2, "per_device_train_batch_size": 2},
+    )
+    found = [
+        logged(trainer(package, "GRPO", str(tmp_path), tmp_path / package.__name__, rows, None, processor, **options))
+        for package in (trl, trl_jax)
+    ]
+    for their, own in zip(*found, strict=True):
+        for key in their.keys() - {"epoch", "step_time"}:
+            assert own[key] == pytest.approx(their[key], rel=2e-4, abs=1e-5 if key == "loss" else 2e-4), key
 
 
 def test_a_run_resumes_within_a_generation(llava, tmp_path):

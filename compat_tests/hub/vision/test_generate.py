@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen
+from compat_tests.effort import usually
+from compat_tests.hub.vision.processors import placeholder
+from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, tiny_tiled
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -54,6 +56,22 @@ def test_tokens_are_transformers(make, tmp_path):
         trl_jax.AutoModelForCausalLM.from_pretrained(folder).generate(**arrays, **options)
     with pytest.raises(ValueError, match="3 more images than the image tokens of input_ids have room for"):
         model.generate(**arrays | {"input_ids": np.full((3, 9), 9), "attention_mask": np.ones((3, 9))}, **options)
+
+
+TILED = ("gemma3", "gemma4", "idefics3", "internvl", "llava_next", "mistral3", "smolvlm")
+
+
+@pytest.mark.parametrize("name", usually(lambda name: name in ("gemma3", "internvl"), TILED))
+def test_tokens_of_what_processors_return(name, tmp_path, monkeypatch):
+    processor, marker, some = tiny_tiled(tmp_path, name, monkeypatch), placeholder(name), pictures(3)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    ours = trl_jax.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    for images in (some[:1], some[1:]):
+        text = "bake ".join(["", *[f"{marker} the bread"] * len(images)])
+        given = processor(images=[images], text=[text], return_tensors="pt")
+        wanted = model.generate(**given, **options)
+        assert ours.generate(**given, **options).tolist() == wanted.tolist()
 
 
 def test_a_text_model_has_no_tower(checkpoint):

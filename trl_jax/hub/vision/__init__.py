@@ -69,6 +69,7 @@ class VisionFamily:
         patches: what the processor returned for the images of a text, as NumPy arrays by name, and transformers' config
             object -> the images.
         pixels: the names of the arrays that the processor returns for images.
+        optional: those of `pixels` that `patches` can do without; transformers' processors do not return them.
         facts: the names of other values that the processor returns, which only `expansion` reads.
         options: transformers' config object -> arguments of the image processor, which transformers' processor passes.
         nested: whether the image processor takes a list of lists, here with one picture each.
@@ -89,6 +90,7 @@ class VisionFamily:
     names: Callable[[VisionArch], Names]
     patches: Callable[[Mapping[str, np.ndarray], Any], list[ImagePatches]]
     pixels: tuple[str, ...] = ("pixel_values",)
+    optional: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
     nested: bool = False

@@ -87,7 +87,8 @@ def _blocks(config: ConfigReader, whole: Any) -> Arch:
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    """One image from the `num_patches` tiles of a picture, which follow one another in `pixel_values`."""
+    """One image from the `num_patches` tiles of a picture, which follow one another in `pixel_values`; one from each
+    tile where their numbers are not known."""
     height, width = whole.vision_config.image_size
     if processed["pixel_values"].shape[2:] != (height, width):
         raise ValueError(
@@ -95,7 +96,8 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
             "(image_size). Use the image processor of the checkpoint."
         )
     patch, merge = whole.vision_config.patch_size[0], round(1 / whole.downsample_ratio)
-    side, ends = height // patch, np.cumsum(processed["num_patches"]).tolist()
+    tiles_of_each = processed.get("num_patches", np.ones(len(processed["pixel_values"]), np.int32))
+    side, ends = height // patch, np.cumsum(tiles_of_each).tolist()
     found = []
     for start, end in zip([0, *ends], ends, strict=False):
         patches = clip.patches_of(processed["pixel_values"][start:end], patch)
@@ -145,7 +147,8 @@ def _expansion(pictures: Pictures) -> list[str]:
 
 FAMILIES = (
     VisionFamily(
-        "internvl", _arch, _names, _patches, pixels=("pixel_values", "num_patches"), prefixes=clip.NEWER_PREFIXES,
+        "internvl", _arch, _names, _patches, pixels=("pixel_values", "num_patches"), optional=("num_patches",),
+        prefixes=clip.NEWER_PREFIXES,
         modules=clip.MODULES, options=lambda config: {"crop_to_patches": True}, expansion=_expansion,
     ),
 )  # fmt: skip

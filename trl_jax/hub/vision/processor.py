@@ -205,13 +205,14 @@ def split_images(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, np.nda
             "AutoModelForImageTextToText."
         )
     names = native.vision.pixels
-    missing = [name for name in names if given.get(name) is None]
+    missing = [name for name in names if given.get(name) is None and name not in native.vision.optional]
     if missing:
         raise ValueError(
             f"generate must get {', '.join(names)} with images of a {native.vision.model_type}, got no {missing[0]}. "
             "Pass all that the processor returns."
         )
-    return {name: np.asarray(given[name]) for name in names}, {n: v for n, v in given.items() if n not in names}
+    arrays = {name: np.asarray(given[name]) for name in names if given.get(name) is not None}
+    return arrays, {name: value for name, value in given.items() if name not in names}
 
 
 def images_of_rows(model: Any, rows: Sequence[np.ndarray], arrays: Mapping[str, np.ndarray]) -> list[TextImages]:
