@@ -174,8 +174,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name[:1] != "_" and name not in _WHERE:
-        from trl_jax.trainer.overrides import NEAR, placeholder
+        from trl_jax.trainer.overrides import NEAR, check_not_experimental, placeholder
 
+        check_not_experimental(name)
         if name in NEAR:
             return placeholder(name)
     return _fetch(name)

@@ -16,7 +16,7 @@ import os
 import torch
 import trl
 import trl_jax.tasks as tasks
-from trl import OnlineDPOConfig, PPOTrainer, RewardTrainr, SFTConfig, SFTTrainer, setup_chat_format
+from trl import OnlineDPOConfig, PPOConfig, PPOTrainer, RewardTrainr, SFTConfig, SFTTrainer, setup_chat_format
 from trl.trainer.utils import get_peft_config, pad
 from trl_jax.tasks import Batch
 
@@ -35,7 +35,8 @@ trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fi
 WORKS, CHANGED, REFUSED = "works", "changed", "refused"
 WANTED = {
     "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
-    "trl.OnlineDPOConfig": (CHANGED, "but not used: trl_jax does not implement it. Closest: GRPOTrainer"),
+    "trl.OnlineDPOConfig": (REFUSED, "TRL has it in trl.experimental.online_dpo"),
+    "trl.PPOConfig": (CHANGED, "but not used: trl_jax does not implement it. Closest: GRPOTrainer"),
     "trl.PPOTrainer": (REFUSED, "does not implement it"),
     "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
     "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl"),

@@ -88,6 +88,29 @@ def test_other_names_are_the_installed_trls(tmp_path):
     assert done.stdout == "True\n", done.stderr
 
 
+OWN = """
+import trl
+try:
+    from trl import GKDTrainer
+except ImportError:
+    from trl.experimental.gkd import GKDTrainer
+from trl import SFTTrainer
+from trl.experimental.gkd import gkd_trainer
+from trl.experimental.kto import KTOTrainer
+assert gkd_trainer.GKDTrainer is GKDTrainer
+print(GKDTrainer.__mro__[1].__module__, SFTTrainer.__module__, KTOTrainer.__module__)
+"""
+
+
+def test_experimental_trainers_are_the_installed_trls(tmp_path):
+    pytest.importorskip("trl")
+    done = run(tmp_path, OWN)
+    assert done.stdout == "trl.trainer.sft_trainer trl_jax.trainer.sft_trainer trl_jax.trainer.kto_trainer\n", (
+        done.stderr
+    )
+    assert done.stderr.count("trl.experimental.gkd is the installed trl's: its trainers train with torch.") == 1
+
+
 MISSING = """
 import sys
 from importlib.machinery import PathFinder
@@ -96,7 +119,7 @@ PathFinder.find_spec = classmethod(lambda cls, name, *a: None if name.split(".")
 import trl
 print(trl.__version__, trl.RewardConfig.__module__)
 others = "from trl import RewardTrainr", "import trl.trainer.base_trainer", "from trl.trainer.utils import pad"
-for line in ("from trl import GKDTrainer; GKDTrainer()", *others):
+for line in ("from trl import GKDTrainer", *others):
     try:
         exec(line)
     except (ImportError, NotImplementedError) as error:
@@ -109,7 +132,7 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "NotImplementedError GKDTrainer of TRL's is not built in trl_jax. Near it: DistillationTrainer, where",
+        "ImportError GKDTrainer is not built in trl_jax. Near it: DistillationTrainer, where the student wri",
         "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Closest: RewardTra",
         "ModuleNotFoundError trl.trainer.base_trainer is not part of trl_jax, and trl is not installed. trl_j",
         "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Closest: no n",

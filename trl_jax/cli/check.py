@@ -21,7 +21,7 @@ from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TRAINERS, TrainerNames
-from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR
+from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR, check_not_experimental
 
 # The command
 
@@ -119,6 +119,11 @@ def _of_name(name: Name, touched: bool) -> Finding:
         near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
         kind = "refused" if touched else "changed"
         return Finding(name.line, what, kind, f"It can be imported but not used: trl_jax does not implement it.{near}")
+    if name.module.removesuffix(".trainer") in PACKAGES:
+        try:
+            check_not_experimental(name.name)
+        except ImportError as error:
+            return Finding(name.line, what, "refused", str(error))
     own = [name.module] if name.module.partition(".")[0] == "trl_jax" else []
     modules = (*MODULES["trl"], *MODULES.get(name.module, ()), *own)
     if any(hasattr(importlib.import_module(module), name.name) for module in modules if find_spec(module)):

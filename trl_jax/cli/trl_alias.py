@@ -5,15 +5,17 @@ Used by `python -m trl_jax` and `trl_jax.install`, never by `import trl_jax`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -26,6 +28,8 @@ from trl_jax.cli.transformers_patches import answer_by_name
 from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, WHERE
 from trl_jax.legacy.arguments import modern_flags
+
+logger = logging.getLogger(__name__)
 
 # TRL's module -> our modules that replace its names, in order of precedence. Other names come from the installed trl.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -81,7 +85,12 @@ def install() -> None:
 
 
 class Front(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES` and `ADJUSTMENTS`. Other modules of trl are those of the installed trl, if any."""
+    """Finds the modules of `MODULES` and `ADJUSTMENTS`. Other modules of trl are those of the installed trl, if any.
+
+    `paused` is True while the installed trl imports its own modules.
+    """
+
+    paused = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname in ADJUSTMENTS:
@@ -89,12 +98,16 @@ class Front(MetaPathFinder, Loader):
             if spec is not None:
                 spec.loader = Adjusting(spec.loader)
             return spec
+        if self.paused:
+            return None
         if fullname in MODULES:
             spec = ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
             real = _real_spec(fullname)
             if real is not None and fullname in _PACKAGES:
                 spec.submodule_search_locations = list(real.submodule_search_locations)
             return spec
+        if fullname.startswith("trl.experimental.") and _real_spec(fullname) is not None:
+            return ModuleSpec(fullname, TheirOwn())
         if fullname.startswith("trl.") and _real_spec("trl") is None:
             raise ModuleNotFoundError(
                 f"{fullname} is not part of trl_jax, and trl is not installed. trl_jax has {', '.join(MODULES)}.",
@@ -107,6 +120,46 @@ class Front(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are imported on first use."""
+
+
+class TheirOwn(Loader):
+    """Loads experimental modules of the installed trl with trl's own trainers as base classes, not ours: theirs
+    override methods that ours never call."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        package = spec.name.split(".")[2]
+        if f"trl.experimental.{package}" not in _THEIR_MODULES and package not in ("utils", "merge_model_callback"):
+            logger.warning("trl.experimental.%s is the installed trl's: its trainers train with torch.", package)
+        with _installed_trl():
+            return importlib.import_module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module has been executed."""
+
+
+_THEIR_MODULES: dict[str, ModuleType] = {}  # modules of the installed trl that import each other
+
+
+@contextlib.contextmanager
+def _installed_trl() -> Iterator[None]:
+    """A context in which `import trl` finds the installed trl."""
+    fronts = [finder for finder in sys.meta_path if isinstance(finder, Front)]
+    ours = _pop_trl()
+    sys.modules.update(_THEIR_MODULES)
+    for finder in fronts:
+        finder.paused = True
+    try:
+        yield
+    finally:
+        for finder in fronts:
+            finder.paused = False
+        _THEIR_MODULES.update(_pop_trl())
+        sys.modules.update(ours)
+
+
+def _pop_trl() -> dict[str, ModuleType]:
+    """Remove all modules of trl from sys.modules."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "trl"}
 
 
 class FrontModule(ModuleType):
@@ -141,8 +194,9 @@ class FrontModule(ModuleType):
             return found
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        from trl_jax.trainer.overrides import NEAR, placeholder
+        from trl_jax.trainer.overrides import NEAR, check_not_experimental, placeholder
 
+        check_not_experimental(name)
         if name in NEAR:
             return placeholder(name)
         names = sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))})

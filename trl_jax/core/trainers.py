@@ -94,7 +94,7 @@ _TABLE = (
     ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
-EXPERIMENTAL = ("cpo", "orpo")  # commands whose trainers are in trl.experimental
+EXPERIMENTAL = ("cpo", "distillation", "kto", "orpo")  # commands whose trainers are in trl.experimental, too
 DEFAULT = "reward"  # command that `trl-jax plan` assumes
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}
 

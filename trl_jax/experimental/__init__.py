@@ -1,1 +1,25 @@
-"""Trainers under the names of TRL's modules `trl.experimental.*`; `trl_jax` itself has them, too."""
+"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.kto` and `.orpo`; `trl_jax` itself has their names, too."""
+
+import sys
+from types import ModuleType
+
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, fetching
+
+
+def _add_module(name: str, where: dict[str, str]) -> None:
+    """Add the submodule `name`, which imports its names on first use.
+
+    Args:
+        where: name -> the module that defines it.
+    """
+    module = ModuleType(f"{__name__}.{name}", f"The names of TRL's `trl.experimental.{name}`.")
+    module.__path__, module.__all__ = [], list(where)
+    module.__getattr__ = fetching(module.__name__, where)
+    sys.modules[module.__name__] = module
+
+
+for _name in EXPERIMENTAL:
+    _where = TRAINERS[_name].where
+    _add_module(_name, _where)
+    for _class, _module in _where.items():
+        _add_module(f"{_name}.{_module.rpartition('.')[2]}", {_class: _module})

@@ -258,3 +258,11 @@ def _grouped(logs: dict[str, Any]) -> dict[str, dict[str, Any]]:
         group, slash, name = key.partition("/")
         groups.setdefault(group if slash else "", {})[name if slash else key] = value
     return groups
+
+
+def __getattr__(name: str) -> type:
+    if name in ("SyncRefModelCallback", "WeaveCallback"):  # TRL has them here
+        from trl_jax.trainer.overrides import placeholder
+
+        return placeholder(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

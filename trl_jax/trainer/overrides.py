@@ -31,14 +31,12 @@ NEAR: dict[str, str] = {
     "BaseRankJudge": _JUDGE, "HfPairwiseJudge": _JUDGE, "OpenAIPairwiseJudge": _JUDGE, "PairRMJudge": _JUDGE,
     "AutoModelForCausalLMWithValueHead": _VALUE, "AutoModelForSeq2SeqLMWithValueHead": _VALUE,
     "PreTrainedModelWrapper": _VALUE,
-    "AsyncGRPOConfig": _REWARDED, "AsyncGRPOTrainer": _REWARDED, "NashMDConfig": _REWARDED, "NashMDTrainer": _REWARDED,
-    "OnlineDPOConfig": _REWARDED, "OnlineDPOTrainer": _REWARDED, "PPOConfig": _REWARDED, "PPOTrainer": _REWARDED,
+    "NashMDConfig": _REWARDED, "NashMDTrainer": _REWARDED, "PPOConfig": _REWARDED, "PPOTrainer": _REWARDED,
     "PPOv2Config": _REWARDED, "PPOv2Trainer": _REWARDED, "TextEnvironment": _REWARDED, "TextHistory": _REWARDED,
     "XPOConfig": _REWARDED, "XPOTrainer": _REWARDED, "BestOfNSampler": "examples/best_of_n.py, which does its work",
     "BCOConfig": "KTOTrainer, which trains on answers that are good or bad",
     "BCOTrainer": "KTOTrainer, which trains on answers that are good or bad",
     "DPODataCollatorWithPadding": _PAIRS,
-    "GKDConfig": _DISTILLED, "GKDTrainer": _DISTILLED, "GOLDConfig": _DISTILLED, "GOLDTrainer": _DISTILLED,
     "MiniLLMConfig": _DISTILLED, "MiniLLMTrainer": _DISTILLED,
     "LengthSampler": "max_completion_length of GRPOConfig or RLOOConfig",
     "PPODecorators": "nothing, for JAX frees memory by itself: leave it out",
@@ -48,6 +46,27 @@ NEAR: dict[str, str] = {
     "SyncRefModelCallback": "DPOConfig(sync_ref_model=True), GRPOConfig too",
     "DataCollatorForChatML": "SFTConfig(assistant_only_loss=True) with rows of 'messages'",
 }  # fmt: skip
+
+
+# Trainers that TRL 1.16 has in trl.experimental alone: their names, without Config and Trainer, by their module.
+_EXPERIMENTAL: dict[str, tuple[str, str]] = {
+    "A2PO": ("a2po", _REWARDED), "AsyncDistillation": ("async_distillation", _DISTILLED),
+    "AsyncGRPO": ("async_grpo", _REWARDED), "GKD": ("gkd", _DISTILLED), "GMPO": ("gmpo", _REWARDED),
+    "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED), "OnlineDPO": ("online_dpo", _REWARDED),
+    "SDFT": ("sdft", _DISTILLED), "SDPO": ("sdpo", _DISTILLED),
+    "ServerDistillation": ("server_distillation", _DISTILLED), "TPO": ("tpo", _PAIRS),
+}  # fmt: skip
+
+
+def check_not_experimental(name: str) -> None:
+    """Raise ImportError, as TRL 1.16 does, for a name that is in trl.experimental alone, so that a script's
+    `except ImportError` imports it from there."""
+    module, near = _EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"), (None, None))
+    if module is not None and name.endswith(("Config", "Trainer")):
+        raise ImportError(
+            f"{name} is not built in trl_jax. Near it: {near}. TRL has it in trl.experimental.{module}, which "
+            "`python -m trl_jax` imports from the installed trl; it trains with torch."
+        )
 
 
 class _NotBuilt(type):
