@@ -141,8 +141,8 @@ def make_trainer(model: str, out: Path, train: Dataset, test: Dataset, options) 
 def score(folder: Path, test: Dataset) -> dict[str, list[bool]]:
     """Whether each answer is right, by what the question is about."""
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     seen = processor(images=list(test["image"]), return_tensors="np")
     holder = START + IMAGE * int(seen["image_grid_thw"][0].prod() // 4) + END
     texts = [f"{tiny_model.USER}{holder}{prompt[0]['content']}{tiny_model.EOS}<assistant>" for prompt in test["prompt"]]

@@ -112,8 +112,8 @@ def at_temperature_one(student, teacher, targets, *, beta, temperature):
     return head.divergences(student, teacher, targets, beta=beta)
 
 
-def the_first_word_left_out(self, prompt_ids, group):
-    return [ids[1:] if len(ids) > 1 else ids for ids in COMPLETE(self, prompt_ids, group)]
+def the_first_word_left_out(self, prompt_ids, group, images):
+    return [ids[1:] if len(ids) > 1 else ids for ids in COMPLETE(self, prompt_ids, group, images)]
 
 
 BROKEN = {
