@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import trl_jax
+from compat_tests.hub.vision.test_generate import inputs
 from compat_tests.trainer.vision_models import messages, pairs, tiny_llava
 
 
@@ -35,3 +36,13 @@ def losses(tmp_path_factory):
 def test_the_numbers_are_those_of_one_device(kind, rows, losses):
     alone = losses(kind, rows(), "data:1", 4)
     np.testing.assert_allclose(losses(kind, rows(), "data:2,fsdp:2,tensor:2", 1), alone, rtol=1e-5)
+
+
+def test_prompts_with_images_are_completed_as_on_one_device(tmp_path):
+    """Three prompts over eight shards: five have a prompt that nobody asked for."""
+    folder = tiny_llava(tmp_path)
+    given = {name: np.asarray(value) for name, value in inputs(folder, (1, 0, 2)).items()}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    load = trl_jax.AutoModelForImageTextToText.from_pretrained
+    alone = load(folder).generate(**given, **options)
+    np.testing.assert_array_equal(load(folder, mesh_shape="fsdp:8").generate(**given, **options), alone)

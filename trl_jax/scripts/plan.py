@@ -38,7 +38,8 @@ NO_PART = frozenset(
     resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint
     auto_find_batch_size full_determinism skip_memory_metrics use_cpu coordinator_address num_processes process_id
     precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-    log_completions log_completions_hub_repo log_unique_prompts num_completions_to_print remove_unused_columns
+    log_completions log_completions_hub_repo log_multimodal log_unique_prompts num_completions_to_print
+    remove_unused_columns
     reward_timeout missing_eos_penalty reward_clip_range scale_rewards multi_objective_aggregation normalize_advantages
     mask_truncated_completions max_tool_calling_iterations use_transformers_continuous_batching
     top_k top_p min_p repetition_penalty use_vllm vllm_importance_sampling_cap vllm_importance_sampling_clip_max
