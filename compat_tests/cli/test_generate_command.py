@@ -6,12 +6,15 @@ import io
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
+from compat_tests.trainer.vision_models import pictures, tiny_qwen
 from trl_jax.cli.main import main
-from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.scripts import generate
 from trl_jax.scripts.loaded_model import FieldsParser
 
@@ -151,6 +154,25 @@ def test_flags_are_fields():
             "min_p": None,
         },
     )
+
+
+def test_a_conversation_about_a_picture(tmp_path, monkeypatch, capsys):
+    model, [picture] = tiny_qwen(tmp_path / "qwen"), pictures(1)
+    picture.save(tmp_path / "picture.png")
+    seen, generate = [], AutoModelForImageTextToText.from_pretrained(model).__class__.generate
+
+    def spied(self, inputs, **options):
+        seen.append((inputs[0], options["image_grid_thw"].tolist()))
+        return generate(self, inputs, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "generate", spied)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bake?\nWhy?\n"))
+    flags = ["--image", str(tmp_path / "picture.png"), "--max_new_tokens", "4"]
+    assert main(["chat", str(model), *flags]) == 0
+    image = AutoModelForImageTextToText.from_pretrained(model).config.image_token_id
+    (first, grid), (second, same) = seen
+    assert grid == same and first.count(image) == second.count(image) == np.prod(grid) // 4
+    assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
 def test_a_conversation(folder, monkeypatch, capsys, caplog):

@@ -22,12 +22,14 @@ class ChatArguments:
     model: folder or Hub name.
     system: the system message.
     seed: None means a different one each time.
+    image: files of pictures, which come before the first question.
     fields: fields of a GenerationConfig.
     """
 
     model: str
     system: str | None = None
     seed: int | None = None
+    image: list[str] = field(default_factory=list)
     dtype: str = "auto"
     bf16: bool = False
     mesh_shape: str | None = None
@@ -46,6 +48,9 @@ def make_parser(prog: str | None = None) -> Parser:
     parser.add_argument("model", help="folder or Hub name of the language model")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--seed", type=int, help="seed for sampling (default: a different one each time)")
+    parser.add_argument(
+        "--image", action="append", default=[], help="picture to talk about, before the first question (repeatable)"
+    )
     add_model_flags(parser)
     return parser
 
@@ -59,8 +64,9 @@ def main(args: ChatArguments) -> None:
     from trl_jax.core.torch_random import set_seed
 
     model = LoadedModel.find(
-        args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
-    )
+        args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape,
+        images=bool(args.image),
+    )  # fmt: skip
     if args.seed is not None:
         set_seed(args.seed)
     begin = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -105,14 +111,30 @@ class Answerer:
         self._model, self._tokenizer = model.load(), model.tokenizer
         self._config = _without_default_lengths(model.settings(args.fields))
         self._dtype = "bfloat16" if args.bf16 else None
+        self._pictures, self._processor = [], None
+        if args.image:
+            from trl_jax.hub.vision.processor import open_picture
+
+            self._pictures, self._processor = list(map(open_picture, args.image)), model.vision_processor()
+
+    def _encoded(self, messages: list[dict[str, str]]) -> tuple[list[int], dict[str, Any]]:
+        """The ids of a conversation, and the arrays of its pictures."""
+        from trl_jax.data.chat_templates import prepare_multimodal_messages
+        from trl_jax.data.prompts import encoded_prompts
+        from trl_jax.hub.generation_inputs import encoded_prompt
+
+        if self._processor is None:
+            return encoded_prompt(messages, self._tokenizer, "The conversation"), {}
+        [ids], _ = encoded_prompts([prepare_multimodal_messages(messages, self._pictures)], self._processor)
+        return ids, self._processor.arrays(self._pictures)
 
     def __call__(self, messages: list[dict[str, str]]) -> str:
         from transformers import TextStreamer
 
-        from trl_jax.hub.generation_inputs import decoded, encoded_prompt
+        from trl_jax.hub.generation_inputs import decoded
 
-        ids = encoded_prompt(messages, self._tokenizer, "The conversation")
+        ids, arrays = self._encoded(messages)
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         options = {"generation_config": self._config, "tokenizer": self._tokenizer, "dtype": self._dtype}
-        [row] = self._model.generate([ids], attention_mask=[[1] * len(ids)], streamer=streamer, **options)
+        [row] = self._model.generate([ids], attention_mask=[[1] * len(ids)], streamer=streamer, **arrays, **options)
         return decoded(row[len(ids) :].tolist(), self._tokenizer)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trl_jax.hub.generation_inputs import Settings
     from trl_jax.hub.heads import HeadName
     from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.hub.vision.processor import VisionProcessor
     from trl_jax.mesh.mesh import ShardingPlan
 
 
@@ -135,7 +136,9 @@ class LoadedModel:
         trust_remote_code: bool,
         mesh_shape: str | None = None,
         head: HeadName = "lm",
+        images: bool = False,
     ) -> LoadedModel:
+        """Find a checkpoint; with `images`, the model gets its vision tower."""
         from trl_jax.data.chat import load_tokenizer
         from trl_jax.hub.auto import find_checkpoint, sharding_plan
         from trl_jax.training.devices import keep_compilations
@@ -144,6 +147,7 @@ class LoadedModel:
         keep_compilations()
         plan = sharding_plan(mesh_shape)
         checkpoint = find_checkpoint(name, head=head, dtype=dtype, trust_remote_code=trust_remote_code)
+        checkpoint = checkpoint.with_images() if images else checkpoint
         folder = tokenizer_folder(checkpoint)
         return cls(checkpoint, load_tokenizer(folder, checkpoint.config, trust_remote_code=trust_remote_code), plan)
 
@@ -153,6 +157,13 @@ class LoadedModel:
             place = self.checkpoint.placement(self.plan)
             self.model = self.checkpoint.load(seed=0, place=place).merge_and_unload()
         return self.model
+
+    def vision_processor(self) -> VisionProcessor:
+        """What makes ids and patches of texts with pictures."""
+        from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
+
+        found = self.checkpoint
+        return VisionProcessor(found.native, found.config, self.tokenizer, load_image_processor(found.folder))
 
     def settings(self, fields: dict[str, Any]) -> Settings:
         """The generation settings with these fields of GenerationConfig."""

@@ -62,6 +62,11 @@ class VisionProcessor:
         """The images of these pictures (see `open_picture`), resized and normalized by the image processor."""
         return list(self._seen(pictures).images)
 
+    def arrays(self, pictures: Sequence[Any]) -> dict[str, np.ndarray]:
+        """What the image processor returns for these pictures, as `generate` takes it."""
+        processed = self._seen(pictures).processed
+        return {name: processed[name] for name in self.family.pixels}
+
     def _seen(self, pictures: Sequence[Any]) -> Pictures:
         processed, images, family = {}, [], self.family
         if pictures:
