@@ -70,6 +70,7 @@ class GRPOTrainer(OnlineTrainer):
     _name, _tag_names = "GRPO", ["trl", "grpo"]
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
+    rollout_func: Callable | None = None
     loss_type, importance_sampling_level = map(argument, ("loss_type", "importance_sampling_level"))
     scale_rewards, multi_objective_aggregation = map(argument, ("scale_rewards", "multi_objective_aggregation"))
     off_policy_mask_threshold, top_entropy_quantile = map(
