@@ -8,7 +8,7 @@ from datasets import Dataset
 
 import trl_jax
 from compat_tests import tiny
-from compat_tests.effort import usually
+from compat_tests.effort import THOROUGH, usually
 from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, tiny_tiled, user
 
 SAME = {
@@ -73,7 +73,7 @@ def logged(made):
     return [entry for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("case", usually(lambda case: case in ("GRPO", "RLOO"), KINDS))
 def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
     trl = pytest.importorskip("trl")
     kind, options, adapter = KINDS[case]
@@ -122,10 +122,11 @@ def test_a_run_resumes_within_a_generation(llava, tmp_path):
 
 def test_layouts_have_the_same_numbers(qwen, tmp_path):
     losses = {}
-    for layout in ("padded", "packed", "shared"):
+    others = ("packed", "shared") if THOROUGH else ("shared",)
+    for layout in ("padded", *others):
         made = trainer(trl_jax, "GRPO", qwen, tmp_path / layout, **POLICY, batch_layout=layout, max_steps=2)
         losses[layout] = [entry[name] for entry in logged(made) for name in ("loss", "grad_norm", "kl")]
-    for layout in ("packed", "shared"):
+    for layout in others:
         np.testing.assert_allclose(losses[layout], losses["padded"], rtol=1e-4, atol=1e-5)
 
 
