@@ -17,7 +17,7 @@ from trl_jax.training import data
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
 ALL = (*KINDS, "ORPO", "CPO", "GRPO", "RLOO", "Distillation")
-SEEING = ("SFT", "DPO", "KTO")  # train on rows with images
+SEEING = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")  # train on rows with images
 YET = "and rows with images are not supported yet"
 _OPTIONS = {"dataset_num_proc", "max_length", "packing", "padding_free"}
 
