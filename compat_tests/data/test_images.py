@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from trl_jax.data.batch import Context, Example
-from trl_jax.data.images import ImagePatches, feature_index, grid_positions, join_images, rounded_up, spans_of
+from trl_jax.data.images import (
+    ImagePatches,
+    feature_index,
+    grid_positions,
+    images_from_arrays,
+    images_to_arrays,
+    join_images,
+    rounded_up,
+    spans_of,
+    text_images,
+)
 from trl_jax.data.loader import IndexedExample, StepLayout
 
 IMAGE = 5
@@ -126,3 +136,17 @@ def test_images_that_do_not_fit_are_refused():
 def test_few_sizes():
     sizes = {rounded_up(count, 64) for count in range(1, 5000)}
     assert sizes == {64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144}
+
+
+def test_pictures_that_differ_in_their_features_alone_have_keys_of_their_own():
+    """As two black pictures that are padded to one size, and whose padding gives no features."""
+    whole = ImagePatches(
+        np.zeros((4, 3), np.float32), np.zeros((4, 2), np.int32), spans_of([4]), np.arange(4, dtype=np.int32)[:, None],
+        np.arange(4, dtype=np.int32),
+    )  # fmt: skip
+    part = whole._replace(groups=whole.groups[:2], tokens=whole.tokens[:2])
+    texts = [text_images(np.full(len(image.tokens), 7), 7, [image]) for image in (whole, part, whole)]
+    assert texts[0].key == texts[2].key != texts[1].key
+    again = images_from_arrays(images_to_arrays([*texts, None]))
+    assert again[3] is None and [len(text.features) for text in again[:3]] == [4, 2, 4]
+    assert [len(text.images[0].groups) for text in again[:3]] == [4, 2, 4]

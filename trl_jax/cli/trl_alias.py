@@ -85,7 +85,7 @@ def install() -> None:
 
 
 class Front(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES` and `ADJUSTMENTS`. Other modules of trl are those of the installed trl, if any.
+    """Finds the modules in `MODULES` and `ADJUSTMENTS`. All other modules come from the installed trl, if there is one.
 
     `paused` is True while the installed trl imports its own modules.
     """

@@ -224,7 +224,7 @@ class TextImages(NamedTuple):
     features: int32 `[T]`, the index among the features of all `images` that takes the place of each token's embedding;
         -1 for text.
     positions: int32 `[T, A]`, where the model has positions on several axes; None where tokens are only counted.
-    key: a digest of the patches, equal for equal images.
+    key: a digest of the images, equal for equal ones.
     """
 
     images: tuple[ImagePatches, ...]
@@ -270,8 +270,8 @@ def text_images(
 def _digest(images: Sequence[ImagePatches]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for image in images:
-        for leaf in (image.patches, image.places):
-            digest.update(np.ascontiguousarray(leaf).view(np.uint8))
+        for leaf in image:  # two pictures may have equal patches and differ in which of them give features
+            digest.update(b"-" if leaf is None else np.ascontiguousarray(leaf).tobytes())
     return digest.digest()
 
 
@@ -341,11 +341,12 @@ def images_to_arrays(texts: Sequence[TextImages | None]) -> dict[str, np.ndarray
     if of_texts[0].positions is not None:
         arrays["positions"] = np.concatenate([text.positions for text in of_texts])
     images = [image for text in found for image in text.images]
+    fields = [image._asdict() for image in images]
     for counted, names in _COUNTED.items():
-        arrays[f"num_{counted}"] = np.asarray([len(getattr(image, counted)) for image in images], np.int32)
+        arrays[f"num_{counted}"] = np.asarray([len(own[counted]) for own in fields], np.int32)
         for name in names:
-            if images and getattr(images[0], name) is not None:
-                arrays[f"image_{name}"] = np.concatenate([getattr(image, name) for image in images])
+            if fields and fields[0][name] is not None:
+                arrays[f"image_{name}"] = np.concatenate([own[name] for own in fields])
     if images and images[0].grid is not None:
         arrays["grid"] = np.asarray([image.grid for image in images], np.int32)
     return arrays

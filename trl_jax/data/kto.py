@@ -90,8 +90,8 @@ def check_image_columns(columns: Collection[str], where: str) -> None:
 
 
 def rotated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with images that each have the row whose answer also goes with their prompt, as `KL_row`: that of the row
-    before, and of the first row that of the last one."""
+    """Add to each row with images the row before it as `KL_row`, whose answer estimates the KL term with this row's
+    prompt. The first row gets the last one."""
     return [{**row, KL_ROW: other} for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
 
 

@@ -256,13 +256,17 @@ def _column(values: list, *, messages: bool) -> list:
     nested = any(isinstance(value, list | dict) for value in values)
     if messages and nested:
         values = [_with_text_arguments(value) for value in values]
-    if messages or not nested:
-        try:
-            if not _has_empty_struct(pa.array(values).type):
-                return values
-        except (pa.ArrowException, OverflowError, TypeError, ValueError):
-            pass  # values of several types, or an int of more than 64 bits
+    if (messages or not nested) and _fits_arrow(values):
+        return values
     return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+
+
+def _fits_arrow(values: list) -> bool:
+    """Whether Parquet can hold the values as they are: they have one type, and ints have at most 64 bits."""
+    try:
+        return not _has_empty_struct(pa.array(values).type)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return False
 
 
 def _has_empty_struct(kind: pa.DataType) -> bool:

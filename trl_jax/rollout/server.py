@@ -45,7 +45,7 @@ class ServerSilent(ServerError):
 
 
 class StaleWeights(Exception):
-    """A server completed with other weights than those of `load`, because it was started again or loaded others."""
+    """A server generated with other weights than the ones loaded last: it was restarted, or another run loaded some."""
 
 
 class Sampled(NamedTuple):
@@ -84,7 +84,7 @@ def is_local(url: str) -> bool:
 
 
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
-    """The servers' URLs: those of `base_url`, separated by commas, or else the one of `host` and `port`.
+    """The servers' URLs: the comma-separated ones in `base_url`, or the one made of `host` and `port`.
 
     Raises:
         ValueError: something in `base_url` is not an HTTP URL.

@@ -111,30 +111,33 @@ class Answerer:
         self._model, self._tokenizer = model.load(), model.tokenizer
         self._config = _without_default_lengths(model.settings(args.fields))
         self._dtype = "bfloat16" if args.bf16 else None
-        self._pictures, self._processor = [], None
+        self._pictures, self._processor, self._arrays = [], None, {}
         if args.image:
             from trl_jax.hub.vision.processor import open_picture
 
             self._pictures, self._processor = list(map(open_picture, args.image)), model.vision_processor()
+            self._arrays = self._processor.arrays(self._pictures)
 
-    def _encoded(self, messages: list[dict[str, str]]) -> tuple[list[int], dict[str, Any]]:
-        """The ids of a conversation, and the arrays of its pictures."""
+    def _encoded(self, messages: list[dict[str, str]]) -> list[int]:
+        """The ids of a conversation, with its pictures."""
         from trl_jax.data.chat_templates import prepare_multimodal_messages
         from trl_jax.data.prompts import encoded_prompts
         from trl_jax.hub.generation_inputs import encoded_prompt
 
         if self._processor is None:
-            return encoded_prompt(messages, self._tokenizer, "The conversation"), {}
+            return encoded_prompt(messages, self._tokenizer, "The conversation")
         [ids], _ = encoded_prompts([prepare_multimodal_messages(messages, self._pictures)], self._processor)
-        return ids, self._processor.arrays(self._pictures)
+        return ids
 
     def __call__(self, messages: list[dict[str, str]]) -> str:
         from transformers import TextStreamer
 
         from trl_jax.hub.generation_inputs import decoded
 
-        ids, arrays = self._encoded(messages)
+        ids = self._encoded(messages)
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         options = {"generation_config": self._config, "tokenizer": self._tokenizer, "dtype": self._dtype}
-        [row] = self._model.generate([ids], attention_mask=[[1] * len(ids)], streamer=streamer, **arrays, **options)
+        [row] = self._model.generate(
+            [ids], attention_mask=[[1] * len(ids)], streamer=streamer, **self._arrays, **options
+        )
         return decoded(row[len(ids) :].tolist(), self._tokenizer)

@@ -217,7 +217,7 @@ class Task(Protocol):
             name: as in `prepare`.
 
         Raises:
-            ValueError: the columns are not those of this task.
+            ValueError: this task needs other columns.
         """
         return dataset
 

@@ -177,8 +177,8 @@ def _freeze(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _on_disk(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The names on disk of a torch model's parameters, without those of towers or their layers that are not computed,
-    which stay as they are."""
+    """The names on disk of a torch model's parameters, without towers and layers that are not computed: they do not
+    change."""
     if not isinstance(model.backend, NativeBackend):
         return names
     config = model.backend.source.config

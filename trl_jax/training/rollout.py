@@ -217,7 +217,7 @@ class PolicyWriter:
         made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
         if encoder is not None and any((own == encoder.image_token_id).any() for own in made.completion_ids):
             raise ValueError(
-                f"A completion has the image token {encoder.image_token!r}, which stands for no image. Leave "
+                f"A completion has the image token {encoder.image_token!r}, but no image belongs to it. Leave "
                 "suppress_tokens out of generation_kwargs, and image tokens out of the completions of a rollout_func."
             )
         return made
@@ -231,8 +231,8 @@ class PolicyWriter:
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
             raise ValueError(
                 "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
-                "off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return those of "
-                "the sampler, or set vllm_importance_sampling_correction=False and leave off_policy_mask_threshold out."
+                "off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return them, "
+                "or set vllm_importance_sampling_correction=False and leave off_policy_mask_threshold out."
             )
         if setup.encoder is None:
             return made

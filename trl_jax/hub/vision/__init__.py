@@ -69,7 +69,7 @@ class VisionFamily:
         patches: what the processor returned for the images of a text, as NumPy arrays by name, and transformers' config
             object -> the images.
         pixels: the names of the arrays that the processor returns for images.
-        optional: those of `pixels` that `patches` can do without; transformers' processors do not return them.
+        optional: names in `pixels` that `patches` does not need, because transformers' processors drop them.
         facts: the names of other values that the processor returns, which only `expansion` reads.
         options: transformers' config object -> arguments of the image processor, which transformers' processor passes.
         nested: whether the image processor takes a list of lists, here with one picture each.
