@@ -86,8 +86,8 @@ class Model:
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
 
-    def __call__(self, ids, rows):
-        assert len(ids) == len(rows)
+    def __call__(self, ids, images):
+        assert images is None
         self.asked.append([self.tokenizer.decode(own) for own in ids])
         return [np.asarray(self.tokenizer(self.texts[0])["input_ids"], np.int32) for _ in ids]
 

@@ -144,13 +144,17 @@ def tiny_qwen(folder: Path) -> Path:
     return folder
 
 
-def tiny_tiled(folder: Path, name: str, monkeypatch: Any) -> Any:
+def tiny_tiled(folder: Path, name: str, monkeypatch: Any, template: str = TEMPLATE) -> Any:
     """Write a tiny model of a type in `processors.MADE_BY` with its tokenizer and image processor; returns
-    transformers' processor."""
+    transformers' processor.
+
+    Args:
+        template: a chat template with `<image>` where the model's placeholder goes.
+    """
     import torch
     from transformers import AutoModelForImageTextToText
 
-    template = TEMPLATE.replace("<image>", processors.placeholder(name))
+    template = template.replace("<image>", processors.placeholder(name))
     processor = processors.built_processor(name, monkeypatch, chat_template=template)
     tokenizer = processor.tokenizer
     tokenizer.chat_template = template
@@ -162,6 +166,10 @@ def tiny_tiled(folder: Path, name: str, monkeypatch: Any) -> Any:
         for path, buffer in model.named_buffers():
             if path.endswith(end):
                 buffer.fill_(value)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if path.endswith("mm_input_projection_weight"):  # of zeros, where gradients explode
+                weight.normal_(std=0.02)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)

@@ -12,7 +12,7 @@ import numpy as np
 from trl_jax.data import chat, checks, sft
 from trl_jax.data.batch import IGNORED, Example
 from trl_jax.data.chat_templates import prepare_multimodal_messages
-from trl_jax.data.images import TextImages
+from trl_jax.data.images import ImagePatches, TextImages
 
 _ROW = "the row"  # in errors; whoever reads the dataset adds its number
 
@@ -33,6 +33,8 @@ class Encoder(Protocol):
     ) -> Any: ...
 
     def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages: ...
+
+    def placed(self, ids: Sequence[int], images: Sequence[ImagePatches]) -> TextImages: ...
 
 
 def pictures_in(messages: Any) -> list[Any]:

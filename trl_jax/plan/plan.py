@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import BLOCK
 from trl_jax.core.trainers import names_of_config
+from trl_jax.data.checks import has_images
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.peft_config import AdapterConfig
@@ -24,7 +25,7 @@ from trl_jax.plan.compile import Bound, Compiled, bound, compiled, no_compiler, 
 from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
-from trl_jax.training.model import outlined
+from trl_jax.training.model import outlined, with_images
 
 _BY_ROWS = f"plain XLA, per row, in blocks of {QUERY_BLOCK} queries"
 _ALONG_PACKED = "{}, along packed rows, in blocks of {} queries"
@@ -198,6 +199,9 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         TypeError: `run.trainer` is None, and the config is not one of trl_jax's.
     """
     kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
+    if has_images(run.rows.train):
+        teacher = None if run.teacher is None else with_images(run.teacher)
+        run = replace(run, checkpoint=with_images(run.checkpoint), teacher=teacher)
     with tempfile.TemporaryDirectory() as folder:
         planned = trace.planned(args, topology, folder)
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)

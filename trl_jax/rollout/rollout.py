@@ -482,7 +482,7 @@ def example_of(
         completion_mask: bool, for each token of the completion.
         numbers: extras per completion.
         of_tokens: extras per unmasked token.
-        images: of the prompt.
+        images: of the prompt, or of the whole text.
     """
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
@@ -492,7 +492,7 @@ def example_of(
     example = Example((ids,), extras, (labels,), context=context)
     if images is None:
         return example
-    whole = images.before(len(completion))
+    whole = images.before(len(ids) - len(images.features))
     return example._replace(
         context=context._replace(key=context.key + images.key),
         images=whole.images,
@@ -614,7 +614,7 @@ class Completed(NamedTuple):
     old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that generated it and
         under the reference; None if not needed.
     sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
-    images: of the prompt; None without any.
+    images: of the prompt, or of the text up to the last image in the completion; None without any.
     """
 
     prompt: np.ndarray
@@ -814,7 +814,7 @@ class Written:
     metrics: of the generation, under TRL's names.
     sampling_logps: float32, the sampler's log-probability of each token of a completion, NaN where it has none; None if
         the sampler reports none.
-    images: of each prompt; None if there are none.
+    images: of each prompt, or of its text up to the last image in its completion; None if there are none.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -828,7 +828,7 @@ class Written:
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:
-        """The images of each prompt; None for prompts without any."""
+        """The images of each row; None for rows without any."""
         if self.images is None:
             return [None] * len(self.prompt_ids)
         return [images if images.images else None for images in self.images]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from datasets import Dataset
 
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
+from trl_jax.data.chat_templates import prepare_multimodal_messages
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
+from trl_jax.data.image_rows import Encoder, pictures_in
+from trl_jax.data.images import ImagePatches, TextImages
 from trl_jax.data.prompts import parsed_message
 from trl_jax.rollout.rewards import EventLoop, check_columns, is_async, raised_by
 from trl_jax.rollout.rollout import Written, all_written
@@ -33,7 +36,7 @@ class Turns:
     tokens: token ids after the prompt, tool answers included.
     by_model: for each of `tokens`, whether the model generated it.
     messages: of the model and of its tools, in order.
-    row: the index of its prompt.
+    images: of the text up to the last answer with an image, or of the prompt; None if the run has none.
     """
 
     functions: Functions
@@ -41,12 +44,22 @@ class Turns:
     tokens: list[int]
     by_model: list[bool]
     messages: list[Message]
-    row: int
+    images: TextImages | None
 
     @property
     def calls(self) -> list[Any]:
         """The tool calls in the last message."""
         return self.messages[-1].get("tool_calls") or []
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and the tokens after it."""
+        return self.prompt + self.tokens
+
+    @property
+    def text_images(self) -> TextImages | None:
+        """The images of the whole text."""
+        return None if self.images is None else self.images.before(len(self.text) - len(self.images.features))
 
     def answered(self, answers: list[Message], tokens: list[int]) -> None:
         self.messages += answers
@@ -109,6 +122,7 @@ class Tools:
     longest: maximum number of tokens of a completion, answers included.
     positions: prompt and completion must have fewer tokens than this for another turn to start; None means no limit.
     vocab_size: rows of the model's embedding.
+    encoder: reads the images in answers; None if the model has no vision tower.
     """
 
     functions: Functions
@@ -119,6 +133,7 @@ class Tools:
     longest: int
     positions: int | None
     vocab_size: int
+    encoder: Encoder | None = None
     calls: Calls = field(default_factory=Calls)
 
     @property
@@ -129,35 +144,43 @@ class Tools:
         return [self.functions | by_name(methods_of(environment)) for environment in self.environments.current]
 
     def completed(
-        self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[np.ndarray], complete: Callable
+        self,
+        prompt_ids: Sequence[list[int]],
+        completion_ids: Sequence[np.ndarray],
+        complete: Callable,
+        images: Sequence[TextImages] | None = None,
     ) -> Written:
         """Run all further turns of these completions.
 
         Args:
             completion_ids: the first turn of each.
-            complete: generates the next tokens, int32 arrays, for a list of token id lists and the rows that these
-                belong to.
+            complete: generates the next tokens, int32 arrays, for a list of token id lists and the images of these
+                texts, or None.
+            images: of the prompts; None if the run has none.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
-        first = enumerate(zip(functions, prompt_ids, completion_ids, strict=True))
-        every = [self._begun(row, of_one, list(prompt), own.tolist()) for row, (of_one, prompt, own) in first]
+        seen = [None] * len(completion_ids) if images is None else images
+        first = zip(functions, prompt_ids, completion_ids, seen, strict=True)
+        every = [self._begun(of_one, list(prompt), own.tolist(), of_prompt) for of_one, prompt, own, of_prompt in first]
         waiting, turn = [turns for turns in every if turns.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
             waiting = [turns for turns in waiting if self._answer(turns)]
             if waiting:
-                texts = [turns.prompt + turns.tokens for turns in waiting]
-                further = complete(texts, [turns.row for turns in waiting])
+                texts = [turns.text for turns in waiting]
+                further = complete(texts, None if images is None else [turns.text_images for turns in waiting])
                 for turns, text, tokens in zip(waiting, texts, further, strict=True):
                     tokens = tokens[: self.longest - len(turns.tokens)].tolist()
                     turns.written(tokens, self._message(turns.functions, tokens, text) if tokens else None)
             waiting, turn = [turns for turns in waiting if turns.calls], turn + 1
         ids = [np.asarray(turns.tokens, np.int32) for turns in every]
         by_model = [np.asarray(turns.by_model, bool) for turns in every]
-        messages = [turns.messages for turns in every]
-        return Written(prompt_ids, ids, by_model, messages=messages, metrics=self.calls.metrics(len(every)))
+        messages, seen = [turns.messages for turns in every], [turns.images for turns in every]
+        made = Written(prompt_ids, ids, by_model, messages=messages, metrics=self.calls.metrics(len(every)))
+        return made if images is None else replace(made, images=seen)
 
-    def _begun(self, row: int, functions: Functions, prompt: list[int], tokens: list[int]) -> Turns:
-        return Turns(functions, prompt, tokens, [True] * len(tokens), [self._message(functions, tokens, prompt)], row)
+    def _begun(self, functions: Functions, prompt: list[int], tokens: list[int], images: TextImages | None) -> Turns:
+        message = self._message(functions, tokens, prompt)
+        return Turns(functions, prompt, tokens, [True] * len(tokens), [message], images)
 
     def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))
@@ -169,35 +192,48 @@ class Tools:
         """
         answers = self.calls.answers(turns.calls, turns.functions)
         for answer in answers:
-            check_no_media([answer], f"The answer of the tool {answer['name']!r}")
-        tokens = self._tokens_of(answers)
+            where = f"The answer of the tool {answer['name']!r}"
+            check_no_media([answer], where, images=self.encoder is not None)
+        tokens, seen = self._tokens_of(answers)
         if tokens:
             token_ids(tokens, self.vocab_size, f"The answer of {', '.join(repr(own['name']) for own in answers)}")
         length = len(turns.tokens) + len(tokens)
         if length > self.longest or (self.positions is not None and len(turns.prompt) + length >= self.positions):
             return False
         turns.answered(answers, tokens)
+        if seen:
+            turns.images = self.encoder.placed(turns.text, [*turns.images.images, *seen])
         return True
 
-    def _tokens_of(self, answers: list[Message]) -> list[int]:
-        """The tokens from the end of a message with tool calls to the start of the model's next message."""
+    def _tokens_of(self, answers: list[Message]) -> tuple[list[int], Sequence[ImagePatches]]:
+        """The tokens from the end of a message with tool calls to the start of the model's next message, and the images
+        among them."""
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before = self._rendered(talk, add_generation_prompt=False)
+        before, _ = self._rendered(talk, add_generation_prompt=False)
         ends = [place for place, token in enumerate(before) if token == self.tokenizer.eos_token_id]
         before = before[: ends[-1] + 1] if ends else before  # some templates put a newline after it
-        whole = self._rendered(talk + answers, add_generation_prompt=True)
+        whole, images = self._rendered(talk + answers, add_generation_prompt=True)
         if whole[: len(before)] != before:
             raise ValueError(
                 "The chat template renders a message with tool calls differently once the answers follow, so the "
                 "answers cannot be tokenized separately. Use a template that renders each message independently of "
                 "later ones."
             )
-        return whole[len(before) :]
+        return whole[len(before) :], images
 
-    def _rendered(self, talk: list[Message], **options: Any) -> list[int]:
-        options |= {"tokenize": True, "return_dict": False, **self.template_options}
-        return list(rendered(self.tokenizer, talk, f"The answers of tools {brief(talk[2:], 300)}", **options))
+    def _rendered(self, talk: list[Message], **options: Any) -> tuple[list[int], Sequence[ImagePatches]]:
+        where = f"The answers of tools {brief(talk[2:], 300)}"
+        if self.encoder is None:
+            options |= {"tokenize": True, "return_dict": False, **self.template_options}
+            return list(rendered(self.tokenizer, talk, where, **options)), ()
+        talk = prepare_multimodal_messages(talk)
+        text = rendered(self.tokenizer, talk, where, tokenize=False, **options, **self.template_options)
+        try:
+            found = self.encoder.encode(text, pictures_in(talk))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return found.ids.tolist(), found.images.images
 
 
 def by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
@@ -246,7 +282,10 @@ class Environments:
     """One environment per completion of a generation; they are reset and reused for the next generation.
 
     current: the environments of the current rows, in order.
+    sees: whether the model has a vision tower, so that `reset` may return images.
     """
+
+    sees: bool = False
 
     def __init__(self, given: Callable[[], Any] | Mapping[str, Callable[[], Any]]):
         """
@@ -301,7 +340,7 @@ class Environments:
 
         Raises:
             ValueError: a row names an unknown environment or already has a column `environments`, or `reset` returns
-                an image.
+                an image and the model has no vision tower.
         """
         self.current, taken = [], dict.fromkeys(self._factories, 0)
         for row in rows:
@@ -326,7 +365,7 @@ class Environments:
             told = environment.reset(**columns)
         if told is not None:
             where = f"reset() of the environment {type(environment).__name__}"
-            check_no_media([{"role": "user", "content": told}], where)
+            check_no_media([{"role": "user", "content": told}], where, images=self.sees)
             row = row | {"prompt": _with_observation(row["prompt"], told)}
         return row | {"environments": environment}
 

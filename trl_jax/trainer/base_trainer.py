@@ -92,6 +92,7 @@ class BaseTrainer(abc.ABC):
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
     _check_images: Callable[[], None] | None = None  # checks the arguments for rows with images; None: takes none
+    _may_get_images = False  # whether images may come in other ways than in rows
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _vision_collator: ClassVar[type[VisionCollator] | None] = None  # whose options are taken for rows with images
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
@@ -171,6 +172,7 @@ class BaseTrainer(abc.ABC):
             tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
         )  # fmt: skip
         progress = self._begin(args, spec)
+        spec = spec._replace(may_get_images=self._may_get_images)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         given = setup.Given(

@@ -23,6 +23,7 @@ from trl_jax.data.chat_templates import (
 )
 from trl_jax.data.checks import argument as argument_checks
 from trl_jax.data.checks import has_transform
+from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh import processes
@@ -58,13 +59,14 @@ def tools_of(
     longest: int,
     positions: int | None,
     vocab_size: int,
+    encoder: Encoder | None = None,
 ) -> tuple[Tools, dict[str, Any]]:
     """The tools of a run, and the further arguments of the chat template with which prompts are rendered.
 
     Args:
         environments: whose methods are tools, too; None: there are none.
         tokenizer: gets a `response_template`, if it has none.
-        most_turns, longest, positions, vocab_size: as of `Tools`.
+        most_turns, longest, positions, vocab_size, encoder: as of `Tools`.
 
     Raises:
         TypeError: a tool is no function, or lacks the annotations and the docstring that say what it takes.
@@ -89,7 +91,7 @@ def tools_of(
     options = dict(template_options)
     if not is_chat_template_prefix_preserving(tokenizer):
         options["chat_template"] = template_for_training(tokenizer)
-    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions, vocab_size)
+    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions, vocab_size, encoder)
     return tools, options if environments is not None else options | {"tools": list(found.values())}
 
 
@@ -197,6 +199,11 @@ class RolloutTrainer(BaseTrainer):
     def _check_images(self) -> None:
         """Completions are generated from images whatever the arguments."""
 
+    @property
+    def _may_get_images(self) -> bool:
+        """Whether images may come in answers of tools or environments."""
+        return (bool(self.tools) or self._environments is not None) and not uses_server(vars(self.args))
+
     def _rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
@@ -206,7 +213,7 @@ class RolloutTrainer(BaseTrainer):
         elif rollout_func is None:
             check_generates(model)
         rewards = self._rewards(run.events)
-        tools, template_options = self._tools(run.train_dataset, tokenizer, model, run.vocab_size)
+        tools, template_options = self._tools(run)
         options = _options(args, tokenizer, model, run.encoder)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
@@ -273,20 +280,19 @@ class RolloutTrainer(BaseTrainer):
         """The coefficient of the entropy bonus, where the loss has one."""
         return None
 
-    def _tools(
-        self, rows: Dataset | IterableDataset, tokenizer: Any, model: PreTrainedModel, vocab_size: int
-    ) -> tuple[Tools | None, dict[str, Any]]:
+    def _tools(self, run: setup.Setup) -> tuple[Tools | None, dict[str, Any]]:
         """The tools that the model may call, and the further arguments of the chat template of prompts."""
-        args = self.args
+        args = run.args
         if not self.tools and self._environments is None:
             return None, args.chat_template_kwargs or {}
         if self._environments is not None:
-            self._environments.check(rows, "train_dataset")
+            self._environments.check(run.train_dataset, "train_dataset")
+            self._environments.sees = run.encoder is not None
         return tools_of(
-            self.tools, self._environments, tokenizer, args.chat_template_kwargs or {},
+            self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
             most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
-            positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-            vocab_size=vocab_size,
+            positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
+            vocab_size=run.vocab_size, encoder=run.encoder,
         )  # fmt: skip
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:

@@ -215,7 +215,7 @@ class PolicyWriter:
         for prompt in prompts[::group]:
             check_no_media(prompt, f"The prompt {brief(prompt)}", images=encoder is not None)
         made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
-        if encoder is not None and any((own == encoder.image_token_id).any() for own in made.completion_ids):
+        if encoder is not None and has_stray_images(made, encoder.image_token_id):
             raise ValueError(
                 f"A completion has the image token {encoder.image_token!r}, but no image belongs to it. Leave "
                 "suppress_tokens out of generation_kwargs, and image tokens out of the completions of a rollout_func."
@@ -258,13 +258,10 @@ class PolicyWriter:
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
 
-        def further(texts: Ids, of_rows: Sequence[int]) -> list[np.ndarray]:
-            if images is None:
-                return self.complete(texts, 1)
-            own = [images[row].before(len(text) - len(ids[row])) for text, row in zip(texts, of_rows, strict=True)]
-            return self.complete(texts, 1, own)
+        def further(texts: Ids, of_texts: list[TextImages] | None) -> list[np.ndarray]:
+            return self.complete(texts, 1, of_texts)
 
-        return replace(tools.completed(ids, completions, further), images=images)
+        return tools.completed(ids, completions, further, images)
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         return self._encoded(prompts)[0]
@@ -306,6 +303,19 @@ class PolicyWriter:
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         known = prompt_ids if self._sampling.parses_messages else None
         return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
+
+
+def has_stray_images(made: Written, image_token: int) -> bool:
+    """Whether a completion has an image token to which no image belongs."""
+    seen = [None] * len(made.completion_ids) if made.images is None else made.images
+    for prompt, completion, images in zip(made.prompt_ids, made.completion_ids, seen, strict=True):
+        placed = np.zeros(len(completion), bool)
+        if images is not None:
+            own = images.features[len(prompt) :] != -1
+            placed[: len(own)] = own
+        if ((np.asarray(completion) == image_token) & ~placed).any():
+            return True
+    return False
 
 
 # Log-probabilities of completions under the policy that wrote them, and under the reference.

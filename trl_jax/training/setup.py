@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,8 @@ from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import resize
 from trl_jax.hub.torch_state import seed_if_imported
-from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor, native_of
+from trl_jax.hub.vision import vision_families
+from trl_jax.hub.vision.processor import VisionProcessor, has_image_processor, load_image_processor, native_of
 from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
@@ -117,6 +119,19 @@ def check_image_arguments(own_loss: frozenset[str], adapter: AdapterConfig | Non
         raise ValueError(
             "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
         )
+
+
+def _is_multimodal(checkpoint: Checkpoint | PreTrainedModel, processing_class: Any) -> bool:
+    """Whether the model computes images and comes with an image processor, as where TRL loads a whole processor."""
+    loaded = isinstance(checkpoint, PreTrainedModel)
+    native = native_of(checkpoint) if loaded else checkpoint.native
+    if native is None or native.family.model_type not in vision_families():
+        return False
+    if native.vision_arch is None if loaded else checkpoint.adapter is not None or "vision_config" not in native.raw:
+        return False
+    if processing_class is not None:
+        return _is_processor(processing_class)
+    return find_spec("PIL") is not None and has_image_processor(checkpoint.folder)
 
 
 def _is_processor(value: Any) -> bool:
@@ -289,6 +304,8 @@ class TrainerSpec(NamedTuple):
     paper: title and arXiv number of the method's paper, for the card.
     tokenizer_sides: on which sides a tokenizer that is loaded with the model pads and cuts; None: on its own.
     check_images: raises ValueError for arguments that rows with images do not go with; None: the trainer takes none.
+    may_get_images: whether images may come without rows that have them, from tools. A model that a processor belongs to
+        then has its vision tower, as in TRL.
     """
 
     reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None] | None = None
@@ -300,6 +317,7 @@ class TrainerSpec(NamedTuple):
     paper: tuple[str, str] | None = None
     tokenizer_sides: Mapping[str, str] | None = None
     check_images: Callable[[], None] | None = None
+    may_get_images: bool = False
 
 
 class Given(NamedTuple):
@@ -342,10 +360,13 @@ def build(
 
     quantization = model.quantization_of(given.quantization_config, args)
     sees = spec.check_images is not None and has_images(given.train)
+    may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
     if torch_model is None:
         checkpoint = model.find(given.model, args, task.head)
+        sees = sees or (may_see and _is_multimodal(checkpoint, given.tokenizer))
         checkpoint = model.with_images(checkpoint) if sees else checkpoint
     else:
+        sees = sees or (may_see and _is_processor(given.tokenizer))
         checkpoint = model.from_torch(torch_model, args, task.head, images=sees)
     if sees:
         check_image_arguments(own_loss, given.adapter)

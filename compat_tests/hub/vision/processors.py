@@ -13,6 +13,7 @@ from trl_jax.hub.vision import vision_families
 
 SQUARE = {"size": {"height": 28, "width": 28}}
 CROPPED = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+PATCHED = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}}
 SPLIT = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
 # The case, the processor's class, its arguments, and the sizes of the pictures.
 PROCESSORS = {
@@ -55,6 +56,10 @@ TILED = {
     "whole": "<global-img>",
     "end_of_utterance_token": "<end_of_utterance>",
 } | {f"row_{row}_{column}": f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)}
+QWEN = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+}  # fmt: skip
 TOKENS = {
     "gemma3": GEMMA,
     "gemma4": GEMMA | {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"},
@@ -65,6 +70,8 @@ TOKENS = {
     },
     "llava_next": {"image_token": "<image>"},
     "mistral3": {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN,
     "smolvlm": TILED | {"fake_image_token": TILED["fake"], "global_image_token": TILED["whole"]},
 }  # fmt: skip
 # The model type, the attribute with the placeholder, transformers' processor and its own arguments.
@@ -78,6 +85,8 @@ MADE_BY = {
         {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
     "mistral3": ("image_token", "pixtral.PixtralProcessor", {"patch_size": 4, "spatial_merge_size": 2}),
+    "qwen2_5_vl": ("image_token", "qwen2_5_vl.Qwen2_5_VLProcessor", {}),
+    "qwen3_vl": ("image_token", "qwen3_vl.Qwen3VLProcessor", {}),
     "smolvlm": ("image_token", "smolvlm.SmolVLMProcessor", {"image_seq_len": 4}),
 }  # fmt: skip
 # The image processors of `PROCESSORS`, without the arguments that transformers' processors pass to them.
@@ -92,6 +101,8 @@ IMAGE_PROCESSORS = {
         CROPPED | {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56], [28, 84], [84, 28]]},
     ),
     "mistral3": ("PixtralImageProcessorPil", {"patch_size": 4, "size": {"longest_edge": 40}}),
+    "qwen2_5_vl": ("Qwen2VLImageProcessorPil", PATCHED),
+    "qwen3_vl": ("Qwen2VLImageProcessorPil", PATCHED),
     "smolvlm": PROCESSORS["smolvlm"][1:3],
 }
 
@@ -109,7 +120,8 @@ def tokenizer_with(named: Any) -> Any:
 def placeholder(name: str) -> str:
     """What texts have in place of a picture."""
     key = name.split()[0]
-    return TOKENS[key][MADE_BY[key][0]]
+    token = TOKENS[key][MADE_BY[key][0]]
+    return f"<|vision_start|>{token}<|vision_end|>" if key.startswith("qwen") else token
 
 
 def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
@@ -128,7 +140,7 @@ def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
         monkeypatch.setattr(found, "num2words", str)  # for videos
     # Processors of videos need torchvision.
     monkeypatch.setattr(processor_class, "check_argument_for_proper_class", lambda self, name, argument: None)
-    if key in ("gemma4", "internvl", "smolvlm"):
+    if key in ("gemma4", "internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm"):
         options["video_processor"] = types.SimpleNamespace(model_input_names=[], num_frames=1, fps=1)
     image_class, arguments = IMAGE_PROCESSORS[name]
     processor = processor_class(
@@ -148,6 +160,8 @@ def config_for(name: str, processor: Any, **text: Any) -> Any:
     case, values = CASES[key], dict(CASES[key].values)
     token = TOKENS[key]["context_image_token" if key == "internvl" else "image_token"]
     values[vision_families()[key].image_token] = processor.tokenizer.convert_tokens_to_ids(token)
+    if key.startswith("qwen"):
+        values["vision_start_token_id"] = processor.tokenizer.convert_tokens_to_ids(QWEN["vision_bos_token"])
     values["text_config"] = values["text_config"] | text
     if key == "llava_next":
         values["image_grid_pinpoints"] = IMAGE_PROCESSORS[name][1]["image_grid_pinpoints"]

@@ -115,7 +115,7 @@ class VisionProcessor:
             grown = np.cumsum([0, *(len(own) - len(self.placeholder) for own in expanded)])
             moved = [[at + grown[np.searchsorted(starts, at, side="right")] for at in span] for span in spans]
             marked = _overlapping(np.asarray(tokens["offset_mapping"]), moved)[:max_length]
-        return EncodedText(ids, self._placed(ids, images), marked)
+        return EncodedText(ids, self.placed(ids, images), marked)
 
     def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages:
         """The pictures of a text that has been tokenized.
@@ -123,10 +123,11 @@ class VisionProcessor:
         Raises:
             ValueError: the text has another number of image tokens than the pictures have features.
         """
-        return self._placed(np.asarray(ids, np.int32), self.patches(pictures))
+        return self.placed(ids, self.patches(pictures))
 
-    def _placed(self, ids: np.ndarray, images: Sequence[ImagePatches]) -> TextImages:
-        return text_images(ids, self.image_token_id, images, self.family.positions)
+    def placed(self, ids: Sequence[int], images: Sequence[ImagePatches]) -> TextImages:
+        """As `place`, of images that have been processed."""
+        return text_images(np.asarray(ids, np.int32), self.image_token_id, images, self.family.positions)
 
 
 def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
@@ -164,6 +165,10 @@ def open_picture(value: Any) -> Any:
     )
 
 
+def has_image_processor(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
 def load_image_processor(folder: Path) -> Any:
     """The image processor in a folder, on its PIL backend.
 
@@ -177,7 +182,7 @@ def load_image_processor(folder: Path) -> Any:
         raise ImportError('Rows with images need Pillow: pip install "trl_jax[vision]".') from error
     from transformers import AutoImageProcessor
 
-    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+    if not has_image_processor(folder):
         raise ValueError(
             f"{folder}: there is no preprocessor_config.json, which says how images are resized. Save the model's "
             "processor there with save_pretrained, or pass it as processing_class."
