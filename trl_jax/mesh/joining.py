@@ -115,7 +115,7 @@ class _Patience:
     def tell(self, text: str) -> None:
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + TELL
+            self._next += TELL
             say(f"{text} ({now - self._began:.0f} s so far).")
 
 
@@ -164,7 +164,7 @@ class _Host:
                 selector.register(one, selectors.EVENT_READ)
             try:
                 while self._missing():
-                    for key, _ in selector.select(1):
+                    for key, _ in selector.select(0.5):
                         if key.fileobj is self._listener:
                             connection, _ = self._listener.accept()
                             connection.settimeout(5)
@@ -301,7 +301,7 @@ class _Guest:
 
     def _go_ahead(self, connection: socket.socket) -> bool:
         """Whether the first process says so; False if the connection ends before."""
-        connection.settimeout(1)
+        connection.settimeout(0.5)
         rest = b""
         while True:
             try:
