@@ -22,7 +22,7 @@ from trl_jax.core.text import say
 
 TELL = 30  # seconds between two lines that say which processes are missing
 _RETRY = 0.5  # seconds between two attempts to connect
-_LAST_WORD = 5  # seconds in which a process with an impossible number tries to tell the first process
+_LAST_WORD = 5  # seconds that a process with an impossible number, or out of time, leaves to the first process
 _OTHER = "another program answers there, or a run that has started without this process"
 _LINE = 4096  # bytes: no report or reply is longer
 
@@ -300,14 +300,17 @@ class _Guest:
             time.sleep(_RETRY)
 
     def _go_ahead(self, connection: socket.socket) -> bool:
-        """Whether the first process says so; False if the connection ends before."""
+        """Whether the first process says so; False if the connection ends before.
+
+        A first process that waits, too, gets _LAST_WORD more seconds: it can name those that are missing.
+        """
         connection.settimeout(0.5)
-        rest = b""
+        rest, end = b"", self._end
         while True:
             try:
                 data = connection.recv(_LINE)
             except TimeoutError:
-                if time.monotonic() > self._end:
+                if time.monotonic() > end:
                     return False
                 self._tell()
                 continue
@@ -322,6 +325,7 @@ class _Guest:
                 if "refused" in reply:
                     raise ValueError(reply["refused"])
                 self._state = f"process 0 is there, and waits for {_names(reply['missing'])}" if reply else _OTHER
+                end = self._end + _LAST_WORD if reply else end
             if len(rest) > _LINE:
                 self._state = _OTHER
                 return False
