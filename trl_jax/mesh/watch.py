@@ -172,9 +172,10 @@ class Watch:
             time.sleep(0.05)
         if self.lost is not None:
             return self._loss()
+        others = "though all of them are alive" if self._lifelines.hold(self.count) else "or one of them has died"
         return (
-            f"The connection between the processes of this run failed in {name}, though all of them are alive "
-            f"(this is process {self.number} of {self.count}). Look at the network between their hosts. {_RESUME}"
+            f"The connection between the processes of this run failed in {name}, {others} (this is process "
+            f"{self.number} of {self.count}). Look at their logs and at the network between their hosts. {_RESUME}"
         )
 
     def _loss(self) -> str:
@@ -321,6 +322,11 @@ class _Lifelines:
                 self._send(f"lost {lost}")
                 return lost
         return None
+
+    def hold(self, count: int) -> bool:
+        """Whether this process, one of `count`, has all connections that it should have."""
+        numbers = {number for _, number in list(self._peers.values())}  # the thread may change it
+        return numbers >= (set(range(1, count)) if self._number == 0 else {0})
 
     def _connect(self) -> None:
         """Open the port in the first process; in the others, connect to it once it is known."""
