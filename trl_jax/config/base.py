@@ -386,6 +386,12 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         rule=rules.whole(0, optional=True),
         kw_only=True,
     )
+    initialization_timeout: int = arg(
+        300,
+        help="Seconds to wait for the other processes of a run on several hosts to join.",
+        rule=rules.whole(1),
+        kw_only=True,
+    )
 
     # Arguments of most trainers. Their positions differ, and fields of a base class come first, so each config class
     # declares its own; these are the values for classes without them.
@@ -536,13 +542,16 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         `dataset_num_proc` could not fork."""
         from trl_jax.mesh.processes import join
 
-        join(self.coordinator_address, self.num_processes, self.process_id)
+        join(self.coordinator_address, self.num_processes, self.process_id, self.initialization_timeout)
 
     def jax_devices(self) -> list:
         """The devices of all processes that a run may use. Connects the processes and starts JAX."""
         import jax
 
+        from trl_jax.mesh.processes import several
+
         self.join_processes()
+        several()  # processes that have joined start their devices together
         return jax.devices("cpu") if self.use_cpu else jax.devices()
 
 

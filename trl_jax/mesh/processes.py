@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import os
 import pickle
 import socket
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
@@ -17,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from trl_jax.core.text import say
+from trl_jax.mesh.joining import call_roll
+from trl_jax.mesh.watch import Watch
 
 # `args.distributed_state`, with the parts of accelerate's PartialState that scripts use
 
@@ -72,16 +71,19 @@ def _do_nothing(*values: Any, **options: Any) -> None:
     """Stand-in for a function that only the first process runs."""
 
 
-# Joining, and detecting processes that died
+# Joining, and waiting for each other
 
-HEARTBEAT = 30  # seconds without a heartbeat after which a process is considered dead
-GRACE = 8  # seconds this process gets to raise the exception by itself after another process raised it
-LAST = 15  # seconds to wait for the other processes when exiting
+HEARTBEAT = 30  # seconds without a heartbeat after which JAX considers a process dead
 _SCHEDULERS = {"SLURM_NTASKS": "SLURM", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def join(address: str | None, count: int | None, number: int | None) -> None:
+@functools.cache
+def _watch() -> Watch:
+    return Watch()
+
+
+def join(address: str | None, count: int | None, number: int | None, timeout: int) -> None:
     """Join the other processes of the run, if there are any. Call this before JAX initializes its devices.
 
     Arguments that are None are read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without an
@@ -91,30 +93,47 @@ def join(address: str | None, count: int | None, number: int | None) -> None:
         address: "host:port" of the first process.
         count: the number of processes.
         number: the number of this process, from 0.
+        timeout: seconds to wait for the other processes.
 
     Raises:
-        ValueError: an address without the other two.
+        ValueError: an address without the other two or the reverse, or numbers that do not fit together.
+        TimeoutError: not all processes came.
     """
     if jax.distributed.is_initialized():  # by the script itself
-        _watch.start()
+        _watch().start()
         return
     variables = [os.environ.get(name) for name in _ENVIRONMENT]
     arguments = (address, count, number)
     address, count, number = (
         variable if argument is None else argument for argument, variable in zip(arguments, variables, strict=True)
     )
-    options: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT}
     if address is not None:
         if count is None or number is None:
             raise ValueError(
                 f"coordinator_address={address!r} also needs num_processes, the number of processes of the run, and "
                 "process_id, the number of this process from 0."
             )
-        jax.distributed.initialize(address, int(count), int(number), **options)
+        count, number = _whole("JAX_NUM_PROCESSES", count), _whole("JAX_PROCESS_ID", number)
+        call_roll(address, count, number, timeout)
+        _connect(timeout, address, count, number)
     elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
-        jax.distributed.initialize(**options)
-    if jax.distributed.is_initialized():
-        _watch.start()
+        _connect(timeout)
+    elif arguments[1] not in (None, 1) or arguments[2] not in (None, 0):
+        raise ValueError(
+            f"num_processes={arguments[1]} and process_id={arguments[2]} also need coordinator_address, 'host:port' of "
+            "the first process."
+        )
+
+
+def _whole(variable: str, value: int | str) -> int:
+    if isinstance(value, str) and not value.strip().removeprefix("-").isdecimal():
+        raise ValueError(f"{variable} must be a whole number, got {value!r}.")
+    return int(value)
+
+
+def _connect(timeout: int, *place: Any) -> None:
+    with _watch().joining(timeout):
+        jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=HEARTBEAT)
 
 
 def _tpu_pod() -> bool:
@@ -122,8 +141,11 @@ def _tpu_pod() -> bool:
 
 
 def several() -> bool:
-    """Whether the run has more than one process."""
-    return jax.distributed.is_initialized() and jax.process_count() > 1
+    """Whether the run has more than one process. Starts JAX's devices if the processes have joined."""
+    if not jax.distributed.is_initialized():
+        return False
+    _watch().start_devices()
+    return jax.process_count() > 1
 
 
 def is_first() -> bool:
@@ -131,131 +153,45 @@ def is_first() -> bool:
     return not several() or jax.process_index() == 0
 
 
-class AgreedExit(SystemExit):
-    """All processes exit after the same step; this is not a failure."""
-
-
-class _Watch:
-    """Exits this process if another one raised an exception in a block of `together`, or exited.
-
-    Such a process never reaches the collective in which this one waits, and Python code cannot interrupt that wait.
-    A background thread therefore polls what the processes announce through JAX's coordination service. All processes
-    run the same code, so they number their blocks alike. A process that raises the same exception within GRACE seconds
-    is left alone.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []  # numbers of the blocks this process is in
-        self.raising = False  # whether an exception is propagating out of them
-        self._client: Any = None
-        self._thread: threading.Thread | None = None  # started with the first block: until then, scripts may fork
-        self._count, self._over = 0, threading.Event()
-
-    def start(self) -> None:
-        if self._client is None:
-            self._client = _client()
-            atexit.register(self._stop)  # runs before JAX's own exit handler waits for all processes
-
-    @contextlib.contextmanager
-    def block(self) -> Iterator[None]:
-        if self._thread is None:
-            self.start()
-            self._thread = threading.Thread(target=self._look, name="trl_jax-processes", daemon=True)
-            self._thread.start()
-        self._count += 1
-        number, self.raising = self._count, False
-        self.blocks.append(number)
-        try:
-            yield
-        except AgreedExit:
-            raise
-        except BaseException as error:  # re-raised
-            self.raising = True
-            self.announce(f"left/{number}", error)
-            raise
-        finally:
-            self.blocks.remove(number)
-
-    def announce(self, what: str, error: BaseException) -> None:
-        if self._client is None:
-            return
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first process, which hosts the service, is gone
-            key = f"trl_jax/{what}/{jax.process_index()}"
-            self._client.key_value_set(key, type(error).__name__, allow_overwrite=True)
-
-    def _look(self) -> None:
-        found, seconds = None, 0
-        while not self._over.wait(1):
-            try:
-                now = self._announced()
-            except jax.errors.JaxRuntimeError:  # the first process is gone: JAX ends this one
-                return
-            seconds = seconds + 1 if now == found and now is not None else 0
-            found = now
-            if found is not None and seconds >= GRACE:
-                _exit_process(*found[1:])
-
-    def _announced(self) -> tuple[int, str, str] | None:
-        """The block in which another process failed, that process, and its exception."""
-        for number in [] if self.raising else tuple(self.blocks):
-            for what in (f"left/{number}", "ended"):
-                for key, name in self._client.key_value_dir_get(f"trl_jax/{what}/"):
-                    process = key.rpartition("/")[2]
-                    if process != str(jax.process_index()):
-                        return number, process, name
-        return None
-
-    def _stop(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(2)
-        if "last_value" in vars(sys):  # an unhandled exception, which Python has printed, ends this process
-            self.announce("ended", sys.last_value)
-
-
-_watch = _Watch()
-
-
 def announce_end(error: Exception) -> None:
     """Tell the other processes that this process exits because of `error`, which was caught and will not propagate."""
-    _watch.announce("ended", error)
+    _watch().announce("ended", error)
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """A block in which the processes wait for each other. If one process raises in it, the others exit within
-    GRACE + LAST seconds, with exit code 1 and a line that names the failed process."""
+def together(name: str) -> Iterator[None]:
+    """A block in which the processes wait for each other.
+
+    If one process raises in it or dies, the others exit within GRACE + LAST seconds, with exit code 1 and a line that
+    names that process. If one has not come after WAIT seconds, a line names it.
+
+    Args:
+        name: of the block, for these lines: "training", for example.
+
+    Raises:
+        RuntimeError: a collective failed because a process died, which is named, or the network failed.
+    """
     if not several():
         yield
         return
-    with _watch.block():
+    with _watch().block(name):
         yield
 
 
-def _exit_process(process: str, error: str) -> None:
-    say(
-        f"Process {process} of {jax.process_count()} ended with {error} (see its own log), so this process, number "
-        f"{jax.process_index()}, exits too. Checkpoints are never partial: restart all processes with "
-        "resume_from_checkpoint=True."
-    )
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed
-            stream.flush()
-    # Processes wait for each other here. If this one just exited, JAX would abort the others.
-    last = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-    last.start()
-    last.join(LAST)
-    os._exit(1)  # the main thread is stuck in a collective
+def reached(name: str) -> None:
+    """Say that this process begins a part of a block in which the processes wait for each other, such as a step."""
+    if several():
+        _watch().reached(name)
 
 
-@together()
 def barrier(name: str) -> None:
     """Wait until every process reaches the barrier of this name."""
-    if several():
-        multihost_utils.sync_global_devices(name)
+    with together(name):
+        if several():
+            multihost_utils.sync_global_devices(name)
 
 
-@together()
+@together("exchanging data")
 def from_first(data: bytes) -> bytes:
     """The first process's `data`, in all processes. It must have the same length everywhere."""
     if not several():
@@ -263,7 +199,7 @@ def from_first(data: bytes) -> bytes:
     return multihost_utils.process_allgather(np.frombuffer(data, np.uint8))[0].tobytes()
 
 
-@together()
+@together("exchanging data")
 def from_all(data: bytes) -> list[bytes]:
     """The `data` of every process, in order, in all processes."""
     lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int64)).reshape(-1).tolist()
@@ -293,7 +229,7 @@ def of_each_process(do: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in found]
 
 
-@together()
+@together("comparing arguments and data")
 def check_alike(facts: dict[str, int]) -> None:
     """Check that all processes have the same values.
 
@@ -315,42 +251,6 @@ def check_alike(facts: dict[str, int]) -> None:
                 f"The processes of this run have different {name}: {shown} from process 0. Start the same script with "
                 "the same arguments, data and package versions on each host."
             )
-
-
-@contextlib.contextmanager
-def naming_lost_processes() -> Iterator[None]:
-    """Explain a collective that failed because another process died, within HEARTBEAT seconds of the failure.
-
-    Raises:
-        RuntimeError: naming the processes that died. If a collective hangs instead of failing, JAX ends this process
-            after HEARTBEAT seconds.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        dead = _dead_processes() if several() else []
-        if not dead:
-            raise
-        raise RuntimeError(
-            f"Process {' and '.join(map(str, dead))} of {jax.process_count()} has died (see its own log), so this "
-            f"process, number {jax.process_index()}, cannot continue. Checkpoints are never partial: restart all "
-            "processes with resume_from_checkpoint=True."
-        ) from error
-
-
-def _client() -> Any:
-    from jax._src import distributed  # JAX has no public access to the coordination service
-
-    return distributed.global_state.client
-
-
-def _dead_processes() -> list[int]:
-    every = list(range(jax.process_count()))
-    try:
-        alive = _client().get_live_nodes(every)
-    except jax.errors.JaxRuntimeError:  # the first process, which answers, is gone
-        return [] if jax.process_index() == 0 else [0]
-    return [number for number in every if number not in alive]
 
 
 def _encoded(text: str) -> np.ndarray:

@@ -811,7 +811,7 @@ class Written:
         counted; the others are answers of tools.
     columns: extra columns for the reward functions. A list has one value per row; any other value applies to all rows.
     messages: each completion as reward functions see it; None decodes its tokens.
-    metrics: of the generation, under TRL's names.
+    calls: number of tool calls, and of those that failed; None without tools.
     sampling_logps: float32, the sampler's log-probability of each token of a completion, NaN where it has none; None if
         the sampler reports none.
     images: of each prompt, or of its text up to the last image in its completion; None if there are none.
@@ -822,9 +822,19 @@ class Written:
     by_model: Sequence[np.ndarray]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: Sequence[list[dict[str, Any]]] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    calls: tuple[int, int] | None = None
     sampling_logps: Sequence[np.ndarray] | None = None
     images: Sequence[TextImages] | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Tool calls per completion and the fraction that failed, under TRL's names; empty without tools."""
+        if self.calls is None:
+            return {}
+        calls, failures = map(np.float32, self.calls)
+        frequency = calls / np.float32(len(self.completion_ids))
+        failed = failures / calls if calls else 0.0
+        return {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:

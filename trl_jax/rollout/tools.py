@@ -99,12 +99,10 @@ class Calls:
             done.append((name, self._failed(result) if isinstance(result, Exception) else result))
         return [{"role": "tool", "name": _whole(name), "content": _content(result)} for name, result in done]
 
-    def metrics(self, completions: int) -> dict[str, float]:
-        """Calls per completion and the fraction that failed, since the last call of this method."""
+    def taken(self) -> tuple[int, int]:
+        """Calls, and those that failed, since the last call of this method."""
         calls, failures, self.calls, self.failures = self.calls, self.failures, 0, 0
-        frequency = np.float32(calls) / np.float32(completions)
-        failed = np.float32(failures) / np.float32(calls) if calls else 0.0
-        return {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
+        return calls, failures
 
     def _failed(self, error: Exception) -> dict[str, str]:
         self.failures += 1
@@ -175,7 +173,7 @@ class Tools:
         ids = [np.asarray(turns.tokens, np.int32) for turns in every]
         by_model = [np.asarray(turns.by_model, bool) for turns in every]
         messages, seen = [turns.messages for turns in every], [turns.images for turns in every]
-        made = Written(prompt_ids, ids, by_model, messages=messages, metrics=self.calls.metrics(len(every)))
+        made = Written(prompt_ids, ids, by_model, messages=messages, calls=self.calls.taken())
         return made if images is None else replace(made, images=seen)
 
     def _begun(self, functions: Functions, prompt: list[int], tokens: list[int], images: TextImages | None) -> Turns:

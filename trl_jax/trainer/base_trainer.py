@@ -408,7 +408,7 @@ class BaseTrainer(abc.ABC):
         return self._evaluate_one(dataset, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        with together(), self._model_at_rest():
+        with together("evaluation"), self._model_at_rest():
             metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
             self.log(metrics)
             if self.state.epoch is not None:
@@ -441,7 +441,7 @@ class BaseTrainer(abc.ABC):
         self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         loader = self.get_test_dataloader(prepared)
-        with together(), self._model_at_rest():
+        with together("prediction"), self._model_at_rest():
             return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
 
     def prediction_step(
@@ -651,7 +651,7 @@ class BaseTrainer(abc.ABC):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        with together():
+        with together("saving the model"):
             self.parts.checkpointer.write_model(folder, self.model)
         if not _internal_call:
             tell_saved(folder, self._setup.task.head, causal=self.model.backend.causal)

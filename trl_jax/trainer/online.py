@@ -70,17 +70,12 @@ def tools_of(
 
     Raises:
         TypeError: a tool is no function, or lacks the annotations and the docstring that say what it takes.
-        ValueError: two tools have one name; several processes; a chat template that shows no calls or answers, or
+        ValueError: two tools have one name; a chat template that shows no calls or answers, or
             writes calls in a form that is not known.
     """
     found = _checked(functions)
     for environment in () if environments is None else environments.probes:
         _checked([*functions, *methods_of(environment)])
-    if several():
-        raise ValueError(
-            "tools= and environment_factory= with several processes are not in this release of trl_jax. Start a "
-            "single one."
-        )
     if not supports_tool_calling(tokenizer):
         raise ValueError(
             "The provided chat template does not support tool calling. The template must be able to render a full "

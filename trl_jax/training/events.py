@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
 from trl_jax.core.text import say
-from trl_jax.mesh.processes import AgreedExit, several
+from trl_jax.mesh.processes import several
+from trl_jax.mesh.watch import AgreedExit
 
 
 class Events:

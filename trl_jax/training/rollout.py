@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,7 +48,7 @@ from trl_jax.training.devices import ShardedStep
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine
-from trl_jax.training.rollout_processes import RankRewards, RankWriter, local_copy, own_rank
+from trl_jax.training.rollout_processes import RankRewards, RankWriter, begin_own, local_copy, own_rank
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
 
@@ -60,10 +61,11 @@ def rollout_steps(
     """The source of the steps of online training."""
     cycle, args = setup.task.cycle, setup.args
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
-    alone = several() and (parts.rollout_func is not None or exact_draws(args.compute_dtype))
+    tools = parts.sampling.tools  # which are called a different number of times in each process
+    alone = several() and (parts.rollout_func is not None or tools is not None or exact_draws(args.compute_dtype))
     writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone)
     writer = RankWriter(writer, streams) if alone else writer
-    environments = None if parts.sampling.tools is None else parts.sampling.tools.environments
+    environments = None if tools is None else tools.environments
     logps = CompletionLogps(setup, forward, sharded_step)
     rollout = Rollout(
         writer,
@@ -73,7 +75,9 @@ def rollout_steps(
         partial(_count_tokens, setup.events),
         parts.table if is_first() else None,
         line,
-        **({} if environments is None else {"begin": environments.begin}),
+        **(
+            {} if environments is None else {"begin": partial(begin_own, environments) if alone else environments.begin}
+        ),
     )
 
     def sampler() -> Sampler:
@@ -203,12 +207,24 @@ class PolicyWriter:
 
     def __init__(self, setup: Setup, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
         self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
-        self._alone = alone
+        self._alone, self._copy = alone, None
         self._rollout_func = parts.rollout_func
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
         return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
+
+    @contextlib.contextmanager
+    def copied(self) -> Iterator[None]:
+        """As in LocalWriter. A `rollout_func` does not need the copy."""
+        setup = self._setup
+        if self._rollout_func is None:
+            with setup.on_device():
+                self._copy = local_copy(setup.model, jax.numpy.asarray)
+        try:
+            yield
+        finally:
+            self._copy = None
 
     def write(self, prompts: list, group: int) -> Written:
         encoder = self._setup.encoder
@@ -293,8 +309,7 @@ class PolicyWriter:
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         how["images"] = None if images is None else images[::group]
         with setup.on_device():
-            model = local_copy(setup.model, jax.numpy.asarray) if self._alone else setup.model
-            out = complete(model, prompt_ids[::group], options, **how)
+            out = complete(self._copy if self._alone else setup.model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
     def decoded(self, ids: Ids) -> list[str]:

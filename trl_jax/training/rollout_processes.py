@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import of_each_process
 from trl_jax.rollout.rewards import RewardFunctions
 from trl_jax.rollout.rollout import Ids, Writer, Written
+from trl_jax.rollout.tools import Environments
 
 
 def own_rank(ranks: int) -> int:
@@ -33,6 +35,14 @@ def own_part(rows: int) -> slice:
     return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
 
 
+class LocalWriter(Writer, Protocol):
+    """A writer that completes prompts in this process alone."""
+
+    def copied(self) -> AbstractContextManager:
+        """A block in which `write` has the model on this process's device. All processes must begin it together; what
+        they do in it takes no other process, because tools are called a different number of times in each."""
+
+
 @dataclass
 class RankWriter:
     """Writes this process's part of the completions, and gets the others'.
@@ -41,7 +51,7 @@ class RankWriter:
         them.
     """
 
-    inner: Writer
+    inner: LocalWriter
     streams: Sequence[TorchGenerator]
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
@@ -56,7 +66,8 @@ class RankWriter:
             made = self.inner.write(own, math.gcd(group, len(own))) if own else None
             return made, self.streams[rank].state()
 
-        found = of_each_process(do)
+        with self.inner.copied():
+            found = of_each_process(do)
         for process, (_, state) in enumerate(found):
             self.streams[process * (len(self.streams) // len(found))].restore(state)
         return joined([made for made, _ in found if made is not None])
@@ -81,7 +92,27 @@ def joined(parts: Sequence[Written]) -> Written:
     logps = [part.sampling_logps for part in parts]
     sampling = None if any(own is None for own in logps) else list(chain.from_iterable(logps))
     images = None if parts[0].images is None else list(chain.from_iterable(part.images for part in parts))
-    return Written(ids, written, by_model, columns, sampling_logps=sampling, images=images)
+    calls = [part.calls for part in parts if part.calls is not None]
+    return Written(
+        ids, written, by_model, columns,
+        messages=None if parts[0].messages is None else list(chain.from_iterable(part.messages for part in parts)),
+        calls=tuple(map(sum, zip(*calls, strict=True))) if calls else None, sampling_logps=sampling, images=images,
+    )  # fmt: skip
+
+
+def begin_own(environments: Environments, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the observations of all processes' environments. Each process resets those of its own part, and
+    only these rows have them in the column `environments`."""
+    own, begun = own_part(len(rows)), []
+
+    def do() -> list:
+        begun.extend(environments.begin(rows[own]))
+        return [row["prompt"] for row in begun]
+
+    prompts = chain.from_iterable(of_each_process(do))
+    found = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+    found[own] = begun
+    return found
 
 
 @dataclass

@@ -20,7 +20,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.config.rules import as_choice
 from trl_jax.hub.torch_objects import copy_back_to_torch
-from trl_jax.mesh.processes import barrier, is_first, naming_lost_processes, several, together
+from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.training.checkpoint import (
     LoopProgress,
     Snapshot,
@@ -237,9 +237,8 @@ class Training:
         try:
             with (
                 checkpointer.saver.settled(),
-                naming_lost_processes(),
                 explain_memory(self._memory),
-                together(),  # announces an exception before a save in the background is waited for
+                together("training"),  # announces an exception before a save in the background is waited for
                 compiling_ahead(setup, train_step, step, steps, progress),
             ):
                 return loop, *loop.run()
@@ -450,6 +449,7 @@ class Loop:
         events.fire("on_step_begin")
         progress.learning_rate = self.learning_rate(events.state.global_step)
         self._between_steps = False
+        reached(f"training step {events.state.global_step + 1}")
         metrics = self.advance(batch)
         for _ in range(batch.num_micro_batches - 1):
             events.fire("on_substep_end")

@@ -1,0 +1,46 @@
+"""A process of a run in which something goes wrong: `python faulty.py FAULT ADDRESS COUNT NUMBER TIMEOUT`."""
+
+import os
+import signal
+import sys
+import time
+
+from trl_jax.mesh import joining
+
+fault, address, count, number, timeout = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+joining.TELL = 3  # seconds, a tenth of what users wait
+if fault == "joining":  # which needs no JAX, whose import takes seconds
+    joining.call_roll(address, count, number, timeout)
+    sys.exit("joined")
+
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+from trl_jax.mesh import processes, watch  # noqa: E402
+
+watch.GRACE, watch.WAIT, watch._PUBLISH = 3, 2, 1
+processes.join(address, count, number, timeout)
+
+
+def step(name: str) -> None:
+    processes.reached(name)
+    multihost_utils.process_allgather(np.ones(3))
+
+
+with processes.together("training"):
+    step("step 1")
+    print("began", flush=True)
+    if fault == "network":
+        time.sleep(8 * number)  # process 1 is late
+        step("step 2")
+        watch._NOTICE = 1
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Read error [10.0.0.2]:17843: Connection timed out")
+    time.sleep(2)  # until the lifelines connect
+    if fault == f"kill {number}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault in ("kill 0", "kill 1"):
+        step("step 2")
+    if fault == "kill in python" and number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "kill in python":
+        time.sleep(100)  # as in a collective that hangs, on a GPU

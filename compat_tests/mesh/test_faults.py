@@ -1,0 +1,139 @@
+"""What goes wrong between two processes ends both within seconds, with exit code 1 and a sentence that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+
+from compat_tests.mesh.launching import port
+from trl_jax.mesh import processes, watch
+
+SCRIPT = Path(__file__).with_name("faulty.py")
+ROOT = str(Path(__file__).parents[2])
+SILENCE, END = 30, 60  # seconds: of one process without a line; from the end of the first to that of the last
+RESUME = "Checkpoints are never partial: restart all processes with resume_from_checkpoint=True."
+
+
+@dataclass
+class Ended:
+    """Of each process: its exit code and what it wrote; of all: the longest silence, and the seconds between ends."""
+
+    codes: list[int]
+    texts: list[str]
+    silence: float
+    between: float
+
+
+def run(out: Path, fault: str, *places: tuple[int, int], timeout: int = 60) -> Ended:
+    """Run processes with these (num_processes, process_id) to their ends."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    env |= {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
+    address, logs, started = f"localhost:{port()}", [], []
+    for index, place in enumerate(places):
+        logs.append(out / f"{index}.log")
+        command = [sys.executable, str(SCRIPT), fault, address, *map(str, (*place, timeout))]
+        with logs[-1].open("w") as file:
+            started.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+    now = time.monotonic()
+    sizes, spoke, ends, silence = [0] * len(places), [now] * len(places), [0.0] * len(places), 0.0
+    while not all(ends) and time.monotonic() < now + 300:
+        time.sleep(0.05)
+        for index, process in enumerate(started):
+            size, alive = logs[index].stat().st_size, process.poll() is None
+            if size != sizes[index] or (not alive and not ends[index]):
+                silence = max(silence, time.monotonic() - spoke[index])
+                sizes[index], spoke[index] = size, time.monotonic()
+            if not alive and not ends[index]:
+                ends[index] = time.monotonic()
+    for process in started:
+        process.kill()
+        process.wait()
+    between = max(ends) - min(ends)
+    print(f"{fault}, {places}: {between:.1f} s between the ends, {silence:.1f} s of silence")
+    return Ended([process.returncode for process in started], [log.read_text() for log in logs], silence, between)
+
+
+def assert_ended(found: Ended, *sentences: str, codes: tuple[int, ...]) -> None:
+    """Each process ended with its code, in time, and with its sentence unless that is empty."""
+    assert tuple(found.codes) == codes and found.silence < SILENCE and found.between < END, found
+    for text, sentence in zip(found.texts, sentences, strict=True):
+        assert sentence in text, text[-3000:]
+
+
+def test_processes_that_do_not_come_are_named(tmp_path):
+    found = run(tmp_path, "joining", (2, 1), timeout=4)
+    error = "TimeoutError: Process 1 of 2 could not join the run at localhost:"
+    assert_ended(found, error, codes=(1,))
+    assert "within 4 s: nothing answers there (Connection refused). Start process 0 on that host" in found.texts[0]
+    assert "trl_jax: process 1 of 2 waits for the run at localhost:" in found.texts[0]
+
+    found = run(tmp_path, "joining", (3, 0), (3, 2), timeout=8)
+    assert_ended(found, *["Error: Process 1 of 3 did not join the run at localhost:"] * 2, codes=(1, 1))
+    assert "trl_jax: process 0 of 3 waits at localhost:" in found.texts[0]
+    assert "process 0 is there, and waits for process 1 (" in found.texts[1]
+
+
+def test_numbers_that_do_not_fit_together_are_named_in_all_processes(tmp_path):
+    found = run(tmp_path, "joining", (2, 0), (2, 2))
+    error = "ValueError: process_id must be between 0 and 1 with num_processes=2, got 2 (on "
+    assert_ended(found, error, error, codes=(1, 1))
+
+    found = run(tmp_path, "joining", (3, 0), (3, 1), (3, 1))
+    error = "ValueError: Two processes of this run have process_id=1: pid "
+    assert_ended(found, error, error, error, codes=(1, 1, 1))
+    found = run(tmp_path, "joining", (2, 0), (2, 0))
+    error = "ValueError: Two processes of this run have process_id=0: pid "
+    assert_ended(found, error, error, codes=(1, 1))
+
+    found = run(tmp_path, "joining", (2, 0), (3, 1))
+    error = "ValueError: The processes of this run have different num_processes: 3 in the one with process_id=1 on "
+    assert_ended(found, error, error, codes=(1, 1))
+
+
+def test_a_process_that_died_is_named(tmp_path):
+    killed = -signal.SIGKILL
+    sentence = "Process 1 of 2 has died (see its own log), so this process, number 0, cannot continue. " + RESUME
+    found = run(tmp_path, "kill 1", (2, 0), (2, 1))
+    assert_ended(found, f"RuntimeError: {sentence}", "", codes=(1, killed))
+    assert "Gloo AllGather failed" in found.texts[0], found.texts[0]
+    found = run(tmp_path, "kill in python", (2, 0), (2, 1))
+    assert_ended(found, f"trl_jax: {sentence}", "", codes=(1, killed))
+
+    found = run(tmp_path, "kill 0", (2, 0), (2, 1))
+    sentence = "Process 0 of 2 has died (see its own log), so this process, number 1, cannot continue. " + RESUME
+    assert_ended(found, "", sentence, codes=(killed, 1))
+
+
+def test_a_process_that_is_late_and_a_network_that_fails_are_named(tmp_path):
+    found = run(tmp_path, "network", (2, 0), (2, 1))
+    error = "RuntimeError: The connection between the processes of this run failed in training, though all of them"
+    assert_ended(found, error, error, codes=(1, 1))
+    assert " s in step 2 for process 1" in found.texts[0] and "in step 2 for" not in found.texts[1], found.texts
+
+
+@pytest.mark.parametrize(("address", "count", "number", "error"), [
+    ("localhost", 2, 0, "coordinator_address must be 'host:port' of the first process, got 'localhost'"),
+    ("localhost:1", 2, None, "also needs num_processes"),
+    ("localhost:1", "two", 0, "JAX_NUM_PROCESSES must be a whole number, got 'two'"),
+    (None, 2, 1, "num_processes=2 and process_id=1 also need coordinator_address"),
+])  # fmt: skip
+def test_arguments_that_name_no_run_are_refused(address, count, number, error, monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: pytest.fail("joined a run"))
+    with pytest.raises(ValueError, match=error):
+        processes.join(address, count, number, 1)
+
+
+def test_other_errors_are_not_explained():
+    observer = watch.Watch()
+    for error in (ValueError("max_steps must be at least 1"), OSError("Connection reset by peer")):
+        assert observer._explanation(error, "training") is None

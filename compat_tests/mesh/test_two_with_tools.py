@@ -1,0 +1,88 @@
+"""Two processes whose completions use tools and environments learn from the rows of one process, with its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compat_tests.effort import only_thorough
+from compat_tests.mesh.launching import port
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.marks import timeless
+from trl_jax.rollout.rollout import Written
+from trl_jax.rollout.tools import Environments
+from trl_jax.training import rollout_processes
+
+SCRIPT = Path(__file__).with_name("tools_run.py")
+ROOT = str(Path(__file__).parents[2])
+
+
+def run(out, model, number=None, address=""):
+    env = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
+    if number is not None:
+        env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(number)}
+    with (out / f"{number}.log").open("w") as log:
+        command = [sys.executable, str(SCRIPT), str(model), str(out)]
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+@only_thorough  # 80 s of computing, most of it imports
+def test_two_processes_with_tools_are_one(checkpoint, tmp_path):
+    model = checkpoint("qwen3", **{key: value for key, value in SMALL.items() if key != "model_type"})
+    address = f"localhost:{port()}"
+    started = [run(tmp_path, model, number, address) for number in (0, 1)] + [run(tmp_path, model)]
+    codes = [process.wait(500) for process in started]
+    assert codes == [0, 0, 0], [(tmp_path / f"{name}.log").read_text()[-3000:] for name in ("0", "1", "None")]
+    one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "0", "1"))
+    half = [found["seen"][start : start + 2] for start in (0, 2) for found in (first, second)]
+    assert sum(half, []) == one["seen"] and len(one["seen"]) == 8
+    assert [len(messages) for _, messages, _ in one["seen"][:4]] == [3, 1, 3, 3]
+    for own, other, wanted in zip(first["logs"], second["logs"], one["logs"], strict=True):
+        own, other, wanted = map(timeless, (own, other, wanted))
+        assert wanted["tools/call_frequency"] == 0.75 and wanted["tools/failure_frequency"] == pytest.approx(1 / 3)
+        assert own == pytest.approx(wanted, rel=1e-5, abs=1e-6, nan_ok=True) and own == pytest.approx(other)
+
+
+class Counter:
+    """Counts its resets; the first process has two rows, of which one is not told anything."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+
+    def reset(self, number, **row):
+        self.number = number
+        return f" {number}" if number else None
+
+
+@pytest.mark.parametrize(("own", "others"), [(slice(0, 2), ["c 2"]), (slice(2, 3), ["a", "b 1"])])
+def test_a_process_resets_the_environments_of_its_own_rows(own, others, monkeypatch):
+    def of_each_process(do):
+        return [do(), talks] if own.start == 0 else [talks, do()]
+
+    talks, Counter.made = [[{"role": "user", "content": text}] for text in others], 0
+    monkeypatch.setattr(rollout_processes, "own_part", lambda rows: own)
+    monkeypatch.setattr(rollout_processes, "of_each_process", of_each_process)
+    rows = [{"prompt": [{"role": "user", "content": text}], "number": place} for place, text in enumerate("abc")]
+    found = rollout_processes.begin_own(Environments(Counter), rows)
+    assert [row["prompt"][0]["content"] for row in found] == ["a", "b 1", "c 2"]
+    assert [row["environments"].number for row in found[own]] == list(range(3))[own]
+    assert sum("environments" in row for row in found) == Counter.made == len(rows[own])
+
+
+def test_tool_calls_of_all_processes_are_counted():
+    def part(count, calls):
+        ids = [np.ones(2, np.int32)] * count
+        return Written(ids, ids, [own > 0 for own in ids], messages=[[{"role": "tool"}]] * count, calls=calls)
+
+    whole = rollout_processes.joined([part(3, (4, 1)), part(1, (1, 1))])
+    assert whole.calls == (5, 2) and len(whole.messages) == 4
+    assert whole.metrics == {"tools/call_frequency": 1.25, "tools/failure_frequency": pytest.approx(0.4)}
+    assert rollout_processes.joined([part(1, None), part(1, None)]).metrics == {}

@@ -1,0 +1,75 @@
+"""A run of GRPO with tools and environments: `python tools_run.py MODEL OUT`, in one process or in each of several."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+if "JAX_PROCESS_ID" not in os.environ:
+    jax.config.update("jax_num_cpu_devices", 2)
+
+from datasets import Dataset
+
+from compat_tests.parity.reference import BASE
+from compat_tests.rollout.test_tools import CALLS, END, add, tokenizer_of
+from trl_jax import GRPOConfig, GRPOTrainer
+from trl_jax.training.rollout import PolicyWriter
+
+model, out = sys.argv[1:]
+BUY = '<tool_call>{"name": "buy", "arguments": {"what": "pen"}}</tool_call>' + END
+UNKNOWN = '<tool_call>{"name": "none", "arguments": {}}</tool_call>' + END
+FIRST = {0: [BUY, "No." + END], 1: [CALLS["json"] + END, UNKNOWN]}  # turns that a tiny model would not write
+
+
+class Shop:
+    """Sells."""
+
+    def reset(self, start, **row):
+        self.bought = 0
+        return f" You have {start}."
+
+    def buy(self, what: str) -> str:
+        """Buy a thing.
+
+        Args:
+            what: the thing.
+        """
+        self.bought += 1
+        return f"one {what}"
+
+    def get_reward(self):
+        return float(self.bought)
+
+
+def first_turns(writer, ids, group, images=None):
+    """The first turns of completions are given, by the row; the model draws the others."""
+    if group == 1:
+        return complete(writer, ids, group, images)
+    texts = [writer.decoded([own])[0] for own in ids]
+    found = [FIRST[int("You have 1" in text)][place % 2] for place, text in enumerate(texts)]
+    return [np.asarray(words(text)["input_ids"], np.int32) for text in found]
+
+
+def reward(completions, completion_ids, environments, start, **columns):
+    seen.extend(zip(start, completions, [list(map(int, own)) for own in completion_ids], strict=True))
+    return [len(ids) % 7 + own.bought / 2 for ids, own in zip(completion_ids, environments, strict=True)]
+
+
+seen, words, complete = [], tokenizer_of("json"), PolicyWriter.complete
+rows = [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}], "start": i % 2} for i in range(4)]
+CONFIG = BASE | {
+    "max_steps": 2, "learning_rate": 3e-3, "num_generations": 2, "shuffle_dataset": False, "top_k": 1,
+    "per_device_train_batch_size": 2, "max_completion_length": 120, "pad_to_multiple_of": None, "mesh_shape": "fsdp:2",
+}  # fmt: skip
+folder = "one" if "JAX_PROCESS_ID" not in os.environ else "two"
+args = GRPOConfig(f"{out}/{folder}", **CONFIG)
+trainer = GRPOTrainer(
+    model, reward, args, Dataset.from_list(rows), processing_class=words, tools=[add], environment_factory=Shop
+)
+PolicyWriter.complete = first_turns
+trainer.train()
+found = {"seen": seen, "logs": [entry for entry in trainer.state.log_history if "loss" in entry]}
+Path(out, f"{os.environ.get('JAX_PROCESS_ID', 'one')}.json").write_text(json.dumps(found))
