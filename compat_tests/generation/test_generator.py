@@ -71,7 +71,7 @@ def test_tokens_are_those_of_transformers(case, sampled):
 @usual("gemma2")
 def test_one_step_a_call_and_no_compaction_change_nothing(case, monkeypatch):
     model, prompts, wanted, _ = case
-    monkeypatch.setattr(generator._Generation, "_compacted", lambda self, state, alive: state)
+    monkeypatch.setattr(generator._Generation, "_compacted", lambda self, state, alive: (state, alive))
     out, _ = completed(model, prompts, True, steps=5)
     np.testing.assert_array_equal(out.tokens, wanted[True])
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation import noise
 from trl_jax.generation.noise import (
     KeyedNoise,
     PrefetchedWords,
+    RowWords,
     TorchNoise,
     chunk_steps,
     exponential,
@@ -92,6 +94,29 @@ def test_rows_that_have_ended_leave_the_others_their_numbers():
     scores = scores_of(0)
     of_all = drawn(chunk(np.arange(ROWS)), scores, 1)
     np.testing.assert_array_equal(drawn(chunk(alive), scores[alive], 1), of_all[alive])
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("used", [0, 5, 9])
+def test_rows_that_start_later_read_the_same_words(block, used, monkeypatch):
+    """Rows at steps of their own, some of them behind; the generator ends where it would with all rows at once."""
+    generator, expected = TorchGenerator(4), TorchGenerator(4)
+    all_words = TorchGenerator(4).words(9 * 7 * 5 * 2).reshape(9, 7, 5, 2)
+    states = 7 * 9 * noise._STATE_BYTES
+    monkeypatch.setattr(noise, "_MOST_STATES_BYTES", states // block)
+    words = RowWords(generator, rows=7, vocabulary=5, steps=3, max_steps=9)
+    read = [((0, 1, 2), (0, 0, 0)), ((0, -1, 2), (3, 3, 3)), ((5, 4, 0), (0, 0, 6)), ((6, 5, 4), (8, 3, 3))]
+    for rows, drawn in read[: max(1, used)]:
+        chunk = words.noise(np.array(rows), np.array(drawn)).words
+        for place, (row, first) in enumerate(zip(rows, drawn, strict=True)):
+            wanted = np.zeros((3, 5, 2), np.uint32) if row < 0 else all_words[first : first + 3, row]
+            np.testing.assert_array_equal(chunk[: len(wanted), place], wanted)
+            assert not chunk[len(wanted) :, place].any()
+        np.testing.assert_array_equal(words.first(np.array([3, 6])).words, all_words[:1, [3, 6]])
+    words.close(used)
+    expected.words(used * 7 * 5 * 2)
+    assert generator.position == expected.position
+    np.testing.assert_array_equal(generator.words(7), expected.words(7))
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it():

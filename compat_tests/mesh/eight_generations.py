@@ -16,9 +16,12 @@ from datasets import Dataset
 from compat_tests.effort import only_thorough, thorough, usually
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import decode, generator
-from trl_jax.generation.generator import next_tokens
+from trl_jax.generation.decode import Weights
+from trl_jax.generation.generator import Lengths, Limit, cache_bytes, device_bytes, next_tokens
 from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.generate import complete
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.scripts import generate
@@ -68,6 +71,30 @@ def test_each_device_writes_its_own(mesh, memory, load, gathers):
     for name, one in wanted.items():
         assert done[name].generated_tokens == one.generated_tokens
         np.testing.assert_allclose(done[name].logprobs, one.logprobs, atol=1e-5)
+
+
+def test_a_few_at_a_time(load, monkeypatch):
+    """The limit is that of a device: four groups of devices have a prompt with two completions each."""
+    sizes, advance = set(), generator.next_tokens
+
+    def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
+        found = advance(graph, arrays, layers, state, *rest, **options)
+        sizes.add((found[0].tokens.shape, device_bytes(found[0].cache.parts)))
+        return found
+
+    monkeypatch.setattr(generator, "next_tokens", next_tokens_seen)
+    model = load("data:2,fsdp:2,tensor:2", layers=1)
+    options = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": ENDS, "pad_token_id": 0}
+
+    def completed(limit):
+        return complete(model, drawn(9), options, group=2, stream=TorchGenerator(1), logps=False, limit=limit)
+
+    whole = completed(Limit())
+    sizes.clear()
+    few = completed(Limit(2))
+    np.testing.assert_array_equal(few.tokens, whole.tokens)
+    lengths = Lengths(32, 32, 64)
+    assert ((8, 32), cache_bytes(Weights.of(model.graph, model.arrays), 1, 2, lengths)) in sizes
 
 
 @only_thorough

@@ -88,6 +88,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     size = found.generation.size
     assert size.prompts == 2 and size.completions == 8 and size.new_places == 64
     assert found.generation.compiled.peak == max(one.peak for one in whole)
+    assert found.generation.copied == 8 * 4 * 2 * 8 * 32  # completions, bytes, heads, channels, tokens
     assert found.compiled._replace(seconds=0) == compiled(step, place)._replace(seconds=0)
     assert found.generation.cache == calls["next_tokens"].cache > calls["prefill"].cache
     assert found.unread == 4 * found.parameters and found.memory.parameters == 2 * found.unread
@@ -113,6 +114,24 @@ def test_sizes_are_of_the_planned_devices(bare, tmp_path, mesh, rows, share):
     assert found.generation.size.completions == 4 and many.generation.size.completions == rows
     assert many.settings["generation_batch_size"] == rows
     assert many.memory.parameters <= share * found.memory.parameters
+
+
+def test_completions_at_once_are_those_of_a_run(bare, tmp_path):
+    """As many as the argument says, or as the memory that the run leaves has room for."""
+    sizes = {"steps_per_generation": 16, "max_completion_length": 2048}
+    place, args = topology("h100:1"), config(tmp_path, **sizes)
+    whole = plan(bare, args, place).generation
+    assert whole.size == whole.at_once == Size(16, 64, 96, 2048)
+    bounded = plan(bare, config(tmp_path, max_completions_per_device=16, **sizes), place)
+    assert bounded.generation.size == whole.size and bounded.generation.at_once == Size(16, 16, 96, 2048)
+    assert "Generation: 64 completions of 16 prompt(s), 16 at once, with room for 96" in text(bounded)
+
+    one = 2 * 4 * 2 * 8 * (96 + 2048)  # keys and values, bytes, heads, channels, tokens
+    held = bounded.memory.parameters + bounded.memory.moments
+    for slots in (1, 7, 61):
+        memory = (held + (slots + 0.5) * one / 0.75) / 0.95 / 0.75
+        small = place._replace(chip=CHIPS["h100"]._replace(memory=memory))
+        assert plan(bare, args, small).generation.at_once == Size(slots, slots, 96, 2048)
 
 
 def test_suggestions_keep_groups_and_generations_whole(bare, tmp_path):

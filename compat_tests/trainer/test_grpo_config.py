@@ -17,7 +17,8 @@ from trl_jax.trainer.rloo_config import RLOOConfig
 
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
        "num_processes": None, "process_id": None, "initialization_timeout": 300, "max_prompt_length": None,
-       "reward_timeout": None, "chat_template_path": None, "vllm_weights_dir": None}  # fmt: skip
+       "reward_timeout": None, "chat_template_path": None, "vllm_weights_dir": None,
+       "max_completions_per_device": None}  # fmt: skip
 OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))  # of RLOOConfig
 OLD["sanity_check"] = False
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
@@ -130,6 +131,10 @@ REFUSED_BY_BOTH = [
     ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+' is not in this release of trl_jax "
      "without vllm_mode='server': trl_jax's own generator cannot constrain completions to a pattern; leave it out."),
     ({"vllm_server_port": 70000}, "vllm_server_port must be at most 65,535, got 70000."),
+    ({"max_completions_per_device": 0},
+     "max_completions_per_device must be a whole number of at least 1 or None, got 0."),
+    ({"max_completions_per_device": 8, "use_vllm": True, "vllm_mode": "server"}, "max_completions_per_device=8 has no "
+     "effect with vllm_mode='server', where the server schedules completions (vLLM's --max-num-seqs). Leave it out."),
     ({"vllm_server_timeout": 0}, "vllm_server_timeout must be a number above 0, got 0."),
     ({"ref_model_mixup_alpha": 2.0},
      "ref_model_mixup_alpha must be a number from 0.0 to 1.0, the weight of the policy in the updated "

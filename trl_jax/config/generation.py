@@ -74,6 +74,15 @@ def _regex(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     )
 
 
+def _at_once(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value is not None and uses_server(values):
+        return (
+            f"{name}={value!r} has no effect with vllm_mode='server', where the server schedules completions (vLLM's "
+            "--max-num-seqs). Leave it out."
+        )
+    return rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)(name, value, values)
+
+
 def above(least: float, most: float, optional: bool = False) -> rules.Rule:
     """A number above `least` and at most `most`."""
 
@@ -233,6 +242,13 @@ class OnlineArguments(LanguageModelArguments):
         None,
         help="Folder in which weights are handed to vLLM servers, which must see it under the same path. If unset, "
         "/dev/shm, for servers on this machine.",
+        kw_only=True,
+    )
+    max_completions_per_device: int | None = arg(
+        None,
+        help="Maximum number of completions that a device generates at once. The others start when earlier ones end: "
+        "the tokens are the same, and the cache is smaller. If unset, as many as fit into the device's memory.",
+        rule=_at_once,
         kw_only=True,
     )
     vllm_group_port: int = arg(51216, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)

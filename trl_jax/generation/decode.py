@@ -21,7 +21,7 @@ from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room
+from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room, grown_ring
 from trl_jax.nn.linear import Quantized
 
 # Prefill
@@ -106,6 +106,29 @@ def _through(
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens, "features": features}
     return with_keys(trunk, tokens, positions, reads, longest, **options)
+
+
+def full_cache(
+    weights: Weights, prompts: tuple[int, int], group: int, capacities: tuple[int, int], max_tokens: int
+) -> Cache:
+    """The shapes of the cache of one device after it has grown.
+
+    Args:
+        weights: may be shapes.
+        prompts: their number, and their padded length.
+        group: completions per prompt.
+        capacities: after `prefill` and after `grown`.
+        max_tokens: see `prefill`.
+    """
+    tokens, lengths, longest = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (prompts, prompts[:1], ()))
+    first, last = capacities
+    _, cache = prefill.eval_shape(
+        weights.graph, weights.arrays, tokens, lengths, longest, TEXT_ALONE, group=group, capacity=first,
+        max_tokens=max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
+        shards=None,
+    )  # fmt: skip
+    state = begun(cache, np.ones(prompts[0] * group, bool), first, logps=False)
+    return grown_shapes(state, capacity=last).cache
 
 
 @partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer", "shards"), donate_argnames=("state",))
@@ -217,20 +240,40 @@ def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Dec
     return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, kept)
 
 
-@partial(jax.jit, static_argnames=("capacity",))
 def grown(state: Decoding, *, capacity: int) -> Decoding:
-    """Grow the state to a larger capacity."""
-    more = capacity - state.capacity
-    widths = ((0, 0), (0, more))
-    logps = None if state.logps is None else jnp.pad(state.logps, widths)
-    return state._replace(cache=state.cache.grown(more), tokens=jnp.pad(state.tokens, widths), logps=logps)
+    """Grow the state, which is consumed, to a larger capacity. Each array is freed before the next one is copied, so
+    two caches are never alive at once."""
+    cache = state.cache.grown(capacity - state.capacity, _grown_alone)
+    logps = None if state.logps is None else _grown_alone(state.logps, state.count, 1, capacity)
+    return state._replace(cache=cache, tokens=_grown_alone(state.tokens, state.count, 1, capacity), logps=logps)
 
 
-@partial(jax.jit, static_argnames=("shards",))
+def _grown_alone(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
+    if size == array.shape[axis]:
+        return array
+    new = _grown_ring(array, written, axis, size)
+    array.delete()
+    return new
+
+
+_grown_ring = jax.jit(grown_ring, static_argnums=(2, 3))
+
+
+def grown_shapes(state: Decoding, *, capacity: int) -> Decoding:
+    """The shapes of `grown`, for a state of shapes."""
+
+    def grow(state: Decoding) -> Decoding:
+        rings = {"tokens": state.tokens} | ({} if state.logps is None else {"logps": state.logps})
+        rings = {name: grown_ring(ring, state.count, 1, capacity) for name, ring in rings.items()}
+        return state._replace(cache=state.cache.grown(capacity - state.capacity, grown_ring), **rings)
+
+    return jax.eval_shape(grow, state)
+
+
 def selected(
-    state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array, *, shards: Shards | None = None
+    state: Decoding, prompts: np.ndarray, members: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None
 ) -> Decoding:
-    """Select a subset of completions.
+    """Select a subset of completions. Consumes the cache of `state`, array by array like `grown`.
 
     Args:
         prompts: int32 `[P']`, prompt indices within the shard; every shard has equally many.
@@ -238,11 +281,45 @@ def selected(
         alive: bool `[P', G']`, False for padding.
     """
 
+    def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
+        new = _selected_array(array, prompts, members if each else None, axis=axis, shards=shards)
+        array.delete()
+        return new
+
+    parts = [part.selected(select) for part in state.cache.parts]
+    bare = state._replace(cache=state.cache._replace(parts=[]))
+    bare = _selected_rows(bare, prompts, members, alive, shards=shards)
+    return bare._replace(cache=bare.cache._replace(parts=parts))
+
+
+@partial(jax.jit, static_argnames=("axis", "shards"))
+def _selected_array(
+    array: jax.Array, prompts: jax.Array, members: jax.Array | None, *, axis: int, shards: Shards | None
+) -> jax.Array:
+    """`array[prompts]` or `array[prompts, members]`, where prompts are on this axis."""
+
+    def of_shard(array: jax.Array, prompts: jax.Array, members: jax.Array | None) -> jax.Array:
+        at = (prompts,) if members is None else (prompts[:, None], members)
+        return array[(slice(None),) * axis + at]
+
+    def places(own: Shards) -> tuple:
+        of_array = PartitionSpec(*[None] * axis, own.axes)
+        return (of_array, own.rows, own.rows), of_array
+
+    return on_each(shards, of_shard, places)(array, prompts, members)
+
+
+@partial(jax.jit, static_argnames=("shards",))
+def _selected_rows(
+    state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array, *, shards: Shards | None
+) -> Decoding:
+    """`selected` for a state without the parts of its cache."""
+
     def of_shard(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array) -> Decoding:
         rows = (prompts[:, None] * _group(state) + members).reshape(-1)
         logps = None if state.logps is None else state.logps[rows]
         own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
-        return state._replace(cache=state.cache.selected(prompts, members), **own)
+        return state._replace(cache=state.cache._replace(places=state.cache.places.selected(prompts)), **own)
 
     def places(own: Shards) -> tuple:
         return (Decoding.places(own), *[own.rows] * 3), Decoding.places(own)

@@ -1,11 +1,12 @@
-"""Generate completions for prompts. Host side: scheduling of slots and calls of the compiled programs."""
+"""Generate completions for prompts. Host side: how many at once, scheduling of slots, calls of compiled programs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,6 +24,7 @@ from trl_jax.generation.decode import (
     Weights,
     anywhere,
     begun,
+    full_cache,
     grown,
     length_of_turn,
     of_all,
@@ -37,15 +39,17 @@ from trl_jax.generation.decode import (
     with_prompt_places,
     with_token,
 )
-from trl_jax.generation.noise import KeyedSource, Noise, NoiseSource, sample
+from trl_jax.generation.noise import Noise, NoiseSource, QueueSource, sample
 from trl_jax.generation.sampling import History, Processor, process
-from trl_jax.mesh.mesh import fetched
+from trl_jax.mesh.mesh import TENSOR, fetched
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Kept
+from trl_jax.nn.cache import Kept, LayerCache, LayersCache
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
 FIRST_PLACES = 32  # initial capacity in tokens; doubled whenever it is full
+SHARE = 3 / 4  # of the free memory that the cache may take; the rest is for a pass over the prompts and for growing
+_COPIES = 1 / 16  # largest ratio of the copies of prompts to the completions in the cache, if a group is divided
 _PARTS = 8  # waiting prompts are admitted together, at least 1/8 of the slots at a time
 
 
@@ -74,7 +78,7 @@ def generate(
 def generate_queue(
     weights: Weights,
     request: Request,
-    noise: KeyedSource | None,
+    noise: QueueSource | None,
     done: Callable[[Sequence[Completed]], None],
     *,
     slots: int,
@@ -86,7 +90,7 @@ def generate_queue(
     When all completions of a prompt have ended, a waiting prompt takes its slot, so that the batch stays full.
 
     Args:
-        noise: keyed by row and position, so that a token does not depend on the rest of the batch; None decodes
+        noise: of each row and step, so that a token does not depend on when its row is generated; None decodes
             greedily.
         done: receives completions as they end.
         steps, progress: see `generate`.
@@ -130,7 +134,8 @@ class _Generation:
 
     def run(self, progress: Progress | None) -> None:
         slots, capacity = self._slots, places(min(self._request.max_new_tokens, FIRST_PLACES))
-        state, status = self._first(slots.members, slots.longest(0), self._prompt_places, capacity, self._noise(0))
+        noise = self._noise(0, slots.members.reshape(-1) >= 0)
+        state, status = self._first(slots.members, slots.longest(0), self._prompt_places, capacity, noise)
         self._used += 1
         while True:
             alive = self._alive(state, status)
@@ -139,8 +144,8 @@ class _Generation:
                 progress(*slots.progress(state, alive))
             if not alive.any():
                 break
-            state = state._replace(alive=alive)
-            state, status = self._advanced(self._compacted(state, alive), int(status.count))
+            state, alive = self._compacted(state._replace(alive=alive), alive)
+            state, status = self._advanced(state, alive, int(status.count))
         slots.give(state, np.ones(slots.members.shape, bool))
 
     def _first(
@@ -180,21 +185,20 @@ class _Generation:
         rows = members.reshape(-1)
         return self._inputs._replace(prompt_ids=self._inputs.prompt_ids[rows], pads=self._inputs.pads[rows])
 
-    def _noise(self, count: int) -> Noise | None:
+    def _noise(self, count: int, alive: np.ndarray) -> Noise | None:
         """The noise chunk for the next step; `count` steps were taken so far."""
         if self._source is not None and self._used == self._steps:
-            self._chunk = self._source.noise(self._slots.rows, self._slots.drawn(count))
+            self._chunk = self._source.noise(np.where(alive, self._slots.rows, -1), self._slots.drawn(count))
         self._used %= self._steps
         return self._chunk
 
-    def _advanced(self, state: Decoding, count: int) -> tuple[Decoding, Status]:
-        weights, noise = self._weights, self._noise(count)
+    def _advanced(self, state: Decoding, alive: np.ndarray, count: int) -> tuple[Decoding, Status]:
+        weights, noise = self._weights, self._noise(count, alive)
         first, longest = self._used, self._slots.longest(count)
         state, most = self._at_turn(state, longest)
         steps = min(self._steps - first, most)
-        if count + steps > state.capacity and state.capacity < self._request.max_new_tokens:
-            alive = state.alive  # keep the host array: a device array would miss jit's dispatch cache
-            state = grown(state, capacity=places(state.capacity + 1))._replace(alive=alive)
+        if self._slots.drawn(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
+            state = grown(state, capacity=places(state.capacity + 1))
         drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
@@ -252,7 +256,7 @@ class _Generation:
 
     def _with_prompts(self, state: Decoding, fresh: np.ndarray, at: np.ndarray) -> Decoding:
         """Prefill the prompts of `fresh` `[P', G]`, sample their first tokens, and put them into the slots `at`."""
-        noise = None if self._source is None else self._source.noise(fresh.reshape(-1), np.zeros(fresh.size))
+        noise = None if self._source is None else self._source.first(fresh.reshape(-1))
         longest = self._slots.longest(int(state.count) - 1)
         first, _ = self._first(fresh, longest, power_of_two(max(32, self._longest(fresh))), 1, noise)
         longest = self._longest(self._slots.members)
@@ -261,13 +265,15 @@ class _Generation:
             state = with_prompt_places(state, count=self._prompt_places)
         return refilled(state, at, first, shards=self._weights.shards)
 
-    def _compacted(self, state: Decoding, alive: np.ndarray) -> Decoding:
-        """Drop ended completions from the state. Only between noise chunks, when no prompt waits, and without a watch,
-        which identifies rows by their index."""
+    def _compacted(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
+        """Drop ended completions from the state, and from `alive`. Only between noise chunks, when no prompt waits, and
+        without a watch, which identifies rows by their index."""
         if self._slots.waiting or self._watch is not None or self._used < self._steps:
-            return state
+            return state, alive
         kept = self._slots.compact(state, alive)
-        return state if kept is None else selected(state, *kept, shards=self._weights.shards)
+        if kept is None:
+            return state, alive
+        return selected(state, *kept, shards=self._weights.shards), kept[-1].reshape(-1)
 
 
 # Slots
@@ -404,6 +410,114 @@ class Slots:
 def power_of_two(number: int) -> int:
     """The smallest power of two that is at least `number`."""
     return 1 << (int(number) - 1).bit_length()
+
+
+# How many completions to generate at once
+
+
+class Limit(NamedTuple):
+    """Limits of a generation, for each device (or group of devices along `tensor`).
+
+    completions: the most that are generated at once; None for as many as `memory` allows.
+    memory: free bytes; None if unknown, for no limit.
+    """
+
+    completions: int | None = None
+    memory: int | None = None
+
+    def beside(self, weights: Weights, arrays: Mapping[str, Any]) -> Limit:
+        """The limit with the memory that is left by generation's own copies of a model's arrays. Both may be shapes."""
+        if self.memory is None:
+            return self
+        copied = [
+            array
+            for path, array in weights.arrays.items()
+            if (array.dtype, device_bytes(array)) != (arrays[path].dtype, device_bytes(arrays[path]))
+        ]
+        return self._replace(memory=max(self.memory - device_bytes((copied, weights.layers)), 0))
+
+
+NO_LIMIT = Limit()
+
+
+def device_bytes(arrays: Any) -> int:
+    """Bytes of arrays, or of their shapes, on one of the devices that they are divided over. Host arrays take none."""
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    return sum(prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
+
+
+class Queue(NamedTuple):
+    """How completions are generated a few at a time.
+
+    slots: prompts at once, on all devices.
+    parts: number of slots that the completions of a prompt are divided over.
+    """
+
+    slots: int
+    parts: int
+
+
+class Lengths(NamedTuple):
+    """Tokens per prompt and per completion that a cache has room for, rounded up. max_tokens bounds their sum."""
+
+    prompt: int
+    new: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, request: Request) -> Lengths:
+        """The lengths of a request's longest prompt and of its longest possible completion."""
+        longest, new = padded_length(max(map(len, request.texts)), "auto"), places(request.max_new_tokens)
+        return cls(longest, new, longest + new)
+
+
+def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> Queue | None:
+    """How to stay within the limit; None generates all completions at once.
+
+    Args:
+        weights: may be shapes.
+        prompts, group: their number, and completions per prompt.
+    """
+    shards = 1 if weights.shards is None else weights.shards.count
+    most = limit.completions
+    if most is not None and most >= -(-prompts * group // shards):
+        return None
+    if most is None:
+        if limit.memory is None:
+            return None
+        room, parts = SHARE * limit.memory, part_of_group(prompts, group, shards)
+        if cache_bytes(weights, -(-prompts * parts // shards), group // parts, lengths) <= room:
+            return None
+    for size in _slot_sizes(group, lengths, most or group):
+        slots = most // size if most is not None else int(room // cache_bytes(weights, 1, size, lengths))
+        if slots:
+            break
+    return Queue(max(slots, 1) * shards, group // size)
+
+
+def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
+    """Numbers of completions per slot to try, the best first.
+
+    Small slots are free again earlier, but each has a copy of the prompt.
+    """
+    sizes = [size for size in range(1, group + 1) if group % size == 0 and size <= most]
+    cheap = [size for size in sizes if lengths.prompt <= _COPIES * size * lengths.new]
+    best = cheap[0] if cheap else sizes[-1]
+    return [size for size in reversed(sizes) if size <= best]
+
+
+def cache_bytes(weights: Weights, prompts: int, group: int, lengths: Lengths) -> int:
+    """Bytes of the full cache of so many prompts with `group` completions each, on one device."""
+    first = min(lengths.new, FIRST_PLACES)
+    cache = full_cache(weights, (prompts, lengths.prompt), group, (first, lengths.new), lengths.max_tokens)
+    tensor = 1 if weights.shards is None else weights.shards.mesh.shape.get(TENSOR, 1)
+    return sum(_bytes(part, tensor) for part in cache.parts)
+
+
+def _bytes(part: LayersCache, tensor: int) -> int:
+    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+    return taken // tensor if isinstance(part, LayerCache) and part.v.shape[-3] % tensor == 0 else taken
 
 
 # Requests and completions

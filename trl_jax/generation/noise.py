@@ -4,13 +4,15 @@ A token is sampled as in torch.multinomial: each id gets an exponential random n
 p / q wins. q comes from one of two sources, which the decode loop treats alike:
 
 - TorchNoise, the stream of torch's CPU generator: gives the tokens that transformers samples from the same seed. Each
-  step takes 2 * rows * V words of the stream, including those of rows that have ended.
+  step takes 2 * rows * V words of the stream, including those of rows that have ended. Step s of row r has the same
+  words whether all rows are generated at once (`PrefetchedWords`) or some of them later (`RowWords`).
 - KeyedNoise, JAX's generator with a key per row and position: a row's tokens do not depend on the rest of the batch, on
   the devices or on the order of completion.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -24,6 +26,7 @@ from trl_jax.generation.decode import Shards
 
 _LOW_21 = np.uint32(2**21 - 1)
 _CHUNK_BYTES = 2**27  # of words for the steps of a chunk
+_STATE_BYTES, _MOST_STATES_BYTES = 2500, 2**28  # of one state of torch's generator, and of all that a generation keeps
 
 
 class Noise(Protocol):
@@ -37,7 +40,7 @@ class Noise(Protocol):
 
 
 class TorchNoise(NamedTuple):
-    """Words of torch's stream for a chunk: uint32 `[steps, R, V, 2]`, from `PrefetchedWords.noise`."""
+    """Words of torch's stream for a chunk: uint32 `[steps, R, V, 2]`, from `PrefetchedWords` or `RowWords`."""
 
     words: jax.Array | np.ndarray
 
@@ -113,10 +116,17 @@ class NoiseSource(Protocol):
     """The random numbers of one generation, one chunk of steps at a time."""
 
     def noise(self, rows: np.ndarray, drawn: np.ndarray) -> Noise:
-        """The next chunk for `rows`, int `[R]`, which have `drawn` tokens each, int `[R]`."""
+        """The next chunk for `rows`, int `[R]`, which have `drawn` tokens each, int `[R]`. Row -1 needs no numbers."""
 
     def close(self, steps: int) -> None:
         """Finish after `steps` steps whose numbers were used."""
+
+
+class QueueSource(NoiseSource, Protocol):
+    """Random numbers for rows that start at different times."""
+
+    def first(self, rows: np.ndarray) -> Noise:
+        """A chunk of one step, for the first token of `rows`, int `[R]`."""
 
 
 class KeyedSource:
@@ -132,6 +142,9 @@ class KeyedSource:
 
     def noise(self, rows: np.ndarray, drawn: np.ndarray) -> KeyedNoise:
         return KeyedNoise(self._key, self._numbers[rows].astype(np.int32), drawn.astype(np.int32))
+
+    def first(self, rows: np.ndarray) -> KeyedNoise:
+        return self.noise(rows, np.zeros(len(rows)))
 
     def close(self, steps: int) -> None:
         """Nothing to do: the next generation has another key."""
@@ -174,3 +187,76 @@ class PrefetchedWords:
     def _make(self) -> np.ndarray:
         self._starts.append(self._generator.state())
         return self._generator.words(int(np.prod(self._shape))).reshape(self._shape)
+
+
+class RowWords:
+    """The words of torch's stream for rows that start at different times.
+
+    The stream has the words of all rows for step 0, then those of all rows for step 1, and so on. It is read once, step
+    by step, and states of the generator are kept on the way, so that a row that starts later can read its words again.
+
+    Args:
+        generator: must not be used elsewhere until `close`.
+        rows: number of rows of the generation.
+        steps: per chunk.
+        max_steps: of the generation.
+    """
+
+    def __init__(self, generator: TorchGenerator, *, rows: int, vocabulary: int, steps: int, max_steps: int):
+        self._generator, self._again = generator, TorchGenerator(0)
+        self._rows, self._vocabulary, self._steps, self._max_steps = rows, vocabulary, steps, max_steps
+        self._block = -(-rows * max_steps * _STATE_BYTES // _MOST_STATES_BYTES)  # rows from one state to the next
+        self._states: list[list[GeneratorState]] = []  # of the blocks of each step that was read
+
+    def noise(self, rows: np.ndarray, drawn: np.ndarray) -> TorchNoise:
+        """The next chunk for `rows`, int `[R]`, which have `drawn` tokens each, int `[R]`. Row -1 gets zeros."""
+        return self._chunk(rows, drawn, self._steps)
+
+    def first(self, rows: np.ndarray) -> TorchNoise:
+        """A chunk of one step, for the first token of `rows`, int `[R]`."""
+        return self._chunk(rows, np.zeros(len(rows), np.int64), 1)
+
+    def close(self, steps: int) -> None:
+        """Set the generator to where torch's would be after `steps` steps."""
+        self._read_until(steps)
+        if steps < len(self._states):
+            self._generator.restore(self._states[steps][0])
+
+    def _chunk(self, rows: np.ndarray, drawn: np.ndarray, steps: int) -> TorchNoise:
+        words = np.zeros((steps, len(rows), self._vocabulary, 2), np.uint32)
+        wanted: dict[int, dict[int, list[tuple[int, int, int]]]] = {}  # step -> block -> (row in block, chunk indices)
+        for place, (row, first) in enumerate(zip(rows.tolist(), drawn.tolist(), strict=True)):
+            if row >= 0:
+                block, within = divmod(row, self._block)
+                for step in range(int(first), min(int(first) + steps, self._max_steps)):
+                    wanted.setdefault(step, {}).setdefault(block, []).append((within, step - int(first), place))
+        for step, of_step in sorted(wanted.items()):
+            self._read_until(step)
+            for block, own in self._words(step, of_step.keys()):
+                for within, at, place in of_step[block]:
+                    words[at, place] = own[within]
+        return TorchNoise(words)
+
+    def _read_until(self, step: int) -> None:
+        while len(self._states) < step:
+            for _ in self._words(len(self._states), ()):
+                pass
+
+    def _words(self, step: int, wanted: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """The words `[rows, V, 2]` of the wanted blocks of a step, which was read before or is the next to be read."""
+        if step < len(self._states):
+            for block in wanted:
+                self._again.restore(self._states[step][block])
+                yield block, self._of_block(self._again, block)
+            return
+        states = []
+        for block in range(-(-self._rows // self._block)):
+            states.append(self._generator.state())
+            own = self._of_block(self._generator, block)
+            if block in wanted:
+                yield block, own
+        self._states.append(states)
+
+    def _of_block(self, generator: TorchGenerator, block: int) -> np.ndarray:
+        rows = min(self._block, self._rows - block * self._block)
+        return generator.words(rows * self._vocabulary * 2).reshape(rows, self._vocabulary, 2)

@@ -16,8 +16,26 @@ from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data.images import TextImages
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Weights
-from trl_jax.generation.generator import Completed, Completions, Progress, Request, Watch
-from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps, random_key
+from trl_jax.generation.generator import (
+    NO_LIMIT,
+    Completed,
+    Completions,
+    Lengths,
+    Limit,
+    Progress,
+    Request,
+    Watch,
+    queue_of,
+)
+from trl_jax.generation.noise import (
+    KeyedSource,
+    NoiseSource,
+    PrefetchedWords,
+    QueueSource,
+    RowWords,
+    chunk_steps,
+    random_key,
+)
 from trl_jax.generation.sampling import Processor, Text
 from trl_jax.hub.generation_hooks import Caller, StepWatch, criteria_of
 from trl_jax.hub.generation_inputs import (
@@ -350,8 +368,14 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
 class Drawing(Protocol):
     """How tokens are sampled."""
 
+    def steps(self, rows: int, vocabulary: int) -> int:
+        """Number of steps per chunk, for `rows` rows at once."""
+
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
         """Random numbers for up to `new` steps of `rows` rows, in chunks of `steps` steps."""
+
+    def queue_source(self, rows: int, vocabulary: int, steps: int, new: int) -> QueueSource:
+        """The same numbers, for rows that are not all generated at once."""
 
 
 @dataclass(frozen=True)
@@ -367,6 +391,9 @@ class ExactDrawing:
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
         return PrefetchedWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
 
+    def queue_source(self, rows: int, vocabulary: int, steps: int, new: int) -> RowWords:
+        return RowWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
+
 
 @dataclass(frozen=True)
 class KeyedDrawing:
@@ -380,8 +407,10 @@ class KeyedDrawing:
         """Number of steps per chunk. Random numbers are computed within each step, so any number works."""
         return generator.STEPS
 
-    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> KeyedSource:
         return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers)
+
+    queue_source = source
 
 
 def exact_draws(dtype: Any) -> bool:
@@ -410,6 +439,7 @@ def complete(
     logps: bool = True,
     images: list[TextImages] | None = None,
     progress: Progress | None = None,
+    limit: Limit = NO_LIMIT,
 ) -> Completions:
     """Complete each prompt `group` times; completions of the same prompt are adjacent.
 
@@ -423,6 +453,7 @@ def complete(
         logps: whether to return log-probabilities under the model's logits divided by the temperature.
         images: of each prompt, if any has some.
         progress: called with the progress, as by `generation.generator.generate`.
+        limit: completions beyond it wait until others have ended; the tokens are the same.
 
     Raises:
         ValueError: options are not supported in this release or out of range, or there is no room for a new token.
@@ -439,7 +470,7 @@ def complete(
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
     request = replace(request, temperature=temperature, logps=logps, images=images)
     drawing = drawing_of(settings, stream, dtype)
-    return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress)
+    return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress, limit=limit)
 
 
 def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
@@ -469,9 +500,12 @@ def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawin
 
 def run(
     model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, head_dtype: Any = None,
-    watch: Watch | None = None, progress: Progress | None = None,
+    watch: Watch | None = None, progress: Progress | None = None, limit: Limit = NO_LIMIT,
 ) -> Completions:  # fmt: skip
     """Generate. The stream is advanced by the steps taken, or left unchanged if generation fails.
+
+    Args:
+        limit: not with a `watch`, which sees all completions at once.
 
     Raises:
         ValueError: the model does not support the length of the longest completion.
@@ -480,13 +514,24 @@ def run(
     _check_positions(model, request)
     request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
-    steps = generator.STEPS if drawing is None else drawing.steps(request.rows, model.vocab_size)
+    limit = limit.beside(weights, model.arrays)
+    queue = queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
+    at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
+    steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
-    source, used = None if drawing is None else drawing.source(request.rows, **options), 0
+    source, used = None, 0
+    if drawing is not None:
+        source = (drawing.source if queue is None else drawing.queue_source)(request.rows, **options)
     try:
         with _precision(weights):
-            completions = generator.generate(weights, request, source, steps=steps, watch=watch, progress=progress)
+            if queue is None:
+                completions = generator.generate(weights, request, source, steps=steps, watch=watch, progress=progress)
+            else:
+                done: list[Completed] = []
+                options = {"slots": queue.slots, "steps": steps, "progress": progress}
+                generator.generate_queue(weights, request.in_parts(queue.parts), source, done.extend, **options)
+                completions = Completions.of(done, request.pad)
         used = completions.tokens.shape[1]
     finally:
         if source is not None:

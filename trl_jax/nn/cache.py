@@ -6,7 +6,7 @@ Each kind of layer has two classes: what a forward pass produces (`KeysValues`, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -79,18 +79,18 @@ class LayerCache:
         v = jax.lax.dynamic_update_slice_in_dim(self.v, v.astype(self.v.dtype), place, axis)
         return replace(self, k_T=k_T, v=v)
 
-    def grown(self, more: int) -> LayerCache:
-        """Add places for completions, up to the window. No place may have been overwritten yet."""
+    def grown(self, more: int, written: jax.Array, grow: Grow) -> LayerCache:
+        """Add places for completions, up to the window."""
         places = self.v.shape[-2]
-        more = max(within(self.window, places + more) - places, 0)
-        return replace(self, k_T=wider(self.k_T, -1, more), v=wider(self.v, -2, more))
+        size = max(within(self.window, places + more), places)
+        return replace(self, k_T=grow(self.k_T, written, -1, size), v=grow(self.v, written, -2, size))
 
-    def selected(self, prompts: jax.Array, members: jax.Array) -> LayerCache:
-        """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        at = (slice(None),) * (self.v.ndim - 5)  # the layer axis, if there is one
-        of_prompt, of_member = (*at, prompts), (*at, prompts[:, None], members)
-        own = {"k_T": self.k_T[of_member], "v": self.v[of_member]}
-        return replace(self, prompt_k=self.prompt_k[of_prompt], prompt_v=self.prompt_v[of_prompt], **own)
+    def selected(self, select: Select) -> LayerCache:
+        """Select some completions."""
+        axis = self.v.ndim - 5  # of prompts: 1 if there is an axis of layers
+        own = {name: select(array, axis, True) for name, array in (("k_T", self.k_T), ("v", self.v))}
+        prompt_k, prompt_v = (select(array, axis, False) for array in (self.prompt_k, self.prompt_v))
+        return replace(self, prompt_k=prompt_k, prompt_v=prompt_v, **own)
 
     def with_prompt_places(self, count: int) -> LayerCache:
         """Resize to `count` places per prompt, or the window if that is smaller. No prompt may be longer."""
@@ -161,14 +161,14 @@ class LatentCache(NamedTuple):
         place = place % capacity
         return self._replace(own=jax.lax.dynamic_update_slice_in_dim(self.own, latent, place, len(lead)))
 
-    def grown(self, more: int) -> LatentCache:
+    def grown(self, more: int, written: jax.Array, grow: Grow) -> LatentCache:
         """Add places for completions."""
-        return self._replace(own=wider(self.own, -2, more))
+        return self._replace(own=grow(self.own, written, -2, self.own.shape[-2] + more))
 
-    def selected(self, prompts: jax.Array, members: jax.Array) -> LatentCache:
-        """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        at = (slice(None),) * (self.own.ndim - 4)  # the layer axis, if there is one
-        return LatentCache(self.prompt[(*at, prompts)], self.own[(*at, prompts[:, None], members)])
+    def selected(self, select: Select) -> LatentCache:
+        """Select some completions."""
+        axis = self.own.ndim - 4  # of prompts: 1 if there is an axis of layers
+        return LatentCache(select(self.prompt, axis, False), select(self.own, axis, True))
 
     def with_prompt_places(self, count: int) -> LatentCache:
         """Resize to `count` places per prompt."""
@@ -205,15 +205,14 @@ class ConvolutionCache(NamedTuple):
         del place
         return ConvolutionCache(new.window.astype(self.window.dtype).reshape(self.window.shape))
 
-    def grown(self, more: int) -> ConvolutionCache:
+    def grown(self, more: int, written: jax.Array, grow: Grow) -> ConvolutionCache:
         """No change: the size does not depend on the number of tokens."""
-        del more
+        del more, written, grow
         return self
 
-    def selected(self, prompts: jax.Array, members: jax.Array) -> ConvolutionCache:
-        """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        at = (slice(None),) * (self.window.ndim - 4)
-        return ConvolutionCache(self.window[(*at, prompts[:, None], members)])
+    def selected(self, select: Select) -> ConvolutionCache:
+        """Select some completions."""
+        return ConvolutionCache(select(self.window, self.window.ndim - 4, True))
 
     def with_prompt_places(self, count: int) -> ConvolutionCache:
         """No change: prompts need no places."""
@@ -250,15 +249,14 @@ class RecurrentCache(NamedTuple):
         window = ConvolutionCache(self.window).appended(ConvolutionInputs(new.window), place).window
         return RecurrentCache(window, new.state.reshape(self.state.shape))
 
-    def grown(self, more: int) -> RecurrentCache:
+    def grown(self, more: int, written: jax.Array, grow: Grow) -> RecurrentCache:
         """No change: the size does not depend on the number of tokens."""
-        del more
+        del more, written, grow
         return self
 
-    def selected(self, prompts: jax.Array, members: jax.Array) -> RecurrentCache:
-        """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        at = (slice(None),) * (self.window.ndim - 4)
-        return RecurrentCache(*(x[(*at, prompts[:, None], members)] for x in self))
+    def selected(self, select: Select) -> RecurrentCache:
+        """Select some completions."""
+        return RecurrentCache(*(select(x, self.window.ndim - 4, True) for x in self))
 
     def with_prompt_places(self, count: int) -> RecurrentCache:
         """No change: prompts need no places."""
@@ -285,12 +283,12 @@ class NothingKept(NamedTuple):
         del new, place
         return self
 
-    def grown(self, more: int) -> NothingKept:
-        del more
+    def grown(self, more: int, written: jax.Array, grow: Grow) -> NothingKept:
+        del more, written, grow
         return self
 
-    def selected(self, prompts: jax.Array, members: jax.Array) -> NothingKept:
-        del prompts, members
+    def selected(self, select: Select) -> NothingKept:
+        del select
         return self
 
     def with_prompt_places(self, count: int) -> NothingKept:
@@ -323,13 +321,13 @@ class BothCaches(NamedTuple):
         """Add a token to every completion, at `place`."""
         return BothCaches(*(own.appended(each, place) for own, each in zip(self, new, strict=True)))
 
-    def grown(self, more: int) -> BothCaches:
+    def grown(self, more: int, written: jax.Array, grow: Grow) -> BothCaches:
         """Add places for completions."""
-        return BothCaches(*(own.grown(more) for own in self))
+        return BothCaches(*(own.grown(more, written, grow) for own in self))
 
-    def selected(self, prompts: jax.Array, members: jax.Array) -> BothCaches:
-        """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        return BothCaches(*(own.selected(prompts, members) for own in self))
+    def selected(self, select: Select) -> BothCaches:
+        """Select some completions."""
+        return BothCaches(*(own.selected(select) for own in self))
 
     def with_prompt_places(self, count: int) -> BothCaches:
         """Resize to `count` places per prompt."""
@@ -365,16 +363,10 @@ class Cache(NamedTuple):
         parts = [own.appended(each, place) for own, each in zip(self.parts, new, strict=True)]
         return Cache(parts, self.places._replace(written=self.places.written + 1))
 
-    def grown(self, more: int) -> Cache:
-        """Add places for completions."""
-        return self._replace(parts=[own.grown(more) for own in self.parts])
-
-    def selected(self, prompts: jax.Array, members: jax.Array) -> Cache:
-        """Select the completions `members` `[P', G']` of `prompts` `[P']`."""
-        lengths, begun, written, offsets = self.places
-        offsets = None if offsets is None else offsets[prompts]
-        places = CachePlaces(lengths[prompts], begun[prompts], written, offsets)
-        return Cache([own.selected(prompts, members) for own in self.parts], places)
+    def grown(self, more: int, grow: Grow) -> Cache:
+        """Add places for completions; `grow` copies one array, such as `grown_ring`. No completion may be longer than
+        the places so far."""
+        return self._replace(parts=[own.grown(more, self.places.written, grow) for own in self.parts])
 
     def with_prompt_places(self, count: int) -> Cache:
         """Resize to `count` places per prompt."""
@@ -409,6 +401,11 @@ class CachePlaces(NamedTuple):
     begun: jax.Array
     written: jax.Array
     offsets: jax.Array | None = None
+
+    def selected(self, prompts: jax.Array) -> CachePlaces:
+        """The places of these prompts, int32 `[P']`."""
+        offsets = None if self.offsets is None else self.offsets[prompts]
+        return CachePlaces(self.prompt_lengths[prompts], self.begun[prompts], self.written, offsets)
 
     @property
     def own(self) -> jax.Array:
@@ -475,6 +472,28 @@ def sized(array: jax.Array, axis: int, size: int) -> jax.Array:
     """Resize an axis to `size`, by slicing or zero-padding."""
     there = array.shape[axis]
     return jax.lax.slice_in_dim(array, 0, size, axis=axis) if size < there else wider(array, axis, size - there)
+
+
+# (array, axis of its prompts, whether the next axis counts completions) -> the selected prompts or completions
+Select = Callable[[jax.Array, int, bool], jax.Array]
+Grow = Callable[[jax.Array, jax.Array, int, int], jax.Array]  # `grown_ring`, or one that also frees the old array
+
+
+def grown_ring(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
+    """Grow a ring buffer of n places to `size` >= n: the token written at step s moves from place s % n to s % size.
+
+    Places that have no token of the last n steps get copies of others.
+
+    Args:
+        written: int32 scalar, number of steps so far.
+    """
+    places = array.shape[axis]
+    if size == places:
+        return array
+    if size % places == 0:  # s % size % places == s % places
+        return jnp.concatenate([array] * (size // places), axis=axis)
+    last = written - 1 - (written - 1 - jnp.arange(size)) % size  # the step that wrote to each place last
+    return jnp.take(array, last % places, axis=axis)
 
 
 def wider(array: jax.Array, axis: int, more: int) -> jax.Array:

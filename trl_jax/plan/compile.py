@@ -158,7 +158,7 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     )  # results that do not reuse the memory of a donated argument
     peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
-    room = _gpu_room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit
+    room = gpu_room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit
     fits = fits if room is None else peak <= room
     return Compiled(seconds, peak, fits, room, arguments, allocated, cost), program
 
@@ -252,7 +252,7 @@ def gpu_devices(topology: Topology) -> list[jax.Device]:
     return found
 
 
-def _gpu_room(topology: Topology) -> int:
+def gpu_room(topology: Topology) -> int:
     """Bytes of GPU memory that XLA preallocates, which is all that a program can use."""
     return int(float(os.environ.get(_FRACTION, 0.75)) * topology.chip.memory)
 

@@ -22,13 +22,13 @@ from trl_jax.generation.decode import (
     cast_matrices,
     decodes_by_layer,
     divided,
-    grown,
+    grown_shapes,
     layer_shapes,
     part_of_group,
     prefill,
 )
 from trl_jax.generation.decode import begun as begun_decode
-from trl_jax.generation.generator import FIRST_PLACES, STEPS, Drawing, next_tokens, places
+from trl_jax.generation.generator import FIRST_PLACES, STEPS, Drawing, Lengths, Limit, next_tokens, places, queue_of
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
@@ -147,7 +147,10 @@ def _no_logps(model: str, made: Written, completion_mask: Sequence[np.ndarray]) 
 
 
 class Size(NamedTuple):
-    """The size of a generation. prompt_places, new_places: tokens per prompt and completion that the cache can hold."""
+    """The size of a generation, or of the part that is generated at once.
+
+    prompt_places, new_places: tokens per prompt and completion that the cache can hold.
+    """
 
     prompts: int
     completions: int
@@ -166,6 +169,15 @@ class Size(NamedTuple):
         parts = part_of_group(self.prompts, group, shards)
         prompts = -(-self.prompts * parts // shards) * shards
         return self._replace(prompts=prompts, completions=prompts * (group // parts))
+
+    def at_once(self, weights: Weights, limit: Limit) -> Size:
+        """The size of the part that a run generates at once, on all devices, within the limit of a device."""
+        group, new = self.completions // self.prompts, self.new_places
+        lengths = Lengths(self.prompt_places, new, self.prompt_places + new)
+        queue = queue_of(weights, self.prompts, group, lengths, limit)
+        if queue is None:
+            return self
+        return self._replace(prompts=queue.slots, completions=queue.slots * group // queue.parts)
 
     @property
     def tokens(self) -> int:
@@ -189,7 +201,10 @@ class Size(NamedTuple):
 class Generation(NamedTuple):
     """The largest generation of a run.
 
+    size: of all its completions.
+    at_once: of those that are generated at once.
     cache: bytes of the full cache, per device; None if it was not compiled.
+    copied: bytes per device of the largest array that is copied when the cache grows to its full size.
     compiled: figures of the program that needs more memory, prefill or decode; None if nothing was compiled.
     decode: figures of the decoding program; None if it was not compiled.
     beside: bytes in memory that are not arguments of these programs.
@@ -197,11 +212,20 @@ class Generation(NamedTuple):
     """
 
     size: Size
+    at_once: Size
     cache: int | None
+    copied: int
     compiled: Compiled | None
     decode: Compiled | None
     beside: int
     evaluates: bool
+
+    @property
+    def most(self) -> Compiled | None:
+        """`compiled`, with the peak of growing the cache if that is higher."""
+        if self.decode is None or self.decode.arguments is None:
+            return self.compiled
+        return self.compiled._replace(peak=max(self.compiled.peak, self.decode.arguments + self.copied))
 
 
 def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, topology: Topology) -> Weights:
@@ -235,15 +259,19 @@ class Programs:
         self._size = size if weights.shards is None else size.divided(weights.shards.count)
         self._max_tokens = size.prompt_places + size.new_places
 
-    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None]:
+    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None, int]:
         """Figures of the program that needs more memory, prefill or decoding with a full cache; figures of the latter;
-        and bytes of the full cache per device. The last two are None if prefill already does not fit."""
+        bytes of the full cache per device; and of its largest array before it last grew. Of these, the second and third
+        are None if prefill already does not fit."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
-            return first, None, None
-        full = self._full(jax.tree.map(_placed, program.out_info[1], program.output_shardings[1]))
+            return first, None, None, 0
+        cache = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
+        full, half = self._grown(cache, self._size.new_places), self._grown(cache, self._size.new_places // 2)
+        leaves = zip(jax.tree.leaves(full.cache.parts), jax.tree.leaves(half.cache.parts), strict=True)
+        copied = max((on_device(old) for new, old in leaves if new.shape != old.shape), default=0)
         step = compiled_program(self.decode(full), topology)[0]
-        return max(first, step, key=lambda one: one.peak), step, on_device(full.cache.parts)
+        return max(first, step, key=lambda one: one.peak), step, on_device(full.cache.parts), copied
 
     def prefill(self) -> jax.stages.Traced:
         """Trace the pass over the prompts."""
@@ -267,12 +295,12 @@ class Programs:
             max_tokens=self._max_tokens, shards=weights.shards,
         )  # fmt: skip
 
-    def _full(self, cache: Cache) -> Decoding:
-        """The state of decoding with a full cache, sharded like `cache`, the output of prefill."""
-        size = self._size
+    def _grown(self, cache: Cache, capacity: int) -> Decoding:
+        """The state of decoding with a cache of this capacity, sharded like `cache`, the output of prefill."""
+        size, most = self._size, max(capacity, min(self._size.new_places, FIRST_PLACES))
         alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
         begin = partial(begun_decode, alive=alive, capacity=capacity, logps=False)
-        state = jax.eval_shape(partial(grown, capacity=size.new_places), jax.eval_shape(begin, cache))
+        state = grown_shapes(jax.eval_shape(begin, cache), capacity=most)
         return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
 
     def _noise(self) -> Noise:

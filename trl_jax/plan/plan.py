@@ -13,6 +13,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import BLOCK
 from trl_jax.core.trainers import names_of_config
 from trl_jax.data.checks import has_images
+from trl_jax.generation.generator import Limit
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.peft_config import AdapterConfig
@@ -21,10 +22,11 @@ from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.attention import QUERY_BLOCK
 from trl_jax.plan import generation, trace
 from trl_jax.plan.chips import Topology
-from trl_jax.plan.compile import Bound, Compiled, bound, compiled, no_compiler, on_device
+from trl_jax.plan.compile import Bound, Compiled, bound, compiled, gpu_room, no_compiler, on_device
 from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
+from trl_jax.training.devices import room_within
 from trl_jax.training.model import outlined, with_images
 
 _BY_ROWS = f"plain XLA, per row, in blocks of {QUERY_BLOCK} queries"
@@ -119,9 +121,7 @@ class Plan:
             phases.append(self._phase("evaluation", sum(own.memory), own.compiled, self.unread))
         if self.generation is not None:
             own = self.generation
-            phases.append(
-                self._phase("generation", self.memory.parameters + self.memory.moments, own.compiled, own.beside)
-            )
+            phases.append(self._phase("generation", self.memory.parameters + self.memory.moments, own.most, own.beside))
         return phases
 
     def _phase(self, name: str, arguments: int, compiled: Compiled | None, beside: int) -> Phase:
@@ -224,7 +224,8 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     if trainer.parts.setup.rollout is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
     if sizes:
-        further["generation"] = _generation(trainer, arguments, sizes, topology, compiles)
+        scorer = further["scorer"]
+        further["generation"] = _generation(trainer, arguments, sizes, topology, compiles, scorer)
     return replace(planned_run, why=why, **further)
 
 
@@ -290,9 +291,18 @@ def _evaluation(trainer: BaseTrainer, step: trace.StepArguments, topology: Topol
 
 
 def _generation(
-    trainer: BaseTrainer, step: trace.StepArguments, sizes: list[Size], topology: Topology, compiles: bool
+    trainer: BaseTrainer,
+    step: trace.StepArguments,
+    sizes: list[Size],
+    topology: Topology,
+    compiles: bool,
+    scorer: int,
 ) -> Generation:
-    """Plan the largest of these generations; the second, if any, is that of an evaluation."""
+    """Plan the largest of these generations; the second, if any, is that of an evaluation.
+
+    Args:
+        scorer: bytes of a reward model.
+    """
     check_generates(trainer.model)
     run, dtype = trainer.parts.setup, trainer.args.compute_dtype
     placed = step.frozen | step.params
@@ -300,12 +310,25 @@ def _generation(
     with trace.on_device(trainer):
         head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
         weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology)
-        evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
+    evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
+    at_once = size
+    if run.rollout is not None:  # traced on this machine's device: the cache has the same shapes on every platform
+        limit = _limit(trainer.args, topology, on_device((placed, step.state)) + scorer)
+        at_once = size.at_once(weights, limit.beside(weights, arrays))
+    with trace.on_device(trainer):
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
-        programs = Programs(weights, size, vocabulary=run.vocab_size, exact=exact)
-        result, decode, cache = programs.compiled(topology) if compiles else (None, None, None)
+        programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
+        result, decode, cache, copied = programs.compiled(topology) if compiles else (None, None, None, 0)
     beside = on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
-    return Generation(size, cache, result, decode, beside, bool(evaluates))
+    return Generation(size, at_once, cache, copied, result, decode, beside, bool(evaluates))
+
+
+def _limit(args: BaseConfig, topology: Topology, held: int) -> Limit:
+    """The limit of a run's generation on a device that holds so many bytes, as in `training.rollout`."""
+    if topology.chip is None:
+        return Limit(args.max_completions_per_device)
+    most = gpu_room(topology) if topology.platform == "gpu" else int(topology.chip.memory)
+    return Limit(args.max_completions_per_device, max(room_within(most) - held, 0))
 
 
 def _bound(topology: Topology, result: Compiled | None, arguments: trace.StepArguments) -> Bound | None:

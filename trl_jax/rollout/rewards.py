@@ -244,6 +244,11 @@ class RewardFunctions:
     _left_out: set[str] = field(default_factory=set)  # columns of log_extra that a warning was given for
     _renamed: set[str] = field(default_factory=set)
 
+    @property
+    def arrays(self) -> list[dict[str, Any]]:
+        """The arrays of each reward model."""
+        return [function.model.arrays for function in self.functions if isinstance(function, RewardModel)]
+
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:

@@ -366,9 +366,14 @@ Logps = Sequence[np.ndarray]
 
 
 class Rewards(Protocol):
-    """Reward functions; `names` are used in metrics."""
+    """Reward functions.
+
+    names: used in metrics.
+    arrays: of the reward models among them.
+    """
 
     names: Sequence[str]
+    arrays: Any
 
     def __call__(self, rows: Sequence[dict], prompts: list, completions: list, completion_ids: list) -> np.ndarray:
         """Compute rewards, float32 `[B, F]`; NaN where a function does not apply."""

@@ -310,11 +310,12 @@ def _peak(phase: Phase) -> str:
 def _generation(plan: Plan) -> str:
     if plan.generation is None:
         return ""
-    (size, cache, *_), phase = plan.generation, plan.phases[-1]
+    (size, at_once, cache, *_), phase = plan.generation, plan.phases[-1]
+    part = "" if at_once == size else f", {at_once.completions} at once"
     cached = "" if cache is None else f" a cache of {_size(cache)} per device,"
     scorer = f" and {_size(plan.scorer)} of reward model" if plan.scorer else ""
     told = (
-        f"Generation: {size.completions} completions of {size.prompts} prompt(s), with room for "
+        f"Generation: {size.completions} completions of {size.prompts} prompt(s){part}, with room for "
         f"{size.prompt_places:,} and {size.new_places:,} tokens:{cached} with the optimizer "
         f"state{scorer} in memory: {_peak(phase)}."
     )

@@ -92,6 +92,7 @@ class DistillationConfig(BaseConfig):
     )
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
+    max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
 
     @property
     def generation_batch_size(self) -> int:

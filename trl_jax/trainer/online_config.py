@@ -66,6 +66,7 @@ class OnlineConfig(BaseConfig):
     num_completions_to_print: int | None = online("num_completions_to_print")
     log_unique_prompts: bool = online("log_unique_prompts")
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
+    max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()

@@ -129,6 +129,7 @@ class RLOOConfig(BaseConfig):
     max_prompt_length: int | None = online("max_prompt_length")
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
+    max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
     reward_timeout: float | None = online("reward_timeout")
 
     # Of TRL up to 0.21

@@ -242,13 +242,26 @@ def _compiled_with_size(step: Callable, *arguments: Any) -> tuple[Any, int | Non
 def room_of(device: jax.Device) -> int:
     """Bytes of a device that a step may take. They never change, so that runs can be repeated to the bit.
 
+    Processes that differ take the least.
+    """
+    room = own_room_of(device)
+    return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
+
+
+def own_room_of(device: jax.Device) -> int:
+    """`room_of`, without asking the other processes.
+
     On a CPU that is half of the host's memory, divided by its devices: data, evaluation and copies that are being saved
-    need some, too. Processes that differ take the least. 0 where the system does not say how much memory it has.
+    need some, too. 0 where the system does not say how much memory it has.
     """
     stats = device.memory_stats() or {}
     on_host = "bytes_limit" not in stats
-    room = total() // (2 * jax.local_device_count()) if on_host else int(_SHARE * stats["bytes_limit"])
-    return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
+    return total() // (2 * jax.local_device_count()) if on_host else room_within(stats["bytes_limit"])
+
+
+def room_within(limit: int) -> int:
+    """Bytes that a run may take of an accelerator on which JAX may allocate `limit`."""
+    return int(_SHARE * limit)
 
 
 # Reads how much memory the host has and how much is available; a container's limit counts as its host's.

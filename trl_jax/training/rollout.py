@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.images import TextImages
 from trl_jax.data.loader import IndexedExample, StepBatch
+from trl_jax.generation.generator import Limit, device_bytes
 from trl_jax.hub.generate import complete, exact_draws
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import CompletionsLog
@@ -44,10 +46,11 @@ from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.tools import Tools, written_by
 from trl_jax.tasks.policy import Cycle, RolloutTask
 from trl_jax.training import data
-from trl_jax.training.devices import ShardedStep
+from trl_jax.training.devices import ShardedStep, own_room_of, room_of
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine
+from trl_jax.training.mesh import run_device
 from trl_jax.training.rollout_processes import RankRewards, RankWriter, begin_own, local_copy, own_rank
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
@@ -208,7 +211,7 @@ class PolicyWriter:
     def __init__(self, setup: Setup, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
         self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
         self._alone, self._copy = alone, None
-        self._rollout_func = parts.rollout_func
+        self._rollout_func, self._rewards = parts.rollout_func, parts.rewards
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
@@ -309,8 +312,24 @@ class PolicyWriter:
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         how["images"] = None if images is None else images[::group]
         with setup.on_device():
-            out = complete(self._copy if self._alone else setup.model, prompt_ids[::group], options, **how)
+            model = self._copy if self._alone else setup.model
+            out = complete(model, prompt_ids[::group], options, limit=self._limit(model), **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+
+    def _limit(self, model: PreTrainedModel) -> Limit:
+        """How many completions of a model to generate at once. In auto mode, it only depends on what the run holds, so
+        that a repeated run generates as many."""
+        setup = self._setup
+        scorers = None if self._rewards is None else self._rewards.arrays
+        own = (model.params, model.frozen) if self._alone else None
+        held = device_bytes((setup.arrays, setup.progress.optimizer_state, scorers, own))
+        return Limit(setup.args.max_completions_per_device, max(self._room - held, 0) if self._room else None)
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes of a device that generation may take, with all arrays of the run; 0 if unknown."""
+        device = run_device(self._setup.args)
+        return own_room_of(device) if self._alone else room_of(device)
 
     def decoded(self, ids: Ids) -> list[str]:
         return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)

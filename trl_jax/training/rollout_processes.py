@@ -130,6 +130,10 @@ class RankRewards:
     def names(self) -> list[str]:
         return self.inner.names
 
+    @property
+    def arrays(self) -> list[dict[str, Any]]:
+        return self.inner.arrays
+
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
