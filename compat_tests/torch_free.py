@@ -23,6 +23,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         final = train(Path(folder))
         score(final)
+        from_a_config(Path(folder) / "made")
         from_the_shell(Path(folder))
     check("imported", [name for name in UNWANTED if name in sys.modules])
     print("Trained, evaluated, saved, loaded and scored without", ", ".join(UNWANTED) + ".")
@@ -66,6 +67,18 @@ def go_on(folder: Path, whole, args, pairs) -> None:
     assert again.train(str(folder / "run" / "checkpoint-3")).global_step == 6
     for path, array in whole.model.params.items():
         np.testing.assert_array_equal(again.model.params[path], array)
+
+
+def from_a_config(folder: Path) -> None:
+    """A model that no checkpoint names an architecture for."""
+    from transformers import AutoConfig
+
+    from trl_jax.hub.auto import AutoModelForCausalLM
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", **shape, num_attention_heads=2, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.architectures == ["LlamaForCausalLM"]
 
 
 def score(final: Path) -> None:

@@ -37,8 +37,10 @@ if [ ! -d "$venv" ]; then
     "$python" -m venv "$venv"
 fi
 
-echo "== Installing trl_jax and its dependencies (no torch)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$root"
+echo "== Installing trl_jax and its dependencies (no torch); the first time takes a few minutes"
+# One line per package as it is fetched; errors are on stderr.
+"$venv/bin/python" -m pip install --disable-pip-version-check "$root" |
+    sed -un -e 's/^Collecting \([^][ ;<>=!~(]*\).*/   \1/p' -e 's/^Installing collected packages.*/   installing .../p'
 
 echo "== Training on the CPU"
 # The model and the data are local, so nothing is downloaded from the Hub.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.text import api_boundary
 from trl_jax.core.trainers import WHERE, fetching
 
 if TYPE_CHECKING:  # what type checkers and editors see
@@ -166,6 +167,7 @@ __all__ = sorted(_WHERE)
 _fetch = fetching(__name__, _WHERE)
 
 
+@api_boundary
 def __getattr__(name: str) -> Any:
     if name.endswith(("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification")) and name not in _WHERE:
         from trl_jax.hub.auto import class_of_family

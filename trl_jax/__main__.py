@@ -6,13 +6,17 @@ installed or not; any other name is that of the installed trl, or says that it i
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from trl_jax.cli.main import noting
 from trl_jax.cli.transformers_patches import leave_models_aside
+from trl_jax.core.text import without_launcher
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
 
@@ -27,6 +31,7 @@ def main(argv: list[str]) -> int:
     from trl_jax.cli.trl_alias import install
 
     install()
+    sys.excepthook = functools.partial(_show_from_script, sys.excepthook)
     if argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path[0] = os.getcwd()
@@ -41,6 +46,15 @@ def main(argv: list[str]) -> int:
     with noting():
         runpy.run_path(str(script), run_name="__main__")
     return 0
+
+
+def _show_from_script(
+    show: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Show an uncaught error as `python SCRIPT.py` would: from the script's own line on."""
+    if os.environ.get("TRL_JAX_TRACEBACK") != "1":
+        error.__traceback__ = traceback = without_launcher(traceback)
+    show(kind, error, traceback)
 
 
 if __name__ == "__main__":

@@ -402,3 +402,60 @@ def test_what_is_passed_is_checked(given, options, kind, text):
     with pytest.raises(kind) as error:
         reward_functions(given, trainer_state=lambda: STATE, **options)
     assert str(error.value).startswith(text)
+
+
+def by_place(a, b):
+    """As called by position."""
+
+
+def of_completions(completions):
+    """Without **kwargs."""
+
+
+def of_answers(completions, answer, **kwargs):
+    """With a column of the dataset."""
+
+
+def all_by_name(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+    """With all arguments but columns."""
+
+
+def of_position(completions, /, **kwargs):
+    """Whose name cannot be used."""
+
+
+class Judge:
+    def __call__(self, prompts, completions):
+        """A callable object."""
+
+
+@functools.wraps(of_completions)
+def wrapper(**kwargs):
+    return of_completions(kwargs["completions"])
+
+
+@pytest.mark.parametrize(("function", "columns", "text"), [
+    (by_place, ["answer"], "by_place(a, b) needs a, b, and train_dataset has no such column; functions get its columns "
+     "answer. Reward functions are called by name, with prompts, completions, completion_ids, the columns"),
+    (by_place, None, "by_place(a, b) does not take prompts, completions, completion_ids, trainer_state"),
+    (of_completions, None, "of_completions(completions) does not take prompts, completion_ids, trainer_state, "),
+    (functools.partial(by_place, 1), None, "by_place(b) does not take prompts"),
+    (of_answers, ["prompt", "solution"], "of_answers(completions, answer, **kwargs) needs answer, and"),
+    (all_by_name, ["prompt", "answer"], "all_by_name(prompts, completions, completion_ids, trainer_state, log_extra, "
+     "log_metric) does not take answer. Reward functions"),
+    (of_position, None, "of_position(completions, /, **kwargs) takes completions by position only. Reward functions"),
+    (Judge(), None, "Judge(prompts, completions) does not take completion_ids"),
+])  # fmt: skip
+def test_a_function_that_cannot_be_called_is_named_with_its_signature(function, columns, text):
+    with pytest.raises(TypeError) as error:
+        reward_functions([lengths, function], trainer_state=lambda: STATE, columns=columns)
+    assert str(error.value).startswith(f"The reward function {text}")
+    assert str(error.value).endswith(f"write def {callable_name(function)}(prompts, completions, **kwargs).")
+
+
+@pytest.mark.parametrize(("function", "columns"), [
+    (of_answers, ["prompt", "answer"]), (of_answers, None), (all_by_name, ["prompt"]), (wrapper, ["answer"]),
+    (dict, None),
+])  # fmt: skip
+def test_a_function_that_can_be_called_is_taken(function, columns):
+    assert reward_functions(function, trainer_state=lambda: STATE, columns=columns).functions == [function]

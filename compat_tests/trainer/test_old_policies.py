@@ -135,7 +135,7 @@ def test_what_cannot_be(folders, tmp_path):
             trl_jax.RLOOTrainer(*given, **named, train_dataset=rows)
 
     fails(TypeError, "^The first argument is a RLOOConfig, as .* Pass it as args=", args, None, model)
-    fails(TypeError, "^config and args are the same argument. Remove config.$", config=args, args=args, model=model)
+    fails(TypeError, "^config and args are the same argument. Remove config.", config=args, args=args, model=model)
     fails(ValueError, "cannot be the same object. Remove ref_policy", policy=model, ref_policy=model)
     fails(ValueError, r"^data_collator=.*\(\.\.\.\) is not in this release", policy=model, data_collator=MissingEos)
     fails(TypeError, "no argument 'judge'", model, length_reward, args, judge=1)

@@ -88,7 +88,7 @@ def test_a_name_that_is_none_of_the_sets(trainer):
 
 
 def test_no_set(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"^evaluate\(\) needs an eval_dataset: pass one to it or to the trainer.$"):
+    with pytest.raises(ValueError, match=r"^evaluate\(\) needs an eval_dataset: pass one to it or to the trainer."):
         make(trl_jax, folder, tmp_path).evaluate()
 
 

@@ -58,7 +58,7 @@ def test_what_is_not_built_is_refused_by_name(tmp_path):
 
 def test_a_peft_config_of_another_kind(tmp_path):
     with pytest.raises(
-        TypeError, match="^peft_config must be trl_jax.LoraConfig, .*, from trl_jax or peft, got a dict.$"
+        TypeError, match="^peft_config must be trl_jax.LoraConfig, .*, from trl_jax or peft, got a dict."
     ):
         make(trl_jax, "no such folder", tmp_path, peft_config={"r": 8})
 
@@ -82,7 +82,7 @@ def test_no_training_set(folder, tmp_path):
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_evaluating_without_a_set(folder, tmp_path, strategy):
     text = f"eval_strategy='{strategy}' needs an eval_dataset. Pass one, or set eval_strategy='no'."
-    with pytest.raises(ValueError, match=f"^{text}$"):
+    with pytest.raises(ValueError, match=f"^{text}"):
         make(trl_jax, folder, tmp_path, config={"eval_strategy": strategy, "eval_steps": 2})
 
 
@@ -113,7 +113,7 @@ def test_without_args_the_output_is_named_after_the_model(folder, tmp_path, monk
 
 def test_arguments_of_methods_that_mean_nothing_here(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, eval_dataset=table(4))
-    with pytest.raises(ValueError, match="^trial=1 is not in this release of trl_jax. Leave it out.$"):
+    with pytest.raises(ValueError, match="^trial=1 is not in this release of trl_jax. Leave it out."):
         trainer.train(trial=1)
     for method in (trainer.evaluate, lambda **how: trainer.predict(table(4), **how)):
         with pytest.raises(ValueError, match=r"^ignore_keys=\['x'\] is not in this release"):

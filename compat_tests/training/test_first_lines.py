@@ -84,8 +84,15 @@ def test_rows_that_a_run_writes_have_their_layout_told_with_its_reason(monkeypat
         first_lines.tell_layout(set(), layout, reason, own_loss=False)
     assert said == [
         "Layout padded: attention along packed rows knows no dropout.",
-        "Layout shared: what it saves is known once there are rows.",
+        "Layout shared: texts end to end, without padding; a prompt that several texts share is computed once.",
     ]
+
+
+def test_a_first_evaluation_says_that_it_compiles(folder, tmp_path, told):
+    trainer = make(trl_jax, folder, tmp_path, config={"max_steps": 1})
+    for _ in range(2):
+        trainer.evaluate(table(4))
+    assert told() == ["Compiling the evaluation; the first one takes longer than the others."]
 
 
 def test_a_quieter_log_level_is_heard(folder, tmp_path, told):

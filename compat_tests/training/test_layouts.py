@@ -110,6 +110,15 @@ def test_the_line_at_the_start(caplog):
     assert caplog.messages == [text + "tokens."]
 
 
+def test_the_line_of_short_texts_says_why_nothing_is_saved(caplog):
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        layout_choice.plan(asked(), CAUSAL, ids(2, (3, 4)), COLUMNS, parameters=1, batch_size=1, steps=1)
+    assert caplog.messages == [
+        "Layout shared: 128 tokens a step, for 11 tokens of text; packed rows of 64 tokens. Their length is rounded "
+        "up, so steps with so little text gain nothing over padding."
+    ]
+
+
 def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
         assert (

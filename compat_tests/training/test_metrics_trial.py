@@ -32,7 +32,7 @@ def test_one_for_another_shape_fails_before_the_first_step(folder, tmp_path, sev
     before = jax.device_get(trainer.model.params)
     with pytest.raises(ValueError, match="not enough values to unpack") as error:
         trainer.train()
-    [note] = error.value.__notes__
+    note, *_ = error.value.__notes__
     text = "tried before training on 2 rows of the evaluation set: predictions (4, 1), label_ids (), numbers drawn."
     assert note == f"compute_metrics was {text}"
     assert trainer.state.global_step == 0 and trainer.state.log_history == []

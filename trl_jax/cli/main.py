@@ -15,6 +15,7 @@ from typing import Any
 
 from trl_jax.cli.torch_cuda import of_script
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
+from trl_jax.core.text import FRAMES_HIDDEN, hide_frames
 from trl_jax.core.trainers import TRAINERS
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
@@ -55,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("trl-jax: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        hide_frames(error)
+        raise
     return 0
 
 
@@ -76,7 +80,8 @@ def module_of(command: str) -> str:
 def _one_line(error: Exception) -> str:
     """The error's text and notes in one line, without the quotes of a KeyError's str()."""
     text = " ".join(map(str, error.args)) if isinstance(error, KeyError) else str(error)
-    return cleaned(" ".join(" ".join([text, *vars(error).get("__notes__", ())]).split()))
+    notes = [note for note in vars(error).get("__notes__", ()) if note != FRAMES_HIDDEN]
+    return cleaned(" ".join(" ".join([text, *notes]).split()))
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trl_jax.core.secrets import shown
+from trl_jax.core.text import hide_frames
 
 # ----------------------------------------------------------------------------------------------------
 # The metaclass of config classes, which accepts old names
@@ -23,16 +24,20 @@ class OldNames(type):
     """
 
     def __call__(cls, *args, **kwargs):
-        accepted = inspect.signature(cls.__init__).parameters
-        # A subclass's own __init__ may take **kwargs and pass them on.
-        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        kwargs, environment, notes = translated(kwargs, accepted)
-        for name in kwargs.keys() - accepted.keys() if not open_ended else ():
-            raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
-        os.environ.update(environment)
-        for note in notes:
-            warnings.warn(note, FutureWarning, stacklevel=2)
-        return super().__call__(*args, **kwargs)
+        try:
+            accepted = inspect.signature(cls.__init__).parameters
+            # A subclass's own __init__ may take **kwargs and pass them on.
+            open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+            kwargs, environment, notes = translated(kwargs, accepted)
+            for name in kwargs.keys() - accepted.keys() if not open_ended else ():
+                raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
+            os.environ.update(environment)
+            for note in notes:
+                warnings.warn(note, FutureWarning, stacklevel=2)
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,115 @@
-"""Text for the user: printable values, out-of-memory errors, and output from signal handlers."""
+"""Text for the user: tracebacks, out-of-memory errors, printable values, and output from signal handlers."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import opcode
 import os
 import reprlib
 import sys
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+# Tracebacks
+
+FRAMES_HIDDEN = "The frames inside trl_jax are hidden. TRL_JAX_TRACEBACK=1 in the environment shows them."
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_RAISE = opcode.opmap["RAISE_VARARGS"]
+_LIBRARIES = sys.stdlib_module_names | set(
+    "datasets flax huggingface_hub jax jaxlib jinja2 numpy optax pyarrow safetensors tokenizers transformers".split()
+)
+
+
+def api_boundary(function: Callable) -> Callable:
+    """Decorate a function that users call: an error that they caused is raised without our frames."""
+
+    @functools.wraps(function)
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return boundary
+
+
+def hide_frames(error: Exception) -> None:
+    """Remove our frames, and those of the libraries that we call, from the traceback of an error that a user caused.
+
+    The frames of the user's own functions stay, such as those of a reward function, with everything that they call. A
+    note says how to see the others. Errors that look like a bug of ours keep all frames: those that no `raise` of ours
+    raised. Call it in an `except` clause, before a bare `raise`.
+    """
+    if os.environ.get("TRL_JAX_TRACEBACK") == "1" or not _is_of_user(error):
+        return
+    for each in _chained(error):
+        each.__traceback__ = _of_user(each.__traceback__)
+    if FRAMES_HIDDEN not in vars(error).get("__notes__", ()):
+        error.add_note(FRAMES_HIDDEN)
+
+
+def without_launcher(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame of the user's script on; None if the script did not begin."""
+    while traceback is not None and _owner(traceback) != "user":
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _is_of_user(error: BaseException) -> bool:
+    if FRAMES_HIDDEN in vars(error).get("__notes__", ()):
+        return True
+    frames = list(_walk(error.__traceback__))
+    last, callers = frames[-1], [owner for frame in frames if (owner := _owner(frame)) != "library"]
+    if _owner(last) == "ours":
+        raised = last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+        return raised and not isinstance(error, AssertionError)
+    return callers[-1] == "user" or isinstance(error, OSError | ValueError | ImportError)
+
+
+def _of_user(traceback: TracebackType | None) -> TracebackType | None:
+    kept, inside = [], True
+    for frame in _walk(traceback):
+        owner = _owner(frame)
+        inside = owner == "ours" or (inside and owner == "library")
+        kept += [] if inside else [frame]
+    shown = None
+    for frame in reversed(kept):
+        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown
+
+
+def _owner(traceback: TracebackType) -> str:
+    """Whose code a frame runs: "ours", "library" of the standard library or one that we call, or "user"."""
+    code, module = traceback.tb_frame.f_code, str(traceback.tb_frame.f_globals.get("__name__"))
+    top = module.partition(".")[0]
+    if top == "trl_jax" or code.co_filename.startswith(_PACKAGE):
+        return "ours"
+    generated = code.co_filename == "<string>" and code.co_name == "__init__"  # of a dataclass
+    return "library" if top in _LIBRARIES or generated else "user"
+
+
+def _walk(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _chained(error: BaseException) -> list[BaseException]:
+    """The error, its causes, and the errors during whose handling they were raised."""
+    found, left = [], [error]
+    while left:
+        one = left.pop()
+        if one is not None and one not in found:
+            found.append(one)
+            left += [one.__cause__, one.__context__]
+    return found
+
 
 # Out-of-memory errors
 

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
+from trl_jax.core.text import api_boundary
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint import Placement, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
@@ -48,6 +49,7 @@ class AutoPeftModelForCausalLM:
     """Load an adapter and its base language model, as PEFT's class of the same name does."""
 
     @staticmethod
+    @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path,
         adapter_name: str = "default",
@@ -74,6 +76,7 @@ class AutoPeftModelForSequenceClassification:
     """Load an adapter and its base model with a score head, as PEFT's class of the same name does."""
 
     @staticmethod
+    @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path,
         adapter_name: str = "default",
@@ -109,6 +112,7 @@ class AutoModelForSequenceClassification:
     """Load a model with a score head by name or folder, as transformers' class of the same name does."""
 
     @staticmethod
+    @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path,
         *,
@@ -152,6 +156,7 @@ class AutoModelForCausalLM:
     """Load a causal language model by name or folder, as transformers' class of the same name does."""
 
     @staticmethod
+    @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path,
         *,
@@ -197,6 +202,7 @@ class AutoModelForImageTextToText:
     does. `AutoModelForCausalLM` loads its text part alone."""
 
     @staticmethod
+    @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
     ) -> PreTrainedModel:

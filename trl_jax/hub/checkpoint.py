@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -429,8 +430,7 @@ def architecture(family: Family, head: HeadName) -> str:
     """The transformers class that loads the saved model."""
     if head == "score":
         return f"{family.class_prefix}ForSequenceClassification"
-    from transformers.models.auto import modeling_auto
-
+    modeling_auto = import_module("transformers.models.auto.modeling_auto")  # `from` needs torch
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return (names | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)[family.model_type]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> Val
 
 def _types(head: HeadName) -> Collection[str]:
     """The types for which transformers has a model with this head."""
-    from transformers.models.auto import modeling_auto
-
+    modeling_auto = import_module("transformers.models.auto.modeling_auto")  # `from` needs torch
     if head == "lm":
         return modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

@@ -15,6 +15,8 @@ from transformers import TrainingArguments
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.renamed import GONE_FROM_TRL, NO_REPLACEMENT, RENAMED, translated, way_out
+from trl_jax.core.text import hide_frames
+from trl_jax.trainer.overrides import check_places
 
 # Flags
 
@@ -154,22 +156,28 @@ def _wrapped(moved: frozenset[str], first: Callable | None, init: Callable) -> C
 
     @functools.wraps(init)
     def wrapped(self, *args: Any, **kwargs: Any) -> None:
-        if first is not None:
-            kwargs = first(self, args, kwargs)
-        if "tokenizer" in kwargs:
-            if "processing_class" in kwargs:
-                raise TypeError("tokenizer and processing_class are the same argument. Remove tokenizer.")
-            kwargs["processing_class"] = kwargs.pop("tokenizer")
-            tell("tokenizer is an old name: use processing_class.")
-        for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
-            for note in translated({name: kwargs.pop(name)}, ())[2]:
-                tell(note)
-        if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
-            at = list(accepted).index("args") - 1  # without self
-            args, kwargs = _with_moved(type(self).config_class, given, args, kwargs, at)
-        for name in kwargs.keys() - accepted.keys():
-            raise TypeError(f"{type(self).__name__} has no argument {name!r}: {way_out(name, accepted)}")
-        init(self, *args, **kwargs)
+        try:
+            if first is not None:
+                kwargs = first(self, args, kwargs)
+            if "tokenizer" in kwargs:
+                if "processing_class" in kwargs:
+                    raise TypeError("tokenizer and processing_class are the same argument. Remove tokenizer.")
+                kwargs["processing_class"] = kwargs.pop("tokenizer")
+                tell("tokenizer is an old name: use processing_class.")
+            for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
+                for note in translated({name: kwargs.pop(name)}, ())[2]:
+                    tell(note)
+            order = list(accepted)[1:]  # without self
+            check_places(type(self).__name__, order, dict(zip(order, args, strict=False)) | kwargs)
+            if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
+                at = order.index("args")
+                args, kwargs = _with_moved(type(self).config_class, given, args, kwargs, at)
+            for name in kwargs.keys() - accepted.keys():
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}: {way_out(name, accepted)}")
+            init(self, *args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     return wrapped
 
@@ -203,6 +211,8 @@ def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
     """
     if isinstance(args, kind):
         return args
+    if isinstance(args, type) and issubclass(args, TrainingArguments):
+        raise TypeError(f"args is the class {args.__name__} itself: pass args={kind.__name__}(...).")
     if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
         raise TypeError(f"args must be a {kind.__name__}, got a {type(args).__module__}.{type(args).__qualname__}.")
     warnings.warn(

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -37,6 +37,7 @@ def reward_functions(
     trainer_state: Callable[[], Any],
     timeout: float | None = None,
     metrics_of_run: tuple[str, ...] = (),
+    columns: Collection[str] | None = None,
     **models: Any,
 ) -> RewardFunctions:
     """Combine the user's `reward_funcs` into one callable.
@@ -48,11 +49,13 @@ def reward_functions(
             model's own tokenizer.
         weights: only their number is checked.
         trainer_state, timeout, metrics_of_run: see `RewardFunctions`.
+        columns: of the rows, which functions get by name; None if they are not known beforehand.
         models: options of `reward_model`.
 
     Raises:
         ValueError: there is no reward function, or the number of weights or tokenizers does not match.
-        TypeError: an entry is neither a function nor a model.
+        TypeError: an entry is neither a function nor a model, or a function does not take the arguments that it would
+            be called with.
     """
     given = _listed(reward_funcs)
     if not given:
@@ -71,6 +74,9 @@ def reward_functions(
             f"({len(given)})."
         )
     made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
+    for function in made:
+        if not isinstance(function, RewardModel):
+            check_signature(function, columns)
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
     return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run)
@@ -90,6 +96,37 @@ def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable
             f"reward_funcs must be functions, or reward models by name or object, got a {type(function).__name__}."
         )
     return function
+
+
+def check_signature(function: Callable, columns: Collection[str] | None = None) -> None:
+    """Raise TypeError for a reward function that does not take the arguments that it would be called with.
+
+    Args:
+        columns: of the rows, which it gets by name; None if they are not known.
+    """
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
+    except (TypeError, ValueError):  # of a class in C
+        return
+    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *_OF_TRAINER)
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    found = f"The reward function {callable_name(function)}{signature}"
+    wanted = (
+        "Reward functions are called by name, with prompts, completions, completion_ids, the columns of the dataset, "
+        f"{', '.join(_OF_TRAINER)}: write def {callable_name(function)}(prompts, completions, **kwargs)."
+    )
+    if positional := [one for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
+        raise TypeError(f"{found} takes {positional[0].name} by position only. {wanted}")
+    needed = [one.name for one in named if one.default is one.empty and one.name not in always]
+    passed = needed if columns is None else [name for name in columns if name not in _OWN]
+    if missing := [name for name in needed if name not in passed]:
+        raise TypeError(
+            f"{found} needs {', '.join(missing)}, and train_dataset has no such column; functions get its columns "
+            f"{', '.join(passed) or 'other than prompt, of which there are none'}. {wanted}"
+        )
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    if not open_ended and (refused := [name for name in (*always, *passed) if name not in signature.parameters]):
+        raise TypeError(f"{found} does not take {', '.join(refused)}. {wanted}")
 
 
 # Calling user functions

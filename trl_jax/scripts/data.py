@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import scrubbed
-from trl_jax.core.text import printable
+from trl_jax.core.text import api_boundary, printable
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
@@ -133,6 +133,7 @@ class DatasetMixtureConfig:
         self.datasets = [DatasetConfig(**each) if isinstance(each, dict) else each for each in self.datasets]
 
 
+@api_boundary
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     """Concatenate the datasets into the split "train", and split off "test" if `test_split_size` is set.
 

@@ -154,7 +154,7 @@ def check_changes(then: RolloutTask, now: RolloutTask) -> None:
         warnings.warn(
             f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, it goes by "
             "those that it was made with: make another one.",
-            stacklevel=3,
+            stacklevel=4,  # of the script's line: train() is an api_boundary
         )
 
 

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
+from trl_jax.core.text import api_boundary
 from trl_jax.data.checks import check_type
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_config import as_adapter_config
@@ -127,6 +128,7 @@ class BaseTrainer(abc.ABC):
     def make_task(self) -> Task:
         """The task, by `self.args` as they are now; asked for at construction, and before each step and evaluation."""
 
+    @api_boundary
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -256,6 +258,7 @@ class BaseTrainer(abc.ABC):
 
     # Training.
 
+    @api_boundary
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -384,6 +387,7 @@ class BaseTrainer(abc.ABC):
 
     # Evaluation.
 
+    @api_boundary
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -428,6 +432,7 @@ class BaseTrainer(abc.ABC):
     def _metric_hooks(self) -> MetricHooks:
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
 
+    @api_boundary
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
@@ -648,6 +653,7 @@ class BaseTrainer(abc.ABC):
 
     # Files and the Hub.
 
+    @api_boundary
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -673,6 +679,7 @@ class BaseTrainer(abc.ABC):
         """
         self._publisher.open(self.args, token, private)
 
+    @api_boundary
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

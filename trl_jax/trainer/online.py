@@ -29,7 +29,14 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
-from trl_jax.rollout.rewards import RewardFunctions, check_columns, reward_columns, reward_functions
+from trl_jax.rollout.rewards import (
+    RewardFunctions,
+    check_columns,
+    check_signature,
+    is_model,
+    reward_columns,
+    reward_functions,
+)
 from trl_jax.rollout.rollout import EntropyBonus, Rewards
 from trl_jax.rollout.server import Requirements, VllmServers, is_local, sampling_parameters, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
@@ -40,7 +47,6 @@ from trl_jax.trainer.online_config import OnlineConfig
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS, check_config
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
-from trl_jax.training.events import Events
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import RolloutParts, Sampling
@@ -186,9 +192,9 @@ class RolloutTrainer(BaseTrainer):
     def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
         """The model that the policy is compared with; None without one."""
 
-    def _rewards(self, events: Events) -> Rewards | None:
+    def _rewards(self, run: setup.Setup) -> Rewards | None:
         """The reward functions; None if all completions are learned from equally."""
-        del events
+        del run
         return None
 
     def _check_images(self) -> None:
@@ -207,7 +213,7 @@ class RolloutTrainer(BaseTrainer):
             server = self._server(run)
         elif rollout_func is None:
             check_generates(model)
-        rewards = self._rewards(run.events)
+        rewards = self._rewards(run)
         tools, template_options = self._tools(run)
         options = _options(args, tokenizer, model, run.encoder)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
@@ -429,6 +435,9 @@ class OnlineTrainer(RolloutTrainer):
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
         self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
+        for function in self.reward_funcs:
+            if callable(function) and not is_model(function):
+                check_signature(function)  # before weights are read; later with the columns of the rows
         self.reward_funcs += self._own_rewards
         if isinstance(reward_processing_classes, list | tuple):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
@@ -454,13 +463,17 @@ class OnlineTrainer(RolloutTrainer):
             return None
         return policy_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
 
-    def _rewards(self, events: Events) -> RewardFunctions:
-        args = self.args
+    def _rewards(self, run: setup.Setup) -> RewardFunctions:
+        args, events = self.args, run.events
+        # An environment and a rollout_func add arguments to the columns, and a transform makes others of them.
+        open_ended = self._environments is not None or self._rollout_func() is not None
+        rows = run.train_dataset
         rewards = reward_functions(
             self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
             trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
+            columns=None if open_ended or has_transform(rows) else rows.column_names,
         )  # fmt: skip
         self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
         return rewards

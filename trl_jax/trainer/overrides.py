@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from inspect import Signature
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import TrainingArguments
 
 from trl_jax.tasks.task import Task
 
@@ -170,7 +174,7 @@ def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
         warnings.warn(
             f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, it goes by those "
             f"that it was made with{_instead(trainer, names)}.",
-            stacklevel=4,
+            stacklevel=4,  # of the script's line: train() is an api_boundary
         )
 
 
@@ -350,6 +354,30 @@ def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
+
+
+def check_places(trainer: str, order: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Raise TypeError for a config, a dataset or a tokenizer that was passed as another argument.
+
+    Args:
+        trainer: the name of the class.
+        order: the names of its arguments, in the order in which they may be passed by position.
+        given: the arguments that were passed, by name.
+    """
+    module = sys.modules.get("transformers.tokenization_utils_base")  # imported by whoever has a tokenizer
+    places = {
+        TrainingArguments: ("args",),
+        Dataset | IterableDataset | DatasetDict | IterableDatasetDict: ("train_dataset", "eval_dataset"),
+        () if module is None else module.PreTrainedTokenizerBase: ("processing_class", "reward_processing_classes"),
+    }
+    for name, value in given.items():
+        for kind, (place, *others) in places.items():
+            if isinstance(value, kind) and name in order and name not in (place, *others):
+                until = ", ".join(order[: order.index(place) + 1])
+                raise TypeError(
+                    f"{name} of {trainer} is a {type(value).__name__}. Pass it as {place}=: by position, the arguments "
+                    f"are {until} and so on, as in TRL."
+                )
 
 
 _INSTEAD_OF_COLLATOR = {

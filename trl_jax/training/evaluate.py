@@ -32,6 +32,7 @@ from trl_jax.training import data
 from trl_jax.training.data import Batches, steps_of
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
+from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.prefetch import Prefetched
 from trl_jax.training.rollout import CommonNumbers, RowReader
@@ -237,6 +238,7 @@ class Evaluator:
         setup = self._setup
         dtype = (None if setup.progress.in_train else setup.args.eval_dtype) or setup.args.compute_dtype
         setup.events.handler.eval_dataloader = batches
+        tell_first(setup.progress.told, "evaluation")
         steps, after_each = steps_of(batches, method), partial(setup.events.fire, "on_prediction_step")
         with setup.on_device():
             if self._by_script is not None:

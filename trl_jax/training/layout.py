@@ -161,10 +161,13 @@ def line(plan: LayoutPlan) -> str:
     computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
     lengths = plan.buckets.lengths if plan.views is None else sorted({row for row, _ in plan.views.shapes})
     rows = "" if plan.views is None else f", rows of {_listed(sorted({row for _, row in plan.views.shapes}))}"
-    less = f" ({1 - plan.computed / plan.padded:.0%} less)" if plan.computed < plan.padded else ""
+    packed = f"for {real} tokens of text; packed rows of {_listed(lengths)} tokens{rows}"
+    if plan.computed < plan.padded:
+        less = f"{1 - plan.computed / plan.padded:.0%} less"
+        return f"Layout {plan.layout}: {computed} of {padded} padded tokens a step ({less}), {packed}."
     return (
-        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step{less}, for {real} tokens of text; packed "
-        f"rows of {_listed(lengths)} tokens{rows}."
+        f"Layout {plan.layout}: {computed} tokens a step, {packed}. Their length is rounded up, so steps with so "
+        "little text gain nothing over padding."
     )
 
 

@@ -53,6 +53,13 @@ def tell_model(told: set[str], args: BaseConfig, model: PreTrainedModel, plan: S
     tell(told, "model", f"Training on {len(devices)} x {kind}: {what}, {share}, computed in {args.compute_dtype}.")
 
 
+_LAYOUTS = {
+    "padded": "one text per row",
+    "packed": "texts end to end, without padding",
+    "shared": "texts end to end, without padding; a prompt that several texts share is computed once",
+}
+
+
 def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> None:
     """Print the layout of the steps where no survey of a dataset has: with a script's own loss, and online.
 
@@ -61,8 +68,7 @@ def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> 
         own_loss: whether the script overrides the loss.
     """
     why = "the script's own loss gets whole rows" if own_loss else reason
-    why = why or "what it saves is known once there are rows"
-    tell(told, "layout", f"Layout {layout}: {why}.")
+    tell(told, "layout", f"Layout {layout}: {why or _LAYOUTS[layout]}.")
 
 
 def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None:
@@ -78,6 +84,11 @@ def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None
     kept = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
     size = " x ".join(f"{axis:,}" for axis in shape)
     tell(told, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
+
+
+def tell_first(told: set[str], what: str) -> None:
+    """Print that the first evaluation, or the first generation, waits for the compiler."""
+    tell(told, what, f"Compiling the {what}; the first one takes longer than the others.")
 
 
 def _from_home(folder: str) -> str:

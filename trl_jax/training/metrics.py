@@ -30,6 +30,7 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )
+from transformers.utils import is_in_notebook
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
@@ -56,8 +57,20 @@ def events_of(
     reporters = get_reporting_integration_callbacks(args.report_to)
     given = [DefaultFlowCallback, *reporters, *(callbacks or [])]
     handler = Callbacks(given, model, processing_class, None, None)
-    handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+    handler.add_callback(PrinterCallback if args.disable_tqdm else progress_callback())
     return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
+
+
+def progress_callback() -> type[TrainerCallback]:
+    """What transformers' Trainer shows progress with: a table of losses in a notebook, a bar elsewhere."""
+    trainer = sys.modules.get("transformers.trainer")  # a script may have set another one; importing it imports torch
+    if trainer is not None:
+        return trainer.DEFAULT_PROGRESS_CALLBACK
+    if not is_in_notebook():
+        return ProgressCallback
+    from transformers.utils.notebook import NotebookProgressCallback
+
+    return NotebookProgressCallback
 
 
 class Callbacks(CallbackHandler):

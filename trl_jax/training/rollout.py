@@ -49,7 +49,7 @@ from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep, own_room_of, room_of
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
-from trl_jax.training.logging import GenerationProgress, ProgressLine
+from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
 from trl_jax.training.mesh import run_device
 from trl_jax.training.rollout_processes import RankRewards, RankWriter, begin_own, local_copy, own_rank
 from trl_jax.training.server import ServerParts, ServerPolicy
@@ -310,6 +310,7 @@ class PolicyWriter:
         how = {"group": group, "stream": self._stream, "dtype": setup.args.compute_dtype, "logps": False}
         how["head_dtype"] = "float32" if setup.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
+        tell_first(setup.progress.told, "generation")
         how["images"] = None if images is None else images[::group]
         with setup.on_device():
             model = self._copy if self._alone else setup.model
