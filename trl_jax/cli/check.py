@@ -7,15 +7,41 @@ import ast
 import contextlib
 import importlib
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
-from importlib.util import find_spec
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trl_jax.cli.trl_alias import MODULES
+import transformers
+
+from trl_jax.cli.installed import has_name, is_installed, spec_of
+from trl_jax.cli.reading import (
+    UNKNOWN,
+    Argument,
+    Attribute,
+    Binding,
+    Call,
+    Defined,
+    Imported,
+    Made,
+    Meaning,
+    Method,
+    Module,
+    Name,
+    Self,
+    Sequence,
+    Super,
+    Unknown,
+    arguments_of,
+    bases,
+    meanings,
+    parameters,
+    read,
+)
+from trl_jax.cli.trl_alias import MODULES, public_names
 from trl_jax.config.devices import without_launcher
 from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
@@ -34,12 +60,13 @@ class Parser(CleanParser):
 def make_parser(prog: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Read a TRL script without running it, and report for every name imported from trl, every "
-        "argument and every overridden method whether it works, behaves differently here, or is refused.",
+        description="Read a TRL script or notebook without running it, and report for every name imported from trl, "
+        "every argument and every overridden method whether it works under `python -m trl_jax`, behaves differently "
+        "here, or is refused. The script's own modules are read, too.",
         epilog="Values that are known only when the script runs, such as datasets and checkpoints, are not checked: "
         "`trl-jax compare` runs the first steps.",
     )
-    parser.add_argument("script", help="a script that imports trl or trl_jax")
+    parser.add_argument("script", help="a script (.py) or notebook (.ipynb) that imports trl or trl_jax")
     return parser
 
 
@@ -50,93 +77,620 @@ def main(args: argparse.Namespace) -> None:
         FileNotFoundError: there is no such script.
         ValueError: the script is not valid Python.
     """
-    if not Path(args.script).is_file():
+    path = Path(args.script)
+    if not path.is_file():
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     try:
-        uses = read(Path(args.script).read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, or null bytes
-        raise ValueError(f"{args.script} is not valid Python: {error}") from None
+        module = read(path.read_text(encoding="utf-8"), path)
+    except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, null bytes, or no notebook
+        kind = "notebook of Python cells" if path.suffix == ".ipynb" else "Python"
+        raise ValueError(f"{args.script} is not a valid {kind}: {error}".replace("a valid Py", "valid Py")) from None
     except (RecursionError, MemoryError):
         raise ValueError(f"{args.script}: an expression is nested too deeply to read.") from None
-    print("\n".join(map(cleaned, report(findings(uses)))))
+    print("\n".join(map(cleaned, report(findings(module)))))
 
 
 def report(found: list[Finding]) -> list[str]:
     """One line per finding, in the order of the script, and the verdict."""
     if not found:
         return ["The script uses nothing from trl."]
-    lines = [f"{one.line:5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
-    changed, refused = (sum(one.kind == kind for one in found) for kind in ("changed", "refused"))
+    lines = [f"{one.place:>5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
+    count = {kind: sum(one.kind == kind for one in found) for kind in KINDS}
+    refused, unknown, changed = count["refused"], count["not known"], count["changed"]
+    missing = ", ".join(dict.fromkeys(one.what for one in found if one.kind == "not installed"))
     if refused:
         are, them = ("is", "it") if refused == 1 else ("are", "them")
         verdict = f"{refused} of {len(found)} {are} refused: change {them} as described, then run the script."
+    elif unknown:
+        verdict = (
+            f"Nothing is refused, but {unknown} of {len(found)} cannot be judged before the script runs: try its first "
+            "steps with `trl-jax compare`."
+        )
     elif changed:
         verdict = f"The script runs unchanged; {changed} of {len(found)} behave{'s' * (changed == 1)} differently here."
     else:
         verdict = "The script runs unchanged."
+    if missing:
+        verdict = f"Not installed here: {missing}. With it: " + verdict[0].lower() + verdict[1:]
     return [*lines, "", verdict]
 
 
 # Findings: construct the configs and subclasses of the script, without model or data, and see what happens
 
 
+KINDS = ("works", "changed", "refused", "not known", "not installed")
+PACKAGES = ("trl", "trl_jax")
+
+
 class Finding(NamedTuple):
-    """The verdict on one name, argument or method. `text` says what changes, or why it is refused and what to write."""
+    """The verdict on one name, argument, method or attribute. `text` says what changes, why it is refused and what to
+    write, or why it is not known."""
 
     line: int
     what: str
-    kind: Literal["works", "changed", "refused"]
+    kind: Literal["works", "changed", "refused", "not known", "not installed"]
     text: str = ""
+    place: str = ""
 
 
 _OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
 _OF_CONFIG = {names.config: names for names in TRAINERS.values()}
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
+_WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
+_OWN_MODEL = (
+    "A model class of the script's own is not supported. Use one of transformers' classes, and put the difference into "
+    "compute_loss."
+)
+_UNSLOTH = (
+    "Unsloth replaces TRL's trainers and the code of models, and needs a GPU. Load the model with transformers, or "
+    "pass its name, and pass a LoraConfig as peft_config."
+)
+_ONE_LABEL = "A reward model gives one score per text: load it with num_labels=1, or pass its name."
+_OPTAX = "Pass an optax transformation, or name the optimizer in the arguments: optim='adamw_torch'."
+# Packages whose names are checked; of others, only whether they are installed.
+_CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
 
 
-def findings(uses: Uses) -> list[Finding]:
-    """All findings, ordered by line."""
-    touched = {call.name for call in uses.calls} | {subclass.base for subclass in uses.subclasses}
-    found = [_of_name(name, name.name in touched) for name in uses.names]
-    used = [names for call in uses.calls if (names := _OF_TRAINER.get(call.name))]
-    for call in uses.calls:
-        if call.name in _OF_TRAINER:
-            found += _of_trainer(call, _OF_TRAINER[call.name])
-        elif call.name in _OF_CONFIG:
-            found += _of_config(call, _OF_CONFIG[call.name].load_config())
-        elif call.name == "TrainingArguments" and used:
-            found += _of_config(call, used[0].load_config())
-    for subclass in uses.subclasses:
-        if subclass.base in _OF_TRAINER:
-            found += _of_subclass(subclass, _OF_TRAINER[subclass.base])
-    return sorted(dict.fromkeys(found), key=lambda one: one.line)
+def findings(module: Module) -> list[Finding]:
+    """All findings in a script and its own modules, ordered by line."""
+    modules = _with_inner(module)
+    _follow_trainers(modules)
+    script = _Script(modules)
+    found: list[Finding] = []
+    for one in modules:
+        of_module = [Finding(line, "cell", "not known", text) for line, text in one.skipped]
+        of_module += script.of_names(one)
+        for call in one.calls:
+            of_module += script.of_call(call)
+        for made in one.classes:
+            of_module += script.of_class(made)
+        for attribute in one.attributes:
+            of_module += script.of_attribute(attribute)
+        of_module = sorted(dict.fromkeys(of_module), key=lambda each: each.line)
+        found += [each._replace(place=one.place(each.line)) for each in of_module]
+    return found
 
 
-def _of_name(name: Name, touched: bool) -> Finding:
-    what = f"{name.module}.{name.name}"
-    if name.name in NEAR and name.module.removesuffix(".trainer") in PACKAGES:
-        near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
-        kind = "refused" if touched else "changed"
-        return Finding(name.line, what, kind, f"It can be imported but not used: trl_jax does not implement it.{near}")
-    if name.module.removesuffix(".trainer") in PACKAGES:
-        try:
-            check_not_experimental(name.name)
-        except ImportError as error:
-            return Finding(name.line, what, "refused", str(error))
-    own = [name.module] if name.module.partition(".")[0] == "trl_jax" else []
-    modules = (*MODULES["trl"], *MODULES.get(name.module, ()), *own)
-    if any(hasattr(importlib.import_module(module), name.name) for module in modules if find_spec(module)):
-        return Finding(name.line, what, "works")
-    if name.module in ("trl", "trl_jax"):
-        return Finding(name.line, what, "refused", f"There is no such name: {way_out(name.name, _names())}")
-    text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
-    return Finding(name.line, what, "changed", text)
+def _with_inner(module: Module) -> list[Module]:
+    """A module, and those of the script's own that it imports, each once."""
+    found = [module]
+    for one in found:
+        found += [inner for inner in one.inner if inner not in found]
+    return found
+
+
+class _Script:
+    """What the findings on one part of a script need to know of the others.
+
+    Attributes:
+        called: paths of what is called or subclassed.
+        assigned: names of attributes that are set somewhere, or asked for with hasattr.
+    """
+
+    def __init__(self, modules: list[Module]):
+        self.modules = modules
+        used = [one for module in modules for call in module.calls for one in meanings(call.node.func, call.scope)]
+        used += [one for module in modules for made in module.classes for one in bases(made)]
+        self.called = {part for one in used if isinstance(one, Imported) for part in _prefixes(one.path)}
+        self.assigned = {one.node.attr for module in modules for one in module.attributes if one.value is not None}
+        self.assigned |= {name for module in modules for name in module.asked}
+        self.configs = [names.load_config() for one in used if (names := _trainer_of(one)) is not None]
+
+    # Names
+
+    def of_names(self, module: Module) -> Iterator[Finding]:
+        inner = {id(one.node.value) for one in module.attributes}
+        for name in module.names:
+            yield from self._of_import(name)
+        for one in module.attributes:
+            if id(one.node) not in inner and one.value is None:
+                for meaning in meanings(one.node, one.scope):
+                    if isinstance(meaning, Imported) and _package(meaning.path) in PACKAGES:
+                        yield from self._of_import(_split(meaning.path, one.node.lineno))
+
+    def _of_import(self, name: Name) -> Iterator[Finding]:
+        """The finding on a name that is imported from a package."""
+        package = _package(name.module)
+        path = f"{name.module}.{name.name}".removesuffix(".")
+        if package in PACKAGES:
+            if name.name:
+                found = self._of_trl(name, path)
+                yield _if_reached(found) if name.guarded else found
+            elif not _module_exists(name.module):
+                found = _no_module(name)
+                yield _if_reached(found) if name.guarded else found
+        elif package == "unsloth":
+            found = Finding(name.line, package, "refused", _UNSLOTH)
+            yield _if_reached(found) if name.guarded else found
+        elif name.guarded or (package == "IPython" and self.modules[0].cells):
+            return
+        elif not is_installed(name.module):
+            what = package if not is_installed(package) else name.module
+            yield Finding(name.line, what, "not installed", "The script stops at this import.")
+        elif package in _CHECKED and name.name not in ("", "*") and not _may_have(name.module, name.name):
+            text = f"The installed {package} has no such name, so the script stops at this import, under TRL, too."
+            yield Finding(name.line, path, "refused", text)
+
+    def _of_trl(self, name: Name, path: str) -> Finding:
+        """The finding on a name of trl, or of trl_jax."""
+        touched = path in self.called
+        if name.name == "*":
+            return Finding(name.line, path, "not known", "The names that the script takes from it are not known.")
+        if _is_ours(name.module, name.name):
+            return Finding(name.line, path, "works")
+        if not _module_exists(name.module):
+            return _no_module(name)
+        theirs = None if spec_of("trl") is None or _package(name.module) != "trl" else has_name(name.module, name.name)
+        if theirs is not False and spec_of("trl") is not None and _package(name.module) == "trl":
+            if name.module.startswith("trl.experimental"):
+                return Finding(name.line, path, "changed", _WITH_TORCH)
+            text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
+            if touched and name.name.endswith(("Callback", "Trainer")):
+                text += " It is written for a torch model, and may not work with a trainer of trl_jax."
+                return Finding(name.line, path, "not known", text)
+            return Finding(name.line, path, "changed", text)
+        if name.module.removesuffix(".trainer") in PACKAGES:
+            try:
+                check_not_experimental(name.name)
+            except ImportError as error:
+                return Finding(name.line, path, "refused", str(error))
+            if name.name in NEAR:
+                near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
+                text = f"It can be imported but not used: trl_jax does not implement it.{near}"
+                return Finding(name.line, path, "refused" if touched else "changed", text)
+        if spec_of("trl") is None and _package(name.module) == "trl" and name.module != "trl":
+            return Finding(name.line, path, "not installed", "Not in trl_jax: it takes an installed trl.")
+        known = _names() if name.module in PACKAGES else _names_of(name.module)
+        return Finding(name.line, path, "refused", f"There is no such name: {way_out(name.name, known)}")
+
+    # Calls
+
+    def of_call(self, call: Call) -> Iterator[Finding]:
+        line = call.node.lineno
+        for meaning in dict.fromkeys(meanings(call.node.func, call.scope)):
+            names, config = _trainer_of(meaning), _config_of(meaning)
+            if names is not None:
+                yield from self._of_trainer(call, meaning, names)
+            elif config is not None:
+                yield from _of_config(call, meaning, config)
+            elif meaning == Imported("transformers.TrainingArguments") and self.configs:
+                yield from _of_config(call, meaning, self.configs[0])
+            elif isinstance(meaning, Imported) and _is_foreign_trainer(meaning.path):
+                text = "Another package's trainer, which is not read."
+                yield Finding(line, f"{meaning.path}(...)", "not known", text)
+            elif meaning in (Imported("transformers.Trainer"), Imported("transformers.Seq2SeqTrainer")):
+                yield Finding(line, f"{meaning.path}(...)", "changed", "transformers' trainer: it trains with torch.")
+        if any(word.arg == "quantization_config" for word in call.node.keywords):
+            yield from _of_quantization(call)
+
+    def _of_trainer(self, call: Call, meaning: Meaning, names: TrainerNames) -> Iterator[Finding]:
+        trainer, name = names.load_trainer(), _short(meaning)
+        signature = inspect.signature(trainer.__init__).parameters
+        known, old = [one for one in signature if one != "self"], trainer._old_arguments
+        of_config = {field.name for field in fields(names.load_config())}
+        own_init = isinstance(meaning, Defined) and "__init__" in _methods(meaning)
+        given, others = arguments_of(call.node, call.scope, [] if own_init else known)
+        line = call.node.lineno
+        if others:
+            yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
+        for argument, value in given.items():
+            what = f"{name}({argument}=...)"
+            if argument in old:
+                yield Finding(line, what, "changed", f"An old name: {old[argument]}")
+            elif argument in known:
+                yield from _of_argument(line, what, trainer, argument, value) or [Finding(line, what, "works")]
+            elif own_init:
+                continue
+            elif argument == "tokenizer":
+                yield Finding(line, what, "changed", "An old name: pass it as processing_class.")
+            elif argument in of_config or argument in RENAMED:
+                text = (
+                    f"Now an argument of {names.config}."
+                    if argument in of_config
+                    else f"An old name: {RENAMED[argument]}"
+                )
+                yield Finding(line, what, "changed", text)
+            else:
+                text = f"{name} has no argument {argument!r}: {way_out(argument, known)}"
+                yield Finding(line, what, "refused", text)
+
+    # Subclasses
+
+    def of_class(self, made: Defined) -> Iterator[Finding]:
+        """Define a subclass once per method, with that method alone."""
+        names = _trainer_of(made)
+        if names is None:
+            return
+        trainer = names.load_trainer()
+        for method, node in _methods(made).items():
+            what = f"{made.node.name}.{method}"
+            found = _tried(node.lineno, what, partial(type, made.node.name, (trainer,), {method: lambda self: None}))
+            if found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
+                own = method == "compute_loss"
+                found = Finding(
+                    node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
+                )
+            yield found
+
+    # Attributes of trainers
+
+    def of_attribute(self, used: Attribute) -> Iterator[Finding]:
+        """Attributes of trainers that ours do not have, or do not read."""
+        line, name = used.node.lineno, used.node.attr
+        for meaning in dict.fromkeys(meanings(used.node.value, used.scope)):
+            owner = (
+                meaning.by if isinstance(meaning, Made) else meaning.of if isinstance(meaning, Self | Super) else None
+            )
+            on_class = owner is None and used.value is not None and isinstance(meaning, Imported)
+            names = _trainer_of(meaning if on_class else owner)
+            if names is None:
+                continue
+            trainer = names.load_trainer()
+            what = f"{_short(meaning if on_class else owner)}.{name}"
+            never_called = {**trainer._never_called, **trainer._once_called}
+            if used.value is not None:
+                if name in trainer._never_read and not isinstance(meaning, Super):
+                    text = f"trl_jax never reads it. {trainer._never_read[name]}"
+                    yield Finding(line, f"{what} = ...", "refused", text)
+                elif name in never_called:
+                    yield Finding(line, f"{what} = ...", "refused", f"trl_jax never calls it. {never_called[name]}")
+            elif name in _attributes(trainer) or name in self.assigned or name.startswith("__"):
+                continue
+            elif not isinstance(owner, Defined) or name not in _own_names(owner):
+                text = f"trl_jax's {names.trainer} has no such attribute."
+                if name in trainer._never_called:
+                    text += f" {trainer._never_called[name]}"
+                elif name.startswith("_"):
+                    text += " It is a private one of TRL's."
+                yield Finding(line, what, "refused", text)
+
+
+# What names mean
+
+
+def _package(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+
+def _short(meaning: Meaning | None) -> str:
+    match meaning:
+        case Imported():
+            return meaning.path.rpartition(".")[2]
+        case Defined(node=ast.ClassDef()):
+            return meaning.node.name
+    return ""
+
+
+def _if_reached(found: Finding) -> Finding:
+    """The finding on an import that may fail, or may not be reached."""
+    if found.kind not in ("refused", "not installed"):
+        return found
+    return found._replace(kind="changed", text=f"If this line is reached, it fails. {found.text}")
+
+
+def _split(path: str, line: int) -> Name:
+    """The module and the name in a dotted path; further attributes are left out."""
+    parts = path.split(".")
+    length = next((size for size in range(len(parts) - 1, 0, -1) if _module_exists(".".join(parts[:size]))), 1)
+    return Name(line, ".".join(parts[:length]), parts[length] if length < len(parts) else "", False)
+
+
+def _module_exists(module: str) -> bool:
+    """Whether trl_jax, or trl under `python -m trl_jax`, has this module."""
+    if module in MODULES:
+        return True
+    if _package(module) == "trl_jax":
+        return spec_of(module) is not None or module.replace("trl_jax", "trl", 1) in MODULES
+    return spec_of(module) is not None
+
+
+def _no_module(name: Name) -> Finding:
+    path = f"{name.module}.{name.name}".removesuffix(".")
+    if _package(name.module) == "trl" and spec_of("trl") is None:
+        return Finding(name.line, path, "not installed", f"{name.module} is not in trl_jax: it takes an installed trl.")
+    there = "trl_jax" if _package(name.module) == "trl_jax" else "trl_jax, nor in the installed trl"
+    near = NEAR.get(name.name, "")
+    text = f"There is no module {name.module} in {there}." + (f" Closest: {near}." if near else "")
+    return Finding(name.line, path, "refused", text)
+
+
+def _is_ours(module: str, name: str) -> bool:
+    """Whether a name of trl, or of trl_jax, is trl_jax's own."""
+    if _package(module) == "trl_jax":
+        exists = spec_of(module) is not None or module in _FAKE_MODULES
+        if not exists:
+            return False
+        return f"{module}.{name}" in _FAKE_MODULES or hasattr(_imported(module), name) and name not in NEAR
+    return f"{module}.{name}" in MODULES or name in _names_of(module)
+
+
+_FAKE_MODULES = {ours for of_module in MODULES.values() for ours in of_module}
+
+
+def _imported(module: str) -> Any:
+    return importlib.import_module(module)
+
+
+def _names_of(module: str) -> set[str]:
+    """The names of a module of trl that are trl_jax's."""
+    return {name for ours in MODULES.get(module, ()) for name in public_names(_imported(ours))}
 
 
 def _names() -> list[str]:
     """The public names."""
-    return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
+    return [name for module in MODULES["trl"] for name in _imported(module).__all__]
+
+
+def _may_have(module: str, name: str) -> bool:
+    if module == "transformers":
+        return name in dir(transformers) or is_installed(f"{module}.{name}")
+    return has_name(module, name) is not False
+
+
+def _trainer_of(meaning: Meaning | None) -> TrainerNames | None:
+    """The trainer of trl_jax that a class is, or is derived from."""
+    return _derived(meaning, _OF_TRAINER)
+
+
+def _config_of(meaning: Meaning | None) -> type | None:
+    names = _derived(meaning, _OF_CONFIG)
+    return None if names is None else names.load_config()
+
+
+def _derived(meaning: Meaning | None, table: dict[str, TrainerNames]) -> TrainerNames | None:
+    match meaning:
+        case Imported() if _package(meaning.path) in PACKAGES:
+            module, _, name = meaning.path.rpartition(".")
+            return table.get(name) if _is_ours(module, name) else None
+        case Defined(node=ast.ClassDef()):
+            return next((found for base in bases(meaning) if (found := _derived_import(base, table))), None)
+    return None
+
+
+def _derived_import(base: Meaning, table: dict[str, TrainerNames]) -> TrainerNames | None:
+    return _derived(base, table) if isinstance(base, Imported) else None
+
+
+def _is_foreign_trainer(path: str) -> bool:
+    return path.endswith("Trainer") and _package(path) not in (*PACKAGES, "transformers", "unsloth", "")
+
+
+def _methods(made: Defined) -> dict[str, ast.FunctionDef]:
+    return {one.name: one for one in made.node.body if isinstance(one, ast.FunctionDef)}
+
+
+def _own_names(made: Defined) -> set[str]:
+    """The names that a class of the script, or its bases of the script's, define."""
+    kinds = [made, *(one for one in bases(made) if isinstance(one, Defined))]
+    nodes = [node for kind in kinds for node in kind.node.body]
+    named = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    foreign = any(not isinstance(one, Defined) and _trainer_of(one) is None for one in bases(made))
+    return named | {one.id for one in targets if isinstance(one, ast.Name)} | ({"*"} if foreign else set())
+
+
+def _uses_torch(node: ast.AST, module: Module) -> bool:
+    scope = module.scopes.get(node, module.top)
+    return any(
+        isinstance(meaning, Imported) and _package(meaning.path) == "torch"
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name)
+        for meaning in meanings(one, scope)
+    )
+
+
+@lru_cache
+def _attributes(trainer: type) -> frozenset[str]:
+    """The attributes of a trainer: those of its class, and those that its methods set."""
+    found = set(dir(trainer))
+    for kind in trainer.__mro__:
+        if kind.__module__.startswith("trl_jax"):
+            found |= vars(kind).get("__annotations__", {}).keys()
+            tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+            found |= {
+                one.attr
+                for one in ast.walk(tree)
+                if isinstance(one, ast.Attribute)
+                and isinstance(one.ctx, ast.Store)
+                and isinstance(one.value, ast.Name)
+                and one.value.id == "self"
+            }
+    return frozenset(found)
+
+
+def _follow_trainers(modules: list[Module]) -> None:
+    """Let the parameters that a trainer is passed to mean that trainer: of rollout functions, and of functions that
+    they call."""
+    calls = [call for module in modules for call in module.calls]
+    for call in calls:
+        for meaning in meanings(call.node.func, call.scope):
+            if (names := _trainer_of(meaning)) is None:
+                continue
+            made = Made(meaning, call.node, call.scope)
+            known = [one for one in inspect.signature(names.load_trainer().__init__).parameters if one != "self"]
+            given, _ = arguments_of(call.node, call.scope, known)
+            if "rollout_func" in given:
+                for function in meanings(given["rollout_func"].node, given["rollout_func"].scope):
+                    _mean(function, 1, "trainer", made)
+    for _ in range(3):  # functions that call functions
+        for call in calls:
+            _pass_on(call)
+
+
+def _pass_on(call: Call) -> None:
+    """Let a trainer that a call passes be what the parameter means."""
+    given: list[tuple[int, str, ast.expr]] = [(place, "", node) for place, node in enumerate(call.node.args)]
+    given += [(-1, word.arg, word.value) for word in call.node.keywords if word.arg]
+    for place, name, node in given:
+        if not isinstance(node, ast.Name):
+            continue
+        for passed in meanings(node, call.scope):
+            trainer = passed.by if isinstance(passed, Made) else passed.of if isinstance(passed, Self) else None
+            if _trainer_of(trainer) is None:
+                continue
+            made = passed if isinstance(passed, Made) else Made(trainer, call.node, call.scope)
+            for function in meanings(call.node.func, call.scope):
+                _mean(function, place, name, made)
+
+
+def _mean(function: Meaning, place: int, name: str, made: Made) -> None:
+    """Let a parameter of a function of the script mean `made`.
+
+    Args:
+        place: its place among the positional arguments; -1: it is passed by name.
+    """
+    match function:
+        case Defined(node=ast.ClassDef()):
+            method, place = _methods(function).get("__init__"), place + 1
+        case Made(by=Defined(node=ast.ClassDef())):
+            function, method, place = function.by, _methods(function.by).get("__call__"), place + 1
+        case Method(of=(Made(by=Defined(node=ast.ClassDef())) | Self())):
+            owner = function.of.by if isinstance(function.of, Made) else function.of.of
+            function, method, place = owner, _methods(owner).get(function.name), place + 1
+        case Defined():
+            method = function.node
+        case _:
+            return
+    scope = None if method is None else function.scope.module.scopes.get(method)
+    if scope is None:
+        return
+    known = parameters(method)
+    name = name if name in scope.bindings and name else known[place] if 0 < place + 1 <= len(known) else ""
+    if not name or not scope.bindings.get(name) or not isinstance(scope.bindings[name][0].value, Unknown):
+        return
+    scope.bindings[name][0] = Binding(0, made, scope, False)
+
+
+# Arguments of trainers
+
+
+def _of_argument(line: int, what: str, trainer: type, name: str, given: Argument) -> list[Finding]:
+    """Findings on an argument of a trainer whose value is refused, or cannot be judged."""
+    if given.value is None:
+        return []
+    found: list[Finding] = []
+    refused_here = inspect.signature(trainer.__init__).parameters[name].annotation == "None"
+    for meaning in dict.fromkeys(meanings(given.node, given.scope)):
+        text, kind = None, "refused"
+        if refused_here:
+            text = f"{name} is not supported by {trainer.__name__}: leave it out."
+        elif name == "data_collator":
+            kind, text = _of_collator(meaning, trainer)
+        elif name == "optimizers":
+            text = _OPTAX if _has_torch_optimizer(given) else None
+        elif name == "model":
+            text = _of_model(meaning, trainer)
+        elif name == "reward_funcs":
+            found += _of_rewards(line, meaning)
+        if text is not None:
+            found.append(Finding(line, what, kind, text))
+        if refused_here:
+            break
+    return found
+
+
+def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
+    own = {kind.__name__ for kind in (trainer._collator_class, trainer._vision_collator) if kind is not None}
+    own |= {kind.__name__ for kind in trainer._older_collators}
+    made = meaning.by if isinstance(meaning, Made) else meaning
+    if isinstance(made, Defined):
+        return "refused", OWN_COLLATOR
+    if isinstance(made, Imported) and _package(made.path) in PACKAGES and _short(made) in own:
+        return "works", None
+    if isinstance(made, Imported):
+        return "refused", f"{made.path} is not one of {', '.join(sorted(own)) or 'its collators'}. {OWN_COLLATOR}"
+    return "not known", "A collate function is not called; one of TRL's collators is accepted."
+
+
+def _has_torch_optimizer(given: Argument) -> bool:
+    parts = [
+        part
+        for one in meanings(given.node, given.scope)
+        if isinstance(one, Sequence)
+        for item in one.items
+        for part in meanings(item, one.scope)
+    ]
+    made = [one.by if isinstance(one, Made) else one for one in parts]
+    return any(
+        isinstance(one, Imported) and _package(one.path) in ("torch", "bitsandbytes", "transformers") for one in made
+    )
+
+
+def _of_model(meaning: Meaning, trainer: type) -> str | None:
+    if not isinstance(meaning, Made):
+        return None
+    made = meaning.by.of if isinstance(meaning.by, Method) else meaning.by
+    if isinstance(made, Defined) and isinstance(made.node, ast.ClassDef):
+        roots = [one.path for one in bases(made) if isinstance(one, Imported)]
+        if any(_package(root) in ("torch", "transformers", "peft") for root in roots):
+            return _OWN_MODEL
+    classifier = isinstance(made, Imported) and "ForSequenceClassification.from_pretrained" in made.path
+    if classifier and trainer.__name__ == "RewardTrainer":
+        labels = arguments_of(meaning.call, meaning.scope, [])[0].get("num_labels")
+        if labels is not None and labels.value is not UNKNOWN and labels.value != 1:
+            return _ONE_LABEL
+    return None
+
+
+def _of_rewards(line: int, meaning: Meaning) -> list[Finding]:
+    """Reward functions that cannot be called with what TRL passes to them."""
+    if isinstance(meaning, Sequence):
+        return [
+            found for item in meaning.items for one in meanings(item, meaning.scope) for found in _of_rewards(line, one)
+        ]
+    if not isinstance(meaning, Defined) or not isinstance(meaning.node, ast.FunctionDef):
+        return []
+    given = meaning.node.args
+    named = {one.arg for one in (*given.args, *given.kwonlyargs)}
+    if given.kwarg is not None or given.posonlyargs or {"prompts", "completions", "completion_ids"} <= named:
+        return []
+    name = meaning.node.name
+    text = "Reward functions get prompts, completions, completion_ids and all columns by name: add **kwargs."
+    return [Finding(meaning.node.lineno, f"{name}({', '.join(parameters(meaning.node))})", "refused", text)]
+
+
+def _of_quantization(call: Call) -> Iterator[Finding]:
+    """Models that are loaded in another format than bitsandbytes'."""
+    node = next(word.value for word in call.node.keywords if word.arg == "quantization_config")
+    for meaning in meanings(node, call.scope):
+        made = meaning.by if isinstance(meaning, Made) else None
+        if (
+            isinstance(made, Imported)
+            and _package(made.path) == "transformers"
+            and _short(made) != "BitsAndBytesConfig"
+        ):
+            text = "Use a BitsAndBytesConfig, or load the model without quantization_config."
+            yield Finding(call.node.lineno, f"quantization_config={_short(made)}(...)", "refused", text)
+
+
+# Configs
 
 
 def _alone(config: type) -> type:
@@ -167,74 +721,52 @@ def _alone(config: type) -> type:
     return type(config.__name__, (config,), own)
 
 
-def _of_config(call: Call, config: type) -> Iterator[Finding]:
+def _of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     """Construct the config once per argument whose value the script spells out, then with all of them together."""
     known, config = config, _alone(config)
-    given = {name: value for name, value in call.arguments.items() if value is not UNKNOWN}
+    own = _own_names(meaning) if isinstance(meaning, Defined) else set()
+    positional = [field.name for field in fields(known)]
+    arguments, others = arguments_of(call.node, call.scope, [] if own else positional)
+    line, name = call.node.lineno, _short(meaning)
+    if others:
+        yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
+    arguments = {key: value for key, value in arguments.items() if key not in own}
+    given = {key: one.value for key, one in arguments.items() if one.value is not UNKNOWN}
     fitting: dict[str, Any] = {}
-    for name, value in given.items():
-        alone = {"output_dir": "out", name: value}
-        found = _tried(call.line, f"{call.name}({show(name, value)})", partial(config, **alone))
+    for argument, value in given.items():
+        if argument == "output_dir":
+            continue
+        found = _tried(
+            line, f"{name}({show(argument, value)})", partial(config, **{"output_dir": "out", argument: value})
+        )
         if found.kind == "refused":
-            together = _tried(call.line, found.what, partial(config, **{"output_dir": "out"} | given))
+            together = _tried(line, found.what, partial(config, **{"output_dir": "out"} | given))
             found = together if together.kind != "refused" else found
-            if found.kind == "changed" and name not in found.text:  # the warning is about another argument
-                found = Finding(call.line, found.what, "works")
+            if found.kind == "changed" and argument not in found.text:  # the warning is about another argument
+                found = Finding(line, found.what, "works")
         if found.kind != "refused":
-            fitting[name] = value
+            fitting[argument] = value
         yield found
-    for name in call.arguments.keys() - given.keys():
-        yield _of_unknown_value(call, name, known)
-    whole = _tried(call.line, f"{call.name}(...)", partial(config, **{"output_dir": "out"} | fitting))
-    if whole.kind == "refused":
+    for argument in arguments.keys() - given.keys() - {"output_dir"}:
+        yield _of_unknown_value(line, name, argument, known)
+    whole = _tried(line, f"{name}(...)", partial(config, **{"output_dir": "out"} | fitting))
+    if whole.kind == "refused" and not others and len(given) == len(arguments):
         yield whole
+    elif whole.kind == "refused":
+        yield whole._replace(kind="not known", text=f"By the values that are known here: {whole.text}")
 
 
-def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
+def _of_unknown_value(line: int, config_name: str, name: str, config: type) -> Finding:
     """Check the name of an argument whose value is known only when the script runs."""
-    what, known = f"{call.name}({name}=...)", {field.name for field in fields(config)}
+    what, known = f"{config_name}({name}=...)", {field.name for field in fields(config)}
     if name in RENAMED and name not in known:
-        return Finding(call.line, what, "changed", f"An old name: {RENAMED[name]}")
+        return Finding(line, what, "changed", f"An old name: {RENAMED[name]}")
     if name not in known:
-        text = f"{config.__name__} has no argument {name!r}: {way_out(name, known)}"
-        return Finding(call.line, what, "refused", text)
-    line = config.argument_table().get(name)
-    if line is not None and line.how == "refused":
-        return Finding(call.line, what, "changed", f"Refused unless it has its default value: {line.why}")
-    return Finding(call.line, what, "works")
-
-
-def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
-    trainer = names.load_trainer()
-    known, old = inspect.signature(trainer.__init__).parameters, trainer._old_arguments
-    of_config = {field.name for field in fields(names.load_config())}
-    for name in call.arguments:
-        what = f"{call.name}({name}=...)"
-        if name in old:
-            yield Finding(call.line, what, "changed", f"An old name: {old[name]}")
-        elif name == "data_collator" and call.arguments[name] is OWN:
-            yield Finding(call.line, what, "refused", OWN_COLLATOR)
-        elif name in known:
-            yield Finding(call.line, what, "works")
-        elif name == "tokenizer":
-            yield Finding(call.line, what, "changed", "An old name: pass it as processing_class.")
-        elif name in of_config or name in RENAMED:
-            text = f"Now an argument of {names.config}." if name in of_config else f"An old name: {RENAMED[name]}"
-            yield Finding(call.line, what, "changed", text)
-        else:
-            yield Finding(call.line, what, "refused", f"{call.name} has no argument {name!r}: {way_out(name, known)}")
-
-
-def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
-    """Define a subclass once per method, with that method alone."""
-    trainer = names.load_trainer()
-    for method, line in subclass.methods.items():
-        what = f"{subclass.name}.{method}"
-        found = _tried(line, what, partial(type, subclass.name, (trainer,), {method: lambda self: None}))
-        if found.kind == "works" and method in subclass.in_torch and "loss" in method:
-            own = method == "compute_loss"
-            found = Finding(line, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX)
-        yield found
+        return Finding(line, what, "refused", f"{config.__name__} has no argument {name!r}: {way_out(name, known)}")
+    declared = config.argument_table().get(name)
+    if declared is not None and declared.how == "refused":
+        return Finding(line, what, "changed", f"Refused unless it has its default value: {declared.why}")
+    return Finding(line, what, "works")
 
 
 def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
@@ -243,188 +775,6 @@ def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
         try:
             do()
         except Exception as error:  # the script would get the same error, whatever it is
-            return Finding(line, what, "refused", _first(error))
+            return Finding(line, what, "refused", " ".join(str(error).split()))
     texts = [" ".join(str(warning.message).split()) for warning in told]
     return Finding(line, what, "changed", " ".join(dict.fromkeys(texts))) if texts else Finding(line, what, "works")
-
-
-def _first(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-# Reading: what a script uses of trl
-
-
-PACKAGES = ("trl", "trl_jax")
-_DEEPEST = 50  # levels of an expression; a deeper one counts as UNKNOWN
-UNKNOWN = object()  # a value that is known only when the script runs
-OWN = object()  # a function or an object of a class that the script defines
-
-
-class Name(NamedTuple):
-    """A name that the script imports from a module of trl, or reads as its attribute."""
-
-    line: int
-    module: str
-    name: str
-
-
-class Call(NamedTuple):
-    """A call of a class or function of trl, or of transformers' TrainingArguments, with its keyword arguments."""
-
-    line: int
-    name: str
-    arguments: dict[str, Any]
-
-
-class Subclass(NamedTuple):
-    """A subclass of a class of trl. methods: name -> line. in_torch: the names of those that use torch."""
-
-    line: int
-    name: str
-    base: str
-    methods: dict[str, int]
-    in_torch: frozenset[str]
-
-
-class Uses(NamedTuple):
-    """Everything a script uses of trl, each list ordered by line."""
-
-    names: list[Name]
-    calls: list[Call]
-    subclasses: list[Subclass]
-
-
-def read(source: str) -> Uses:
-    """Read a script.
-
-    Raises:
-        SyntaxError: the source is not valid Python.
-    """
-    tree = ast.parse(source)
-    reader = _Reader()
-    nodes = list(ast.walk(tree))  # iterative: a deep expression would exceed the recursion limit
-    for node in nodes:  # imports first: walk() visits those inside functions late
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            reader.visit(node)
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            reader.visit(node)
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    made = {
-        target.id: node.value
-        for node in nodes
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    uses = Uses(reader.names, [], [])
-    for node in nodes:
-        if isinstance(node, ast.Call) and (name := reader.name_of(node.func)):
-            arguments = {word.arg: _value(word.value) for word in node.keywords if word.arg}
-            if any(word.arg == "data_collator" and _is_own(word.value, own, made) for word in node.keywords):
-                arguments["data_collator"] = OWN
-            uses.calls.append(Call(node.lineno, name, arguments))
-        elif isinstance(node, ast.ClassDef):
-            for base in filter(None, map(reader.name_of, node.bases)):
-                methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
-                torch = frozenset(name for name, one in methods.items() if reader.uses_torch(one))
-                lines = {name: one.lineno for name, one in methods.items()}
-                uses.subclasses.append(Subclass(node.lineno, node.name, base, lines, torch))
-    for part in uses:
-        part.sort(key=lambda one: one.line)
-    return uses
-
-
-class _Reader(ast.NodeVisitor):
-    """Resolves the names in a script to names of trl."""
-
-    def __init__(self):
-        self.names: list[Name] = []
-        self._meaning: dict[str, str] = {}  # name in the script -> name in trl, or TrainingArguments
-        self._modules: dict[str, str] = {}  # name in the script -> module of trl
-        self._torch: set[str] = set()
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = (node.module or "").partition(".")[0]
-        for alias in node.names:
-            own = alias.asname or alias.name
-            if module in PACKAGES and not node.level:
-                self.names.append(Name(node.lineno, node.module, alias.name))
-                self._meaning[own] = alias.name
-            elif module == "transformers" and alias.name == "TrainingArguments":
-                self._meaning[own] = alias.name
-            elif module == "torch":
-                self._torch.add(own)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            module, _, _ = alias.name.partition(".")
-            if module in PACKAGES:
-                self._modules[alias.asname or module] = alias.name if alias.asname else module
-            elif module == "torch":
-                self._torch.add(alias.asname or module)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        module = self._module_of(node.value)
-        if module is not None and node.attr[:1].isupper():
-            self.names.append(Name(node.lineno, module, node.attr))
-
-    def name_of(self, node: ast.expr) -> str | None:
-        """The name in trl that an expression refers to, or None."""
-        if isinstance(node, ast.Name):
-            return self._meaning.get(node.id)
-        if isinstance(node, ast.Attribute) and self._module_of(node.value) is not None:
-            return node.attr
-        return None
-
-    def uses_torch(self, node: ast.AST) -> bool:
-        return any(isinstance(one, ast.Name) and one.id in self._torch for one in ast.walk(node))
-
-    def _module_of(self, node: ast.expr) -> str | None:
-        below: list[str] = []
-        while isinstance(node, ast.Attribute) and node.attr.islower() and len(below) < _DEEPEST:
-            below.append(node.attr)
-            node = node.value
-        module = self._modules.get(node.id) if isinstance(node, ast.Name) else None
-        return None if module is None else ".".join([module, *reversed(below)])
-
-
-def _is_own(node: ast.expr, own: set[str], made: dict[str, ast.expr]) -> bool:
-    """Whether an expression is a function of the script's own, or an object of its own class or function.
-
-    Args:
-        own: names of functions and classes that the script defines.
-        made: what it assigns to names.
-    """
-    for _ in range(_DEEPEST):
-        if isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in own):
-            return True
-        if isinstance(node, ast.Call):
-            partial_of = (
-                node.args and isinstance(node.func, ast.Name | ast.Attribute) and "partial" in ast.dump(node.func)
-            )
-            node = node.args[0] if partial_of else node.func
-        elif isinstance(node, ast.Name) and node.id in made:
-            node = made[node.id]
-        else:
-            return False
-    return False
-
-
-def _value(node: ast.expr) -> Any:
-    if _is_deep(node):  # literal_eval and repr are recursive
-        return UNKNOWN
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return UNKNOWN
-
-
-def _is_deep(node: ast.expr) -> bool:
-    level: list[ast.AST] = [node]
-    for _ in range(_DEEPEST):
-        level = [child for one in level for child in ast.iter_child_nodes(one)]
-        if not level:
-            return False
-    return True
