@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import difflib
 import importlib
 import inspect
 import textwrap
@@ -148,6 +149,7 @@ _UNSLOTH = (
 )
 _ONE_LABEL = "A reward model gives one score per text: load it with num_labels=1, or pass its name."
 _OPTAX = "Pass an optax transformation, or name the optimizer in the arguments: optim='adamw_torch'."
+_WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 # Packages whose names are checked; of others, only whether they are installed.
 _CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
 
@@ -167,9 +169,12 @@ def findings(module: Module) -> list[Finding]:
             of_module += script.of_class(made)
         for attribute in one.attributes:
             of_module += script.of_attribute(attribute)
-        of_module = sorted(dict.fromkeys(of_module), key=lambda each: each.line)
+        of_module = sorted(of_module, key=lambda each: each.line)
         found += [each._replace(place=one.place(each.line)) for each in of_module]
-    return found
+    seen: set[tuple[str, str]] = set()  # names and attributes are reported where they are used first
+    return [
+        one for one in found if "(" in one.what or not ((one.what, one.kind) in seen or seen.add((one.what, one.kind)))
+    ]
 
 
 def _with_inner(module: Module) -> list[Module]:
@@ -238,6 +243,8 @@ class _Script:
         if name.name == "*":
             return Finding(name.line, path, "not known", "The names that the script takes from it are not known.")
         if _is_ours(name.module, name.name):
+            if name.name in _WITH_MATH_VERIFY and not is_installed("math_verify"):
+                return Finding(name.line, "math_verify", "not installed", f"{path} needs it.")
             return Finding(name.line, path, "works")
         if not _module_exists(name.module):
             return _no_module(name)
@@ -262,7 +269,9 @@ class _Script:
         if spec_of("trl") is None and _package(name.module) == "trl" and name.module != "trl":
             return Finding(name.line, path, "not installed", "Not in trl_jax: it takes an installed trl.")
         known = _names() if name.module in PACKAGES else _names_of(name.module)
-        return Finding(name.line, path, "refused", f"There is no such name: {way_out(name.name, known)}")
+        close = ", ".join(difflib.get_close_matches(name.name, known, n=1))
+        text = "There is no such name, so the script stops at this import"
+        return Finding(name.line, path, "refused", f"{text}: did you mean {close}?" if close else f"{text}.")
 
     # Calls
 
@@ -276,6 +285,9 @@ class _Script:
                 yield from _of_config(call, meaning, config)
             elif meaning == Imported("transformers.TrainingArguments") and self.configs:
                 yield from _of_config(call, meaning, self.configs[0])
+            elif isinstance(meaning, Method) and meaning.name in (*_OF_TRAINER, *_OF_CONFIG):
+                text = "Whether it is TRL's is known only when the script runs."
+                yield Finding(line, f"{meaning.name}(...)", "not known", text)
             elif isinstance(meaning, Imported) and _is_foreign_trainer(meaning.path):
                 text = "Another package's trainer, which is not read."
                 yield Finding(line, f"{meaning.path}(...)", "not known", text)
@@ -337,33 +349,55 @@ class _Script:
 
     def of_attribute(self, used: Attribute) -> Iterator[Finding]:
         """Attributes of trainers that ours do not have, or do not read."""
-        line, name = used.node.lineno, used.node.attr
         for meaning in dict.fromkeys(meanings(used.node.value, used.scope)):
-            owner = (
-                meaning.by if isinstance(meaning, Made) else meaning.of if isinstance(meaning, Self | Super) else None
-            )
-            on_class = owner is None and used.value is not None and isinstance(meaning, Imported)
-            names = _trainer_of(meaning if on_class else owner)
-            if names is None:
+            match meaning:
+                case Made():
+                    owner = meaning.by
+                case Self() | Super():
+                    owner = meaning.of
+                case Imported() if used.value is not None:  # set on the class
+                    owner = meaning
+                case _:
+                    continue
+            if (names := _trainer_of(owner)) is None:
                 continue
-            trainer = names.load_trainer()
-            what = f"{_short(meaning if on_class else owner)}.{name}"
-            never_called = {**trainer._never_called, **trainer._once_called}
             if used.value is not None:
-                if name in trainer._never_read and not isinstance(meaning, Super):
-                    text = f"trl_jax never reads it. {trainer._never_read[name]}"
-                    yield Finding(line, f"{what} = ...", "refused", text)
-                elif name in never_called:
-                    yield Finding(line, f"{what} = ...", "refused", f"trl_jax never calls it. {never_called[name]}")
-            elif name in _attributes(trainer) or name in self.assigned or name.startswith("__"):
-                continue
-            elif not isinstance(owner, Defined) or name not in _own_names(owner):
-                text = f"trl_jax's {names.trainer} has no such attribute."
-                if name in trainer._never_called:
-                    text += f" {trainer._never_called[name]}"
-                elif name.startswith("_"):
-                    text += " It is a private one of TRL's."
-                yield Finding(line, what, "refused", text)
+                found = _of_set(used, owner, names.load_trainer())
+            elif used.node.attr in self.assigned:
+                found = None
+            else:
+                found = _of_read(used, owner, names.load_trainer())
+            if found is not None:
+                yield found
+
+
+def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
+    """The finding on an attribute of a trainer that the script sets."""
+    name, line = used.node.attr, used.node.lineno
+    what, text = f"{_short(owner)}.{name} = ...", ""
+    never_called = {**trainer._never_called, **trainer._once_called}
+    if name in trainer._never_read:
+        text = f"trl_jax never reads it. {trainer._never_read[name]}"
+    elif name in never_called:
+        text = f"trl_jax never calls it. {never_called[name]}"
+    return Finding(line, what, "refused", text) if text else None
+
+
+def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
+    """The finding on an attribute of a trainer that the script reads, or a method that it calls."""
+    name, line = used.node.attr, used.node.lineno
+    own = _own_names(owner) if isinstance(owner, Defined) else set()
+    if name in own or name in _attributes(trainer) or name.startswith("__"):
+        return None
+    what = f"{_short(owner)}.{name}"
+    if "*" in own:
+        return Finding(line, what, "not known", "A base class of the script's is not read, and may have it.")
+    text = f"{trainer.__name__} of trl_jax has no such attribute."
+    if name in trainer._never_called:
+        text += f" {trainer._never_called[name]}"
+    elif name.startswith("_"):
+        text += " It is a private one of TRL's."
+    return Finding(line, what, "refused", text)
 
 
 # What names mean
@@ -734,8 +768,6 @@ def _of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     given = {key: one.value for key, one in arguments.items() if one.value is not UNKNOWN}
     fitting: dict[str, Any] = {}
     for argument, value in given.items():
-        if argument == "output_dir":
-            continue
         found = _tried(
             line, f"{name}({show(argument, value)})", partial(config, **{"output_dir": "out", argument: value})
         )
@@ -747,7 +779,7 @@ def _of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
         if found.kind != "refused":
             fitting[argument] = value
         yield found
-    for argument in arguments.keys() - given.keys() - {"output_dir"}:
+    for argument in arguments.keys() - given.keys():
         yield _of_unknown_value(line, name, argument, known)
     whole = _tried(line, f"{name}(...)", partial(config, **{"output_dir": "out"} | fitting))
     if whole.kind == "refused" and not others and len(given) == len(arguments):

@@ -352,11 +352,13 @@ class _Reader:
                     self.module.names.append(Name(node.lineno, node.module, alias.name, place.guarded))
                 path = "." * node.level + (node.module or "")
                 self._add(alias.asname or alias.name, node.lineno, Imported(f"{path}.{alias.name}"), place)
-            elif found := inner.top.bindings.get(alias.name):
-                for one in _until_unconditional(found):
-                    self._add(alias.asname or alias.name, node.lineno, one.value, place, one.scope)
-            else:
-                self._add(alias.asname or alias.name, node.lineno, _UNKNOWN, place)
+                continue
+            for name in inner.top.bindings if alias.name == "*" else [alias.name]:
+                own = alias.asname or name
+                for one in reversed(_until_unconditional(inner.top.bindings.get(name, []))):
+                    self._add(own, node.lineno, one.value, place, one.scope)
+                if name not in inner.top.bindings:
+                    self._add(own, node.lineno, _UNKNOWN, place)
 
     def _find(self, dotted: str, level: int) -> Module | None:
         found = self.module.library.find(dotted, level, self.module) if self._inner else None
@@ -474,8 +476,11 @@ def _of_call(node: ast.Call, scope: Scope, depth: int) -> list[Meaning]:
         return [_UNKNOWN if owner is None else Super(owner)]
     found: list[Meaning] = []
     for one in meanings(node.func, scope, depth + 1):
-        if isinstance(one, Imported) and one.path == "functools.partial" and node.args:
+        if one == Imported("functools.partial") and node.args:
             found += meanings(node.args[0], scope, depth + 1)
+        elif one == Imported("importlib.import_module") and node.args:
+            path = value_of(node.args[0], scope)
+            found.append(Imported(path) if isinstance(path, str) else _UNKNOWN)
         elif isinstance(one, Defined) and isinstance(one.node, ast.FunctionDef):
             found += returned(one, depth + 1)
         else:
