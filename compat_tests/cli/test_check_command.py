@@ -9,8 +9,8 @@ import pytest
 
 from compat_tests.pages import ROOT
 from trl_jax.cli.check import findings
-from trl_jax.cli.reading import read
 from trl_jax.cli.main import main
+from trl_jax.cli.reading import read
 
 SCRIPT = """
 import os
@@ -97,7 +97,8 @@ def test_arguments_of_policies():
 
 @pytest.mark.parametrize("name, verdict", [
     ("compat_tests/scripts/old_keywords.py", "The script runs unchanged; 6 of 20 behave differently here."),
-    ("examples/reward.py", "The script runs unchanged."), ("compat_tests/pages.py", "The script uses nothing from trl."),
+    ("examples/reward.py", "The script runs unchanged."),
+    ("compat_tests/pages.py", "The script uses nothing from trl."),
 ])  # fmt: skip
 def test_scripts_that_run(name, verdict, capsys):
     assert main(["check", str(ROOT / name)]) == 0

@@ -25,6 +25,7 @@ from trl_jax.cli.reading import (
     Attribute,
     Binding,
     Call,
+    Constant,
     Defined,
     Imported,
     Made,
@@ -161,7 +162,7 @@ def findings(module: Module) -> list[Finding]:
     script = _Script(modules)
     found: list[Finding] = []
     for one in modules:
-        of_module = [Finding(line, "cell", "not known", text) for line, text in one.skipped]
+        of_module = [Finding(line, "code", "not known", text) for line, text in one.skipped]
         of_module += script.of_names(one)
         for call in one.calls:
             of_module += script.of_call(call)
@@ -654,6 +655,8 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
     own = {kind.__name__ for kind in (trainer._collator_class, trainer._vision_collator) if kind is not None}
     own |= {kind.__name__ for kind in trainer._older_collators}
     made = meaning.by if isinstance(meaning, Made) else meaning
+    if made == Constant(None):
+        return "works", None
     if isinstance(made, Defined):
         return "refused", OWN_COLLATOR
     if isinstance(made, Imported) and _package(made.path) in PACKAGES and _short(made) in own:

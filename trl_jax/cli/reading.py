@@ -64,11 +64,17 @@ class Sequence(NamedTuple):
     scope: Scope
 
 
+class Constant(NamedTuple):
+    """A number, a text, True, False or None."""
+
+    value: Any
+
+
 class Unknown(NamedTuple):
     """A parameter, the item of a loop, or another expression."""
 
 
-Meaning = Imported | Defined | Made | Method | Self | Super | Sequence | Unknown
+Meaning = Imported | Defined | Made | Method | Self | Super | Sequence | Constant | Unknown
 _UNKNOWN = Unknown()
 
 
@@ -177,7 +183,7 @@ class Library:
         self.modules: dict[Path, Module | None] = {}
 
     def find(self, dotted: str, level: int, by: Module) -> Module | None:
-        """The module of this name, or None if it is not the script's own, or is not valid Python."""
+        """The module of this name, or None if it is not the script's own."""
         parts = [part for part in dotted.split(".") if part]
         above = [by.path.parent, *by.path.parent.parents][level - 1 : level] if level else self._folders(parts[0])
         for folder in above:
@@ -199,7 +205,8 @@ class Library:
             try:
                 self.modules[path] = read(path.read_text(encoding="utf-8"), path, label, self)
             except (SyntaxError, ValueError, RecursionError, MemoryError):
-                return None
+                self.modules[path] = Module(path, label, self)
+                self.modules[path].skipped.append((1, "This file is not valid Python."))
         return self.modules.get(path)
 
 
@@ -457,6 +464,8 @@ def meanings(node: ast.expr, scope: Scope, depth: int = 0) -> list[Meaning]:
             return [Sequence(tuple(node.elts), scope)]
         case ast.NamedExpr():
             return follow(node.value)
+        case ast.Constant():
+            return [Constant(node.value)]
     return [_UNKNOWN]
 
 
