@@ -129,7 +129,7 @@ DistillationConfig(temperature=2.0)
 
 
 @pytest.mark.parametrize("text", [
-    "x = " + " + ".join(["'a'"] * 400), "x = numpy" + ".a" * 400, "SFTConfig(seed=" + "-" * 80 + "1)",
+    "x = " + " + ".join(["'a'"] * 400), "import os; x = os" + ".a" * 400, "SFTConfig(seed=" + "-" * 80 + "1)",
     "SFTConfig(max_length=" + "[" * 80 + "]" * 80 + ")",
 ])  # fmt: skip
 def test_deep_expressions(text, tmp_path, capsys):

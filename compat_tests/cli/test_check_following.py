@@ -31,6 +31,8 @@ def test_modules_and_names_that_do_not_exist():
         from trl.experimental.ppo import PPOConfig, PPOTrainer
         from trl.trainer.utils import first_true_indices
         from trl_jax.trainer.nothing import Trainer
+        from trl_jax import GKDConfig, PPOTrainer, SFTTrainer
+        from trl_jax.experimental.kto import KTOConfig
         import trl.nowhere
         from transformers import AutoModelForNothing, AutoTokenizer
         import no_such_package.part, json
@@ -39,7 +41,9 @@ def test_modules_and_names_that_do_not_exist():
         except ImportError:
             from trl.experimental.kto import KTOTrainer
     """)
-    for name in ("trl_jax.trainer.nothing.Trainer", "transformers.AutoModelForNothing"):
+    assert said["trl_jax.PPOTrainer"][0] == CHANGED
+    assert said["trl_jax.SFTTrainer"] == said["trl_jax.experimental.kto.KTOConfig"] == (WORKS, "")
+    for name in ("trl_jax.trainer.nothing.Trainer", "trl_jax.GKDConfig", "transformers.AutoModelForNothing"):
         assert said[name][0] == REFUSED, said[name]
     assert said["no_such_package"] == ("not installed", "The script stops at this import.")
     assert said["trl.GKDTrainer"][0] == CHANGED and "If this line is reached, it fails" in said["trl.GKDTrainer"][1]
@@ -175,6 +179,38 @@ def test_arguments_are_followed():
     assert [one.kind for one in of_collator] == [REFUSED, REFUSED, NOT_KNOWN]
     of_model = [one for one in findings(read(textwrap.dedent(ARGUMENTS))) if "SFTTrainer(model" in one.what]
     assert [one.kind for one in of_model] == [REFUSED, WORKS, WORKS] and "transformers' classes" in of_model[0].text
+
+
+def test_arguments_that_moved_to_the_config():
+    said = found("""
+        from trl import GRPOTrainer, SFTConfig, SFTTrainer
+        SFTTrainer("m", packing=True)
+        GRPOTrainer("m", len, beta=0.1, max_prompt_length=3)
+        SFTTrainer("m", SFTConfig("out"), max_seq_length=8)
+    """)
+    assert said["SFTTrainer(packing=...)"] == (
+        REFUSED, "SFTTrainer has no argument 'packing'. Pass args=SFTConfig(packing=...).",
+    )  # fmt: skip
+    assert said["GRPOTrainer(beta=...)"][0] == REFUSED
+    assert said["GRPOTrainer(max_prompt_length=...)"][0] == said["SFTTrainer(max_seq_length=...)"][0] == CHANGED
+
+
+def test_names_that_nothing_defines():
+    text = """
+        from trl import SFTTrainer
+        def later():
+            global made
+            made = [unknown for unknown in made]
+        with open(__file__) as file, (yes := file):
+            match file.read(), yes:
+                case [first, *rest]: print(first, rest)
+        SFTTrainer("m", train_dataset=dataset, eval_dataset=made)
+    """
+    assert found(text)["dataset"] == (REFUSED, "This name is not defined, under TRL, too.")
+    assert {"made", "unknown", "file", "first", "rest", "yes"}.isdisjoint(found(text))
+    assert found("from somewhere import *\n" + textwrap.dedent(text))["dataset"][0] == NOT_KNOWN
+    with pytest.raises(SyntaxError, match="keyword argument repeated"):
+        read("print(sep='', sep='')")
 
 
 def test_the_verdict_admits_what_is_not_known():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import difflib
 import inspect
 from collections.abc import Iterator
@@ -52,9 +53,10 @@ from trl_jax.cli.reading import (
     Super,
     read,
 )
-from trl_jax.config.renamed import RENAMED, way_out
+from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames
+from trl_jax.legacy.arguments import left_out, moved_arguments
 from trl_jax.trainer.overrides import NEAR, check_not_experimental
 
 # The command
@@ -147,6 +149,7 @@ def findings(module: Module) -> list[Finding]:
     for one in modules:
         of_module = [Finding(line, "code", "not known", text) for line, text in one.skipped]
         of_module += script.of_names(one)
+        of_module += _undefined(one)
         for call in one.calls:
             of_module += script.of_call(call)
         for made in one.classes:
@@ -302,13 +305,16 @@ class _Script:
                 continue
             elif argument == "tokenizer":
                 yield Finding(line, what, "changed", "An old name: pass it as processing_class.")
-            elif argument in of_config or argument in RENAMED:
-                text = (
-                    f"Now an argument of {names.config}."
-                    if argument in of_config
-                    else f"An old name: {RENAMED[argument]}"
+            elif argument in moved_arguments(trainer) and "args" in given and given["args"].value is not None:
+                text = f"Now an argument of {names.config}."
+                yield Finding(
+                    line, what, "changed", text if argument in of_config else f"An old name: {RENAMED[argument]}"
                 )
-                yield Finding(line, what, "changed", text)
+            elif left_out(trainer, argument):
+                yield Finding(line, what, "changed", f"It has no effect. An old name: {RENAMED[argument]}")
+            elif argument in of_config or argument in moved_arguments(trainer):
+                way = f"Pass args={names.config}({current_name(argument) or argument}=...)."
+                yield Finding(line, what, "refused", f"{name} has no argument {argument!r}. {way}")
             else:
                 text = f"{name} has no argument {argument!r}: {way_out(argument, known)}"
                 yield Finding(line, what, "refused", text)
@@ -404,6 +410,20 @@ def _no_module(name: Name) -> Finding:
     near = NEAR.get(name.name, "")
     text = f"There is no module {name.module} in {there}." + (f" Closest: {near}." if near else "")
     return Finding(name.line, path, "refused", text)
+
+
+def _undefined(module: Module) -> Iterator[Finding]:
+    """Names that the statements of a module read, and nothing defines."""
+    for node in module.reads:
+        if node.id in _DEFINED or node.id in module.globals or module.top.find(node.id, node.lineno):
+            continue
+        if module.skipped or module.open_ended:
+            yield Finding(node.lineno, node.id, "not known", "What defines this name is not read.")
+        else:
+            yield Finding(node.lineno, node.id, "refused", "This name is not defined, under TRL, too.")
+
+
+_DEFINED = {*vars(builtins), "__file__", "__builtins__", "__annotations__", "display", "get_ipython", "In", "Out"}
 
 
 def _may_have(module: str, name: str) -> bool:

@@ -51,6 +51,7 @@ class Finding(NamedTuple):
 
 
 def tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
+    """What happens when something is done: "refused" if it raises, "changed" if it warns."""
     with warnings.catch_warnings(record=True) as told, without_launcher():
         warnings.simplefilter("always")
         try:
@@ -73,11 +74,13 @@ def package_of(path: str) -> str:
 
 
 def prefixes(path: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
     parts = path.split(".")
     return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
 
 
 def short(meaning: Meaning | None) -> str:
+    """The name of a class, without its module."""
     match meaning:
         case Imported():
             return meaning.path.rpartition(".")[2]
@@ -104,15 +107,19 @@ def module_exists(module: str) -> bool:
 
 def is_ours(module: str, name: str) -> bool:
     """Whether a name of trl, or of trl_jax, is trl_jax's own."""
-    if package_of(module) == "trl_jax":
-        exists = spec_of(module) is not None or module in _FAKE_MODULES
-        if not exists:
-            return False
-        return f"{module}.{name}" in _FAKE_MODULES or hasattr(_imported(module), name) and name not in NEAR
-    return f"{module}.{name}" in MODULES or name in names_of(module)
+    if package_of(module) == "trl":
+        return f"{module}.{name}" in MODULES or name in names_of(module)
+    if name in NEAR or not module_exists(module):
+        return False
+    if f"{module}.{name}" in _REPLACING:
+        return True
+    try:
+        return hasattr(_imported(module), name)
+    except ImportError:  # a name that is in trl.experimental alone
+        return False
 
 
-_FAKE_MODULES = {ours for of_module in MODULES.values() for ours in of_module}
+_REPLACING = {ours for of_module in MODULES.values() for ours in of_module}
 
 
 def _imported(module: str) -> Any:

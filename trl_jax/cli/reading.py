@@ -149,6 +149,9 @@ class Module:
         asked: names that it asks for with hasattr or getattr.
         skipped: places that are not Python, with the reason.
         inner: the modules of its own that it imports.
+        reads: the names that its own statements read, outside functions and classes.
+        globals: names that functions declare as global.
+        open_ended: it takes all names of a package, runs code from a text, or runs magics that define names.
     """
 
     def __init__(self, path: Path, label: str, library: Library):
@@ -160,6 +163,9 @@ class Module:
         self.asked: set[str] = set()
         self.skipped: list[tuple[int, str]] = []
         self.inner: list[Module] = []
+        self.reads: list[ast.Name] = []
+        self.globals: set[str] = set()
+        self.open_ended = False
         self.scopes: dict[ast.AST, Scope] = {}  # of its functions
         self.cells: list[int] = []  # of a notebook: the line before the first one of each cell
         self.top = Scope(self, None)
@@ -223,12 +229,20 @@ def read(source: str, path: Path | None = None, label: str = "", library: Librar
     """
     where = Path("script.py") if path is None else path.absolute()
     module = Module(where, label, library or Library(where.parent))
-    tree = _notebook(json.loads(source), module) if where.suffix == ".ipynb" else ast.parse(source)
+    tree = _notebook(json.loads(source), module) if where.suffix == ".ipynb" else _parsed(source)
     _Reader(module, inner=path is not None).read(tree)
     return module
 
 
+def _parsed(source: str, flags: int = 0) -> ast.Module:
+    """The tree of a source. It is compiled, too: some errors show only then, such as an argument given twice."""
+    tree = compile(source, "script", "exec", ast.PyCF_ONLY_AST | flags, dont_inherit=True)
+    compile(source, "script", "exec", flags, dont_inherit=True)
+    return tree
+
+
 _MAGIC = re.compile(r"\s*(?:[!%?]|[\w.]+\s*=\s*[!%])|[^#]*\?\s*$")
+_DEFINING = re.compile(r"\s*(?:%run|%load|%store|%pylab|%%capture|%%cython|[\w.]+\s*=\s*[!%])")
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -246,9 +260,10 @@ def _notebook(content: Any, module: Module) -> ast.Module:
             continue
         text = cell.get("source", "")
         lines = (text if isinstance(text, str) else "".join(text)).splitlines()
+        module.open_ended |= any(map(_DEFINING.match, lines))
         module.cells.append(line)
         try:
-            tree = compile(_without_magics(lines), "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            tree = _parsed(_without_magics(lines), ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as error:
             module.skipped.append((line + (error.lineno or 1), f"This cell is not valid Python: {error.msg}."))
         else:
@@ -320,8 +335,18 @@ class _Reader:
                 self._bind(node.optional_vars, _UNKNOWN, place)
             case ast.ExceptHandler() if node.name:
                 self._add(node.name, node.lineno, _UNKNOWN, place)
+            case ast.Name() if isinstance(node.ctx, ast.Load) and scope is self.module.top:
+                self.module.reads.append(node)
+            case ast.Global():
+                self.module.globals |= set(node.names)
+            case ast.MatchAs() | ast.MatchStar() if node.name:
+                self._add(node.name, node.lineno, _UNKNOWN, place)
+            case ast.MatchMapping() if node.rest:
+                self._add(node.rest, node.lineno, _UNKNOWN, place)
             case ast.Call():
                 self.module.calls.append(Call(node, scope))
+                if isinstance(node.func, ast.Name) and node.func.id in ("exec", "globals", "locals", "vars"):
+                    self.module.open_ended = True
                 if isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr") and len(node.args) > 1:
                     name = node.args[1]
                     self.module.asked |= {name.value} if isinstance(name, ast.Constant) else set()
@@ -352,6 +377,7 @@ class _Reader:
                 continue
             inner = self._find(node.module or "", node.level)
             if inner is None:
+                self.module.open_ended |= alias.name == "*"
                 if not node.level:
                     self.module.names.append(Name(node.lineno, node.module, alias.name, place.guarded))
                 path = "." * node.level + (node.module or "")
