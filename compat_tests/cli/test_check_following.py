@@ -213,6 +213,18 @@ def test_names_that_nothing_defines():
         read("print(sep='', sep='')")
 
 
+def test_a_tokenizer_that_the_trainer_does_not_get():
+    said = found("""
+        from trl import SFTTrainer, setup_chat_format
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        model, tokenizer = setup_chat_format(AutoModelForCausalLM.from_pretrained("m"), AutoTokenizer("m"))
+        SFTTrainer(model)
+    """)
+    assert said["SFTTrainer(...)"][0] == NOT_KNOWN and "processing_class=tokenizer" in said["SFTTrainer(...)"][1]
+    said = found("from trl import DPOTrainer as T\nt = object()\nt.chat_template = 'a'\nT('m', tokenizer=t)")
+    assert said.keys() == {"trl.DPOTrainer", "DPOTrainer(model=...)", "DPOTrainer(tokenizer=...)"}
+
+
 def test_the_verdict_admits_what_is_not_known():
     unknown = "import os\nfrom trl import SFTTrainer\nSFTTrainer('m', **os.environ)"
     assert verdict(unknown).startswith("Nothing is refused, but 1 of 3 cannot be judged before the script runs")

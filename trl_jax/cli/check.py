@@ -135,6 +135,10 @@ _UNSLOTH = (
     "Unsloth replaces TRL's trainers and the code of models, and needs a GPU. Load the model with transformers, or "
     "pass its name, and pass a LoraConfig as peft_config."
 )
+_NO_TOKENIZER = (
+    "The script sets a chat template, and this trainer loads a tokenizer of its own, which may have none. Pass "
+    "processing_class=tokenizer."
+)
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 # Packages whose names are checked; of others, only whether they are installed.
 _CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
@@ -178,6 +182,7 @@ class _Script:
     Attributes:
         called: paths of what is called or subclassed.
         assigned: names of attributes that are set somewhere, or asked for with hasattr.
+        edits_template: it sets a chat template.
     """
 
     def __init__(self, modules: list[Module]):
@@ -187,6 +192,9 @@ class _Script:
         self.called = {part for one in used if isinstance(one, Imported) for part in prefixes(one.path)}
         self.assigned = {one.node.attr for module in modules for one in module.attributes if one.value is not None}
         self.assigned |= {name for module in modules for name in module.asked}
+        self.edits_template = "chat_template" in self.assigned or any(
+            isinstance(one, Imported) and short(one) == "setup_chat_format" for one in used
+        )
         self.configs = [names.load_config() for one in used if (names := trainer_of(one)) is not None]
 
     # Names
@@ -295,6 +303,8 @@ class _Script:
         line = call.node.lineno
         if others:
             yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
+        if self.edits_template and not (others or own_init or {"processing_class", "tokenizer"} & given.keys()):
+            yield Finding(line, f"{name}(...)", "not known", _NO_TOKENIZER)
         for argument, value in given.items():
             what = f"{name}({argument}=...)"
             if argument in old:
