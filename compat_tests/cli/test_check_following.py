@@ -195,6 +195,19 @@ def test_arguments_that_moved_to_the_config():
     assert said["GRPOTrainer(max_prompt_length=...)"][0] == said["SFTTrainer(max_seq_length=...)"][0] == CHANGED
 
 
+def test_sizes_that_fit_several_devices_only():
+    said = found("from trl import GRPOConfig\nGRPOConfig('out', per_device_train_batch_size=1)")
+    assert said["GRPOConfig(per_device_train_batch_size=1)"][0] == WORKS
+    kind, text = said["GRPOConfig(...)"]
+    assert kind == NOT_KNOWN and text.startswith("On one device: generation_batch_size (1) must be divisible")
+    fits = found("from trl import GRPOConfig\nGRPOConfig('out', per_device_train_batch_size=1, num_generations=2,"
+                 "gradient_accumulation_steps=4)")  # fmt: skip
+    assert "GRPOConfig(...)" not in fits and {kind for kind, _ in fits.values()} == {WORKS}
+    assert found("from trl import SFTTrainer\nrows = ...\nSFTTrainer('m', train_dataset=rows)")[
+        "SFTTrainer(train_dataset=...)"
+    ] == (REFUSED, "The script leaves it open: it passes `...`.")
+
+
 def test_names_that_nothing_defines():
     text = """
         from trl import SFTTrainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
@@ -22,6 +23,7 @@ _OWN_MODEL = (
     "compute_loss."
 )
 _ONE_LABEL = "A reward model gives one score per text: load it with num_labels=1, or pass its name."
+_ON_ONE_DEVICE = "On one device:"
 _OPTAX = "Pass an optax transformation, or name the optimizer in the arguments: optim='adamw_torch'."
 
 # Arguments of trainers
@@ -31,6 +33,8 @@ def of_argument(line: int, what: str, trainer: type, name: str, given: Argument)
     """Findings on an argument of a trainer whose value is refused, or cannot be judged."""
     if given.value is None:
         return []
+    if given.value is ...:
+        return [Finding(line, what, "refused", "The script leaves it open: it passes `...`.")]
     found: list[Finding] = []
     refused_here = inspect.signature(trainer.__init__).parameters[name].annotation == "None"
     for meaning in dict.fromkeys(meanings(given.node, given.scope)):
@@ -142,12 +146,15 @@ def _alone(config: type) -> type:
         given = dict(vars(self))
         try:
             config.settle_sizes(self)
-        except ValueError:
+        except ValueError as error:
             if "num_generations" not in given:
                 raise
-            vars(self).update(given, _devices=self.num_generations)
+            devices = self.num_generations
+            vars(self).update(given, _devices=devices)
             with contextlib.suppress(ValueError):
-                return config.settle_sizes(self)
+                config.settle_sizes(self)
+                warnings.warn(f"{_ON_ONE_DEVICE} {error} It fits {devices} devices.", stacklevel=2)
+                return
             raise
 
     own = {
@@ -175,18 +182,20 @@ def of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
         found = tried(
             line, f"{name}({show(argument, value)})", partial(config, **{"output_dir": "out", argument: value})
         )
-        if found.kind == "refused":
+        if found.kind == "refused" or _ON_ONE_DEVICE in found.text:
             together = tried(line, found.what, partial(config, **{"output_dir": "out"} | given))
             found = together if together.kind != "refused" else found
             if found.kind == "changed" and argument not in found.text:  # the warning is about another argument
                 found = Finding(line, found.what, "works")
         if found.kind != "refused":
             fitting[argument] = value
-        yield found
+        yield found._replace(kind="works", text="") if _ON_ONE_DEVICE in found.text else found
     for argument in arguments.keys() - given.keys():
         yield _of_unknown_value(line, name, argument, known)
     whole = tried(line, f"{name}(...)", partial(config, **{"output_dir": "out"} | fitting))
-    if whole.kind == "refused" and not others and len(given) == len(arguments):
+    if _ON_ONE_DEVICE in whole.text:
+        yield whole._replace(kind="not known", text=whole.text[whole.text.index(_ON_ONE_DEVICE) :])
+    elif whole.kind == "refused" and not others and len(given) == len(arguments):
         yield whole
     elif whole.kind == "refused":
         yield whole._replace(kind="not known", text=f"By the values that are known here: {whole.text}")

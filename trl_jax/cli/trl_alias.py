@@ -122,6 +122,11 @@ class Front(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are imported on first use."""
 
+    def get_resource_reader(self, fullname: str) -> Any:
+        """For the files of the installed trl's packages, such as the template of a model card."""
+        real = spec_of(fullname)
+        return None if real is None else real.loader.get_resource_reader(fullname)
+
 
 class TheirOwn(Loader):
     """Loads experimental modules of the installed trl with trl's own trainers as base classes, not ours: theirs
