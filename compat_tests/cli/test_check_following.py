@@ -292,6 +292,11 @@ def test_modules_of_the_script(tmp_path):
     )
     said = findings(read(script.read_text(), script))
     assert ("parts/base.py:4", "Base.training_step", REFUSED) in [(one.place, one.what, one.kind) for one in said]
+    above = tmp_path / "scripts" / "it.py"
+    above.parent.mkdir()
+    above.write_text("from parts.base import Base\nBase('m')")
+    said_of_above = [(one.what, one.kind) for one in findings(read(above.read_text(), above))]
+    assert ("parts", "not installed") in said_of_above and ("Base.training_step", REFUSED) in said_of_above
     by_name = {one.what: one.kind for one in said}
     assert by_name["Mine._nothing"] == by_name["Mine(nothing=...)"] == REFUSED
     assert by_name["SFTConfig(max_length=5)"] == WORKS and by_name["code"] == NOT_KNOWN

@@ -201,6 +201,10 @@ class Library:
         above = [] if PathFinder.find_spec(package) else list(self.folder.parents)[:2]
         return [self.folder, *above]
 
+    def is_importable(self, module: Module) -> bool:
+        """Whether Python looks for packages where a module is: in the folder of the script, not above it."""
+        return self.folder in module.path.parents
+
     def _read(self, path: Path) -> Module | None:
         if path not in self.modules and len(self.modules) < _MOST_FILES:
             self.modules[path] = None  # while it is read: modules may import each other
@@ -376,6 +380,8 @@ class _Reader:
                 self._add(alias.asname or path, node.lineno, Imported(path), place)
                 continue
             inner = self._find(node.module or "", node.level)
+            if inner is not None and not node.level and not self.module.library.is_importable(inner):
+                self.module.names.append(Name(node.lineno, node.module, "", place.guarded))
             if inner is None:
                 self.module.open_ended |= alias.name == "*"
                 if not node.level:
