@@ -9,9 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 from trl_jax.cli.check import findings, report
-from trl_jax.cli.following import UNKNOWN, meanings, value_of
 from trl_jax.cli.main import main
-from trl_jax.cli.reading import read
+from trl_jax.cli.reading import UNKNOWN, meanings, read, value_of
 
 WORKS, CHANGED, REFUSED, NOT_KNOWN = "works", "changed", "refused", "not known"
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import transformers
 
-from trl_jax.cli.check_arguments import of_argument, of_config, of_quantization
-from trl_jax.cli.check_names import (
+from trl_jax.cli.findings import (
     KINDS,
     OF_CONFIG,
     OF_TRAINER,
@@ -24,10 +23,15 @@ from trl_jax.cli.check_names import (
     attributes_of,
     config_of,
     follow_trainers,
+    has_name,
+    is_installed,
     is_ours,
     methods,
     module_exists,
     names_of,
+    of_argument,
+    of_config,
+    of_quantization,
     own_names,
     package_of,
     prefixes,
@@ -37,8 +41,6 @@ from trl_jax.cli.check_names import (
     trainer_of,
     tried,
 )
-from trl_jax.cli.following import arguments_of, bases, meanings
-from trl_jax.cli.installed import has_name, is_installed, spec_of
 from trl_jax.cli.reading import (
     Attribute,
     Call,
@@ -51,8 +53,12 @@ from trl_jax.cli.reading import (
     Name,
     Self,
     Super,
+    arguments_of,
+    bases,
+    meanings,
     read,
 )
+from trl_jax.cli.trl_alias import spec_of
 from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames

@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any
 
 from trl_jax.cli import torch_cuda
-from trl_jax.cli.installed import spec_of
 from trl_jax.cli.main import watching_templates
 from trl_jax.cli.transformers_patches import answer_by_name
 from trl_jax.config.renamed import translated
@@ -236,6 +235,17 @@ def _is_ours(value: Any) -> bool:
 
 
 _FUNCTION = type(install)
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is, found without importing the packages above it; None: nowhere."""
+    parent, _, _ = module.rpartition(".")
+    if not parent:
+        return PathFinder.find_spec(module)
+    above = spec_of(parent)
+    if above is None or above.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(module, above.submodule_search_locations)
 
 
 def _real(fullname: str) -> ModuleType:
