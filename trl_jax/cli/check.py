@@ -188,7 +188,6 @@ class _Script:
     Attributes:
         called: paths of what is called or subclassed.
         assigned: names of attributes that are set somewhere, or asked for with hasattr.
-        edits_template: it sets a chat template.
     """
 
     def __init__(self, modules: list[Module]):
@@ -198,9 +197,6 @@ class _Script:
         self.called = {part for one in used if isinstance(one, Imported) for part in prefixes(one.path)}
         self.assigned = {one.node.attr for module in modules for one in module.attributes if one.value is not None}
         self.assigned |= {name for module in modules for name in module.asked}
-        self.edits_template = "chat_template" in self.assigned or any(
-            isinstance(one, Imported) and short(one) == "setup_chat_format" for one in used
-        )
         self.configs = [names.load_config() for one in used if (names := trainer_of(one)) is not None]
 
     # Names
@@ -309,7 +305,9 @@ class _Script:
         line = call.node.lineno
         if others:
             yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
-        if self.edits_template and not (others or own_init or {"processing_class", "tokenizer"} & given.keys()):
+        if _edits_template(call.scope.module, line) and not (
+            others or own_init or {"processing_class", "tokenizer"} & given.keys()
+        ):
             yield Finding(line, f"{name}(...)", "not known", _NO_TOKENIZER)
         for argument, value in given.items():
             what = f"{name}({argument}=...)"
@@ -440,6 +438,22 @@ def _undefined(module: Module) -> Iterator[Finding]:
 
 
 _DEFINED = {*vars(builtins), "__file__", "__builtins__", "__annotations__", "display", "get_ipython", "In", "Out"}
+
+
+def _edits_template(module: Module, line: int) -> bool:
+    """Whether a module sets a tokenizer's chat template, and does not save it before a line for a trainer to load."""
+    called = {_last_name(call.node.func) for call in module.calls if call.node.lineno < line}
+    set_here = any(one.node.attr == "chat_template" and one.value is not None for one in module.attributes)
+    return (set_here or "setup_chat_format" in called) and "save_pretrained" not in called
+
+
+def _last_name(node: ast.expr) -> str:
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return node.attr
+    return ""
 
 
 def _may_have(module: str, name: str) -> bool:
