@@ -96,8 +96,11 @@ def test_arguments_of_policies():
 
 
 @pytest.mark.parametrize("name, verdict", [
-    ("compat_tests/scripts/old_keywords.py", "The script runs unchanged; 6 of 20 behave differently here."),
-    ("examples/reward.py", "The script runs unchanged."),
+    (
+        "compat_tests/scripts/old_keywords.py",
+        "The script runs unchanged, if its data and checkpoints fit; 6 of 20 behave differently here.",
+    ),
+    ("examples/reward.py", "The script runs unchanged, if its data and checkpoints fit."),
     ("compat_tests/pages.py", "The script uses nothing from trl."),
 ])  # fmt: skip
 def test_scripts_that_run(name, verdict, capsys):
@@ -135,7 +138,7 @@ DistillationConfig(temperature=2.0)
 def test_deep_expressions(text, tmp_path, capsys):
     (tmp_path / "deep.py").write_text(f"import trl\nfrom trl import SFTConfig\n{text}\n")
     assert main(["check", str(tmp_path / "deep.py")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "The script runs unchanged."
+    assert capsys.readouterr().out.splitlines()[-1] == "The script runs unchanged, if its data and checkpoints fit."
 
 
 def test_expressions_too_deep_for_python_are_an_error_in_one_line(tmp_path, capsys):

@@ -64,7 +64,9 @@ def test_trainers_of_the_installed_trl():
     said = found(text)
     assert set(said) == {"trl.experimental.gkd.GKDConfig", "trl.experimental.gkd.GKDTrainer"}
     assert all(kind == CHANGED and "trains with torch" in text for kind, text in said.values())
-    assert verdict(text) == "The script runs unchanged; 2 of 2 behave differently here."
+    assert (
+        verdict(text) == "The script runs unchanged, if its data and checkpoints fit; 2 of 2 behave differently here."
+    )
     shown = "from trl import SFTTrainer\nfrom trl.trainer.callbacks import WeaveCallback\nWeaveCallback(trainer=None)"
     assert found(shown)["trl.trainer.callbacks.WeaveCallback"][0] == NOT_KNOWN
 
@@ -241,7 +243,10 @@ def test_the_verdict_admits_what_is_not_known():
     unknown = "import os\nfrom trl import SFTTrainer\nSFTTrainer('m', **os.environ)"
     assert verdict(unknown).startswith("Nothing is refused, but 1 of 3 cannot be judged before the script runs")
     missing = "import no_such_package\nfrom trl import SFTTrainer"
-    assert verdict(missing) == "Not installed here: no_such_package. With it: the script runs unchanged."
+    assert (
+        verdict(missing)
+        == "Not installed here: no_such_package. With it: the script runs unchanged, if its data and checkpoints fit."
+    )
     assert verdict("from unsloth import FastLanguageModel\nfrom trl import SFTTrainer").startswith("1 of 2 is refused")
 
 

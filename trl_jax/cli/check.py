@@ -123,9 +123,10 @@ def report(found: list[Finding]) -> list[str]:
             "steps with `trl-jax compare`."
         )
     elif changed:
-        verdict = f"The script runs unchanged; {changed} of {len(found)} behave{'s' * (changed == 1)} differently here."
+        differently = f"{changed} of {len(found)} behave{'s' * (changed == 1)} differently here"
+        verdict = f"The script runs unchanged, if its data and checkpoints fit; {differently}."
     else:
-        verdict = "The script runs unchanged."
+        verdict = "The script runs unchanged, if its data and checkpoints fit."
     if missing:
         verdict = f"Not installed here: {missing}. With it: " + verdict[0].lower() + verdict[1:]
     return [*lines, "", verdict]
