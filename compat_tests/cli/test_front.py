@@ -98,6 +98,8 @@ from trl import SFTTrainer
 from trl.experimental.gkd import gkd_trainer
 from trl.experimental.kto import KTOTrainer
 assert gkd_trainer.GKDTrainer is GKDTrainer
+from importlib.resources import files
+assert "model" in files("trl").joinpath("templates/lm_model_card.md").read_text()  # checkpoints have a model card
 print(GKDTrainer.__mro__[1].__module__, SFTTrainer.__module__, KTOTrainer.__module__)
 """
 

@@ -64,7 +64,10 @@ def test_kernels_of_a_model_are_passed_over_where_torch_has_no_gpu():
             return name, kwargs
 
     load_anywhere(Loaded)
-    kernels = dict(flash_attn=True, flash_rotary=True, fused_dense=True, use_flash_attention_2=True)
+    kernels = dict(
+        flash_attn=True, flash_rotary=True, fused_dense=True, use_flash_attention_2=True,
+        _attn_implementation="flash_attention_2",
+    )  # fmt: skip
     kept = kernels if torch.cuda.is_available() else {}
     assert Loaded.from_pretrained("phi", revision="main", **kernels) == ("phi", {"revision": "main", **kept})
 

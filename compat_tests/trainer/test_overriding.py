@@ -200,3 +200,12 @@ def test_of_other_trainers_nothing_changes():
     assert Trainer.evaluate.__wrapped__ is plain and inspect.signature(Trainer.evaluate) == inspect.signature(plain)
     own = Trainer()
     assert own.evaluate(1, a=2) == (own, (1,), {"a": 2})
+
+
+@pytest.mark.parametrize("kind", ["CPOTrainer", "ORPOTrainer"])
+@pytest.mark.parametrize("name, instead", [
+    ("get_batch_loss_metrics", "derive a trainer from ReferenceTrainer"), ("tokenize_row", "train_dataset.map"),
+])  # fmt: skip
+def test_methods_that_trls_experimental_trainers_call_on_themselves(kind, name, instead):
+    with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls\. .*{instead}"):
+        type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})

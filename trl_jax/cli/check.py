@@ -4,24 +4,66 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import importlib
+import builtins
+import difflib
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
-from trl_jax.cli.trl_alias import MODULES
-from trl_jax.config.devices import without_launcher
-from trl_jax.config.renamed import RENAMED, way_out
-from trl_jax.config.rules import show
+import transformers
+
+from trl_jax.cli.findings import (
+    KINDS,
+    OF_CONFIG,
+    OF_TRAINER,
+    PACKAGES,
+    Finding,
+    attributes_of,
+    config_of,
+    follow_trainers,
+    has_name,
+    is_installed,
+    is_ours,
+    methods,
+    module_exists,
+    names_of,
+    of_argument,
+    of_config,
+    of_quantization,
+    own_names,
+    package_of,
+    prefixes,
+    public,
+    short,
+    split,
+    trainer_of,
+    tried,
+)
+from trl_jax.cli.reading import (
+    Attribute,
+    Call,
+    Defined,
+    Imported,
+    Made,
+    Meaning,
+    Method,
+    Module,
+    Name,
+    Self,
+    Super,
+    arguments_of,
+    bases,
+    meanings,
+    read,
+)
+from trl_jax.cli.trl_alias import spec_of
+from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
-from trl_jax.core.trainers import TRAINERS, TrainerNames
-from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR, check_not_experimental
+from trl_jax.core.trainers import TrainerNames
+from trl_jax.legacy.arguments import left_out, moved_arguments
+from trl_jax.trainer.overrides import NEAR, check_not_experimental
 
 # The command
 
@@ -34,12 +76,13 @@ class Parser(CleanParser):
 def make_parser(prog: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Read a TRL script without running it, and report for every name imported from trl, every "
-        "argument and every overridden method whether it works, behaves differently here, or is refused.",
+        description="Read a TRL script or notebook without running it, and report for every name imported from trl, "
+        "every argument and every overridden method whether it works under `python -m trl_jax`, behaves differently "
+        "here, or is refused. The script's own modules are read, too.",
         epilog="Values that are known only when the script runs, such as datasets and checkpoints, are not checked: "
         "`trl-jax compare` runs the first steps.",
     )
-    parser.add_argument("script", help="a script that imports trl or trl_jax")
+    parser.add_argument("script", help="a script (.py) or notebook (.ipynb) that imports trl or trl_jax")
     return parser
 
 
@@ -50,381 +93,385 @@ def main(args: argparse.Namespace) -> None:
         FileNotFoundError: there is no such script.
         ValueError: the script is not valid Python.
     """
-    if not Path(args.script).is_file():
+    path = Path(args.script)
+    if not path.is_file():
         raise FileNotFoundError(f"there is no script {args.script!r}.")
     try:
-        uses = read(Path(args.script).read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, or null bytes
-        raise ValueError(f"{args.script} is not valid Python: {error}") from None
+        module = read(path.read_text(encoding="utf-8"), path)
+    except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, null bytes, or no notebook
+        kind = "notebook of Python cells" if path.suffix == ".ipynb" else "Python"
+        raise ValueError(f"{args.script} is not a valid {kind}: {error}".replace("a valid Py", "valid Py")) from None
     except (RecursionError, MemoryError):
         raise ValueError(f"{args.script}: an expression is nested too deeply to read.") from None
-    print("\n".join(map(cleaned, report(findings(uses)))))
+    print("\n".join(map(cleaned, report(findings(module)))))
 
 
 def report(found: list[Finding]) -> list[str]:
     """One line per finding, in the order of the script, and the verdict."""
     if not found:
         return ["The script uses nothing from trl."]
-    lines = [f"{one.line:5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
-    changed, refused = (sum(one.kind == kind for one in found) for kind in ("changed", "refused"))
+    lines = [f"{one.place:>5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
+    count = {kind: sum(one.kind == kind for one in found) for kind in KINDS}
+    refused, unknown, changed = count["refused"], count["not known"], count["changed"]
+    missing = ", ".join(dict.fromkeys(one.what for one in found if one.kind == "not installed"))
     if refused:
         are, them = ("is", "it") if refused == 1 else ("are", "them")
         verdict = f"{refused} of {len(found)} {are} refused: change {them} as described, then run the script."
+    elif unknown:
+        verdict = (
+            f"Nothing is refused, but {unknown} of {len(found)} cannot be judged before the script runs: try its first "
+            "steps with `trl-jax compare`."
+        )
     elif changed:
-        verdict = f"The script runs unchanged; {changed} of {len(found)} behave{'s' * (changed == 1)} differently here."
+        differently = f"{changed} of {len(found)} behave{'s' * (changed == 1)} differently here"
+        verdict = f"The script runs unchanged, if its data and checkpoints fit; {differently}."
     else:
-        verdict = "The script runs unchanged."
+        verdict = "The script runs unchanged, if its data and checkpoints fit."
+    if missing:
+        verdict = f"Not installed here: {missing}. With it: " + verdict[0].lower() + verdict[1:]
     return [*lines, "", verdict]
 
 
 # Findings: construct the configs and subclasses of the script, without model or data, and see what happens
 
 
-class Finding(NamedTuple):
-    """The verdict on one name, argument or method. `text` says what changes, or why it is refused and what to write."""
-
-    line: int
-    what: str
-    kind: Literal["works", "changed", "refused"]
-    text: str = ""
-
-
-_OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
-_OF_CONFIG = {names.config: names for names in TRAINERS.values()}
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
+_WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
+_UNSLOTH = (
+    "Unsloth replaces TRL's trainers and the code of models, and needs a GPU. Load the model with transformers, or "
+    "pass its name, and pass a LoraConfig as peft_config."
+)
+_NO_TOKENIZER = (
+    "The script sets a chat template, and this trainer loads a tokenizer of its own, which may have none. Pass "
+    "processing_class=tokenizer."
+)
+_WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
+# Packages whose names are checked; of others, only whether they are installed.
+_CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
 
 
-def findings(uses: Uses) -> list[Finding]:
-    """All findings, ordered by line."""
-    touched = {call.name for call in uses.calls} | {subclass.base for subclass in uses.subclasses}
-    found = [_of_name(name, name.name in touched) for name in uses.names]
-    used = [names for call in uses.calls if (names := _OF_TRAINER.get(call.name))]
-    for call in uses.calls:
-        if call.name in _OF_TRAINER:
-            found += _of_trainer(call, _OF_TRAINER[call.name])
-        elif call.name in _OF_CONFIG:
-            found += _of_config(call, _OF_CONFIG[call.name].load_config())
-        elif call.name == "TrainingArguments" and used:
-            found += _of_config(call, used[0].load_config())
-    for subclass in uses.subclasses:
-        if subclass.base in _OF_TRAINER:
-            found += _of_subclass(subclass, _OF_TRAINER[subclass.base])
-    return sorted(dict.fromkeys(found), key=lambda one: one.line)
+def findings(module: Module) -> list[Finding]:
+    """All findings in a script and its own modules, ordered by line."""
+    modules = _with_inner(module)
+    follow_trainers(modules)
+    script = _Script(modules)
+    found: list[Finding] = []
+    for one in modules:
+        of_module = [Finding(line, "code", "not known", text) for line, text in one.skipped]
+        of_module += script.of_names(one)
+        of_module += _undefined(one)
+        for call in one.calls:
+            of_module += script.of_call(call)
+        for made in one.classes:
+            of_module += script.of_class(made)
+        for attribute in one.attributes:
+            of_module += script.of_attribute(attribute)
+        of_module = sorted(of_module, key=lambda each: each.line)
+        found += [each._replace(place=one.place(each.line)) for each in of_module]
+    seen: set[tuple[str, str]] = set()  # names and attributes are reported where they are used first
+    return [
+        one for one in found if "(" in one.what or not ((one.what, one.kind) in seen or seen.add((one.what, one.kind)))
+    ]
 
 
-def _of_name(name: Name, touched: bool) -> Finding:
-    what = f"{name.module}.{name.name}"
-    if name.name in NEAR and name.module.removesuffix(".trainer") in PACKAGES:
-        near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
-        kind = "refused" if touched else "changed"
-        return Finding(name.line, what, kind, f"It can be imported but not used: trl_jax does not implement it.{near}")
-    if name.module.removesuffix(".trainer") in PACKAGES:
-        try:
-            check_not_experimental(name.name)
-        except ImportError as error:
-            return Finding(name.line, what, "refused", str(error))
-    own = [name.module] if name.module.partition(".")[0] == "trl_jax" else []
-    modules = (*MODULES["trl"], *MODULES.get(name.module, ()), *own)
-    if any(hasattr(importlib.import_module(module), name.name) for module in modules if find_spec(module)):
-        return Finding(name.line, what, "works")
-    if name.module in ("trl", "trl_jax"):
-        return Finding(name.line, what, "refused", f"There is no such name: {way_out(name.name, _names())}")
-    text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
-    return Finding(name.line, what, "changed", text)
+def _with_inner(module: Module) -> list[Module]:
+    """A module, and those of the script's own that it imports, each once."""
+    found = [module]
+    for one in found:
+        found += [inner for inner in one.inner if inner not in found]
+    return found
 
 
-def _names() -> list[str]:
-    """The public names."""
-    return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
+class _Script:
+    """What the findings on one part of a script need to know of the others.
 
-
-def _alone(config: type) -> type:
-    """The same config class, except that it neither joins other processes nor asks JAX for devices.
-
-    The number of devices is not known here. Batch sizes that depend on it are refused only if they fit neither one
-    device nor num_generations devices.
+    Attributes:
+        called: paths of what is called or subclassed.
+        assigned: names of attributes that are set somewhere, or asked for with hasattr.
     """
 
-    def settle_sizes(self: Any) -> None:
-        given = dict(vars(self))
-        try:
-            config.settle_sizes(self)
-        except ValueError:
-            if "num_generations" not in given:
-                raise
-            vars(self).update(given, _devices=self.num_generations)
-            with contextlib.suppress(ValueError):
-                return config.settle_sizes(self)
-            raise
+    def __init__(self, modules: list[Module]):
+        self.modules = modules
+        used = [one for module in modules for call in module.calls for one in meanings(call.node.func, call.scope)]
+        used += [one for module in modules for made in module.classes for one in bases(made)]
+        self.called = {part for one in used if isinstance(one, Imported) for part in prefixes(one.path)}
+        self.assigned = {one.node.attr for module in modules for one in module.attributes if one.value is not None}
+        self.assigned |= {name for module in modules for name in module.asked}
+        self.configs = [names.load_config() for one in used if (names := trainer_of(one)) is not None]
 
-    own = {
-        "join_processes": lambda self: None,
-        "settle_sizes": settle_sizes,
-        "_devices": 1,
-        "data_parallel_size": property(lambda self: self._devices),
-    }
-    return type(config.__name__, (config,), own)
+    # Names
 
+    def of_names(self, module: Module) -> Iterator[Finding]:
+        inner = {id(one.node.value) for one in module.attributes}
+        for name in module.names:
+            yield from self._of_import(name)
+        for one in module.attributes:
+            if id(one.node) not in inner and one.value is None:
+                for meaning in meanings(one.node, one.scope):
+                    if isinstance(meaning, Imported) and package_of(meaning.path) in PACKAGES:
+                        yield from self._of_import(split(meaning.path, one.node.lineno))
 
-def _of_config(call: Call, config: type) -> Iterator[Finding]:
-    """Construct the config once per argument whose value the script spells out, then with all of them together."""
-    known, config = config, _alone(config)
-    given = {name: value for name, value in call.arguments.items() if value is not UNKNOWN}
-    fitting: dict[str, Any] = {}
-    for name, value in given.items():
-        alone = {"output_dir": "out", name: value}
-        found = _tried(call.line, f"{call.name}({show(name, value)})", partial(config, **alone))
-        if found.kind == "refused":
-            together = _tried(call.line, found.what, partial(config, **{"output_dir": "out"} | given))
-            found = together if together.kind != "refused" else found
-            if found.kind == "changed" and name not in found.text:  # the warning is about another argument
-                found = Finding(call.line, found.what, "works")
-        if found.kind != "refused":
-            fitting[name] = value
-        yield found
-    for name in call.arguments.keys() - given.keys():
-        yield _of_unknown_value(call, name, known)
-    whole = _tried(call.line, f"{call.name}(...)", partial(config, **{"output_dir": "out"} | fitting))
-    if whole.kind == "refused":
-        yield whole
+    def _of_import(self, name: Name) -> Iterator[Finding]:
+        """The finding on a name that is imported from a package."""
+        package = package_of(name.module)
+        path = f"{name.module}.{name.name}".removesuffix(".")
+        if package in PACKAGES:
+            if name.name:
+                found = self._of_trl(name, path)
+                yield _if_reached(found) if name.guarded else found
+            elif not module_exists(name.module):
+                found = _no_module(name)
+                yield _if_reached(found) if name.guarded else found
+        elif package == "unsloth":
+            found = Finding(name.line, package, "refused", _UNSLOTH)
+            yield _if_reached(found) if name.guarded else found
+        elif name.guarded or (package == "IPython" and self.modules[0].cells):
+            return
+        elif not is_installed(name.module):
+            what = package if not is_installed(package) else name.module
+            yield Finding(name.line, what, "not installed", "The script stops at this import.")
+        elif package in _CHECKED and name.name not in ("", "*") and not _may_have(name.module, name.name):
+            text = f"The installed {package} has no such name, so the script stops at this import, under TRL, too."
+            yield Finding(name.line, path, "refused", text)
 
+    def _of_trl(self, name: Name, path: str) -> Finding:
+        """The finding on a name of trl, or of trl_jax."""
+        touched = path in self.called
+        if name.name == "*":
+            return Finding(name.line, path, "not known", "The names that the script takes from it are not known.")
+        if is_ours(name.module, name.name):
+            if name.name in _WITH_MATH_VERIFY and not is_installed("math_verify"):
+                return Finding(name.line, "math_verify", "not installed", f"{path} needs it.")
+            return Finding(name.line, path, "works")
+        if not module_exists(name.module):
+            return _no_module(name)
+        theirs = (
+            None if spec_of("trl") is None or package_of(name.module) != "trl" else has_name(name.module, name.name)
+        )
+        if theirs is not False and spec_of("trl") is not None and package_of(name.module) == "trl":
+            if name.module.startswith("trl.experimental"):
+                return Finding(name.line, path, "changed", _WITH_TORCH)
+            text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
+            if touched and name.name.endswith(("Callback", "Trainer")):
+                text += " It is written for a torch model, and may not work with a trainer of trl_jax."
+                return Finding(name.line, path, "not known", text)
+            return Finding(name.line, path, "changed", text)
+        if name.module.removesuffix(".trainer") in PACKAGES:
+            try:
+                check_not_experimental(name.name)
+            except ImportError as error:
+                return Finding(name.line, path, "refused", str(error))
+            if name.name in NEAR:
+                near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
+                text = f"It can be imported but not used: trl_jax does not implement it.{near}"
+                return Finding(name.line, path, "refused" if touched else "changed", text)
+        if spec_of("trl") is None and package_of(name.module) == "trl" and name.module != "trl":
+            return Finding(name.line, path, "not installed", "Not in trl_jax: it takes an installed trl.")
+        known = public() if name.module in PACKAGES else names_of(name.module)
+        close = ", ".join(difflib.get_close_matches(name.name, known, n=1))
+        text = "There is no such name, so the script stops at this import"
+        return Finding(name.line, path, "refused", f"{text}: did you mean {close}?" if close else f"{text}.")
 
-def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
-    """Check the name of an argument whose value is known only when the script runs."""
-    what, known = f"{call.name}({name}=...)", {field.name for field in fields(config)}
-    if name in RENAMED and name not in known:
-        return Finding(call.line, what, "changed", f"An old name: {RENAMED[name]}")
-    if name not in known:
-        text = f"{config.__name__} has no argument {name!r}: {way_out(name, known)}"
-        return Finding(call.line, what, "refused", text)
-    line = config.argument_table().get(name)
-    if line is not None and line.how == "refused":
-        return Finding(call.line, what, "changed", f"Refused unless it has its default value: {line.why}")
-    return Finding(call.line, what, "works")
+    # Calls
 
+    def of_call(self, call: Call) -> Iterator[Finding]:
+        line = call.node.lineno
+        for meaning in dict.fromkeys(meanings(call.node.func, call.scope)):
+            names, config = trainer_of(meaning), config_of(meaning)
+            if names is not None:
+                yield from self._of_trainer(call, meaning, names)
+            elif config is not None:
+                yield from of_config(call, meaning, config)
+            elif meaning == Imported("transformers.TrainingArguments") and self.configs:
+                yield from of_config(call, meaning, self.configs[0])
+            elif isinstance(meaning, Method) and meaning.name in (*OF_TRAINER, *OF_CONFIG):
+                text = "Whether it is TRL's is known only when the script runs."
+                yield Finding(line, f"{meaning.name}(...)", "not known", text)
+            elif isinstance(meaning, Imported) and _is_foreign_trainer(meaning.path):
+                text = "Another package's trainer, which is not read."
+                yield Finding(line, f"{meaning.path}(...)", "not known", text)
+            elif meaning in (Imported("transformers.Trainer"), Imported("transformers.Seq2SeqTrainer")):
+                yield Finding(line, f"{meaning.path}(...)", "changed", "transformers' trainer: it trains with torch.")
+        if any(word.arg == "quantization_config" for word in call.node.keywords):
+            yield from of_quantization(call)
 
-def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
-    trainer = names.load_trainer()
-    known, old = inspect.signature(trainer.__init__).parameters, trainer._old_arguments
-    of_config = {field.name for field in fields(names.load_config())}
-    for name in call.arguments:
-        what = f"{call.name}({name}=...)"
-        if name in old:
-            yield Finding(call.line, what, "changed", f"An old name: {old[name]}")
-        elif name == "data_collator" and call.arguments[name] is OWN:
-            yield Finding(call.line, what, "refused", OWN_COLLATOR)
-        elif name in known:
-            yield Finding(call.line, what, "works")
-        elif name == "tokenizer":
-            yield Finding(call.line, what, "changed", "An old name: pass it as processing_class.")
-        elif name in of_config or name in RENAMED:
-            text = f"Now an argument of {names.config}." if name in of_config else f"An old name: {RENAMED[name]}"
-            yield Finding(call.line, what, "changed", text)
-        else:
-            yield Finding(call.line, what, "refused", f"{call.name} has no argument {name!r}: {way_out(name, known)}")
+    def _of_trainer(self, call: Call, meaning: Meaning, names: TrainerNames) -> Iterator[Finding]:
+        trainer, name = names.load_trainer(), short(meaning)
+        signature = inspect.signature(trainer.__init__).parameters
+        known, old = [one for one in signature if one != "self"], trainer._old_arguments
+        of_config = {field.name for field in fields(names.load_config())}
+        own_init = isinstance(meaning, Defined) and "__init__" in methods(meaning)
+        given, others = arguments_of(call.node, call.scope, [] if own_init else known)
+        line = call.node.lineno
+        if others:
+            yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
+        if _edits_template(call.scope.module, line) and not (
+            others or own_init or {"processing_class", "tokenizer"} & given.keys()
+        ):
+            yield Finding(line, f"{name}(...)", "not known", _NO_TOKENIZER)
+        for argument, value in given.items():
+            what = f"{name}({argument}=...)"
+            if argument in old:
+                yield Finding(line, what, "changed", f"An old name: {old[argument]}")
+            elif argument in known:
+                yield from of_argument(line, what, trainer, argument, value) or [Finding(line, what, "works")]
+            elif own_init:
+                continue
+            elif argument == "tokenizer":
+                yield Finding(line, what, "changed", "An old name: pass it as processing_class.")
+            elif argument in moved_arguments(trainer) and "args" in given and given["args"].value is not None:
+                text = f"Now an argument of {names.config}."
+                yield Finding(
+                    line, what, "changed", text if argument in of_config else f"An old name: {RENAMED[argument]}"
+                )
+            elif left_out(trainer, argument):
+                yield Finding(line, what, "changed", f"It has no effect. An old name: {RENAMED[argument]}")
+            elif argument in of_config or argument in moved_arguments(trainer):
+                way = f"Pass args={names.config}({current_name(argument) or argument}=...)."
+                yield Finding(line, what, "refused", f"{name} has no argument {argument!r}. {way}")
+            else:
+                text = f"{name} has no argument {argument!r}: {way_out(argument, known)}"
+                yield Finding(line, what, "refused", text)
 
+    # Subclasses
 
-def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
-    """Define a subclass once per method, with that method alone."""
-    trainer = names.load_trainer()
-    for method, line in subclass.methods.items():
-        what = f"{subclass.name}.{method}"
-        found = _tried(line, what, partial(type, subclass.name, (trainer,), {method: lambda self: None}))
-        if found.kind == "works" and method in subclass.in_torch and "loss" in method:
-            own = method == "compute_loss"
-            found = Finding(line, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX)
-        yield found
+    def of_class(self, made: Defined) -> Iterator[Finding]:
+        """Define a subclass once per method, with that method alone."""
+        names = trainer_of(made)
+        if names is None:
+            return
+        trainer = names.load_trainer()
+        for method, node in methods(made).items():
+            what = f"{made.node.name}.{method}"
+            found = tried(node.lineno, what, partial(type, made.node.name, (trainer,), {method: lambda self: None}))
+            if found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
+                own = method == "compute_loss"
+                found = Finding(
+                    node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
+                )
+            yield found
 
+    # Attributes of trainers
 
-def _tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
-    with warnings.catch_warnings(record=True) as told, without_launcher():
-        warnings.simplefilter("always")
-        try:
-            do()
-        except Exception as error:  # the script would get the same error, whatever it is
-            return Finding(line, what, "refused", _first(error))
-    texts = [" ".join(str(warning.message).split()) for warning in told]
-    return Finding(line, what, "changed", " ".join(dict.fromkeys(texts))) if texts else Finding(line, what, "works")
-
-
-def _first(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-# Reading: what a script uses of trl
-
-
-PACKAGES = ("trl", "trl_jax")
-_DEEPEST = 50  # levels of an expression; a deeper one counts as UNKNOWN
-UNKNOWN = object()  # a value that is known only when the script runs
-OWN = object()  # a function or an object of a class that the script defines
-
-
-class Name(NamedTuple):
-    """A name that the script imports from a module of trl, or reads as its attribute."""
-
-    line: int
-    module: str
-    name: str
-
-
-class Call(NamedTuple):
-    """A call of a class or function of trl, or of transformers' TrainingArguments, with its keyword arguments."""
-
-    line: int
-    name: str
-    arguments: dict[str, Any]
-
-
-class Subclass(NamedTuple):
-    """A subclass of a class of trl. methods: name -> line. in_torch: the names of those that use torch."""
-
-    line: int
-    name: str
-    base: str
-    methods: dict[str, int]
-    in_torch: frozenset[str]
-
-
-class Uses(NamedTuple):
-    """Everything a script uses of trl, each list ordered by line."""
-
-    names: list[Name]
-    calls: list[Call]
-    subclasses: list[Subclass]
-
-
-def read(source: str) -> Uses:
-    """Read a script.
-
-    Raises:
-        SyntaxError: the source is not valid Python.
-    """
-    tree = ast.parse(source)
-    reader = _Reader()
-    nodes = list(ast.walk(tree))  # iterative: a deep expression would exceed the recursion limit
-    for node in nodes:  # imports first: walk() visits those inside functions late
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            reader.visit(node)
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            reader.visit(node)
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    made = {
-        target.id: node.value
-        for node in nodes
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    uses = Uses(reader.names, [], [])
-    for node in nodes:
-        if isinstance(node, ast.Call) and (name := reader.name_of(node.func)):
-            arguments = {word.arg: _value(word.value) for word in node.keywords if word.arg}
-            if any(word.arg == "data_collator" and _is_own(word.value, own, made) for word in node.keywords):
-                arguments["data_collator"] = OWN
-            uses.calls.append(Call(node.lineno, name, arguments))
-        elif isinstance(node, ast.ClassDef):
-            for base in filter(None, map(reader.name_of, node.bases)):
-                methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
-                torch = frozenset(name for name, one in methods.items() if reader.uses_torch(one))
-                lines = {name: one.lineno for name, one in methods.items()}
-                uses.subclasses.append(Subclass(node.lineno, node.name, base, lines, torch))
-    for part in uses:
-        part.sort(key=lambda one: one.line)
-    return uses
+    def of_attribute(self, used: Attribute) -> Iterator[Finding]:
+        """Attributes of trainers that ours do not have, or do not read."""
+        for meaning in dict.fromkeys(meanings(used.node.value, used.scope)):
+            match meaning:
+                case Made():
+                    owner = meaning.by
+                case Self() | Super():
+                    owner = meaning.of
+                case Imported() if used.value is not None:  # set on the class
+                    owner = meaning
+                case _:
+                    continue
+            if (names := trainer_of(owner)) is None:
+                continue
+            if used.value is not None:
+                found = _of_set(used, owner, names.load_trainer())
+            elif used.node.attr in self.assigned:
+                found = None
+            else:
+                found = _of_read(used, owner, names.load_trainer())
+            if found is not None:
+                yield found
 
 
-class _Reader(ast.NodeVisitor):
-    """Resolves the names in a script to names of trl."""
+def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
+    """The finding on an attribute of a trainer that the script sets."""
+    name, line = used.node.attr, used.node.lineno
+    what, text = f"{short(owner)}.{name} = ...", ""
+    never_called = {**trainer._never_called, **trainer._once_called}
+    if name in trainer._never_read:
+        text = f"trl_jax never reads it. {trainer._never_read[name]}"
+    elif name in never_called:
+        text = f"trl_jax never calls it. {never_called[name]}"
+    return Finding(line, what, "refused", text) if text else None
 
-    def __init__(self):
-        self.names: list[Name] = []
-        self._meaning: dict[str, str] = {}  # name in the script -> name in trl, or TrainingArguments
-        self._modules: dict[str, str] = {}  # name in the script -> module of trl
-        self._torch: set[str] = set()
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = (node.module or "").partition(".")[0]
-        for alias in node.names:
-            own = alias.asname or alias.name
-            if module in PACKAGES and not node.level:
-                self.names.append(Name(node.lineno, node.module, alias.name))
-                self._meaning[own] = alias.name
-            elif module == "transformers" and alias.name == "TrainingArguments":
-                self._meaning[own] = alias.name
-            elif module == "torch":
-                self._torch.add(own)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            module, _, _ = alias.name.partition(".")
-            if module in PACKAGES:
-                self._modules[alias.asname or module] = alias.name if alias.asname else module
-            elif module == "torch":
-                self._torch.add(alias.asname or module)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        module = self._module_of(node.value)
-        if module is not None and node.attr[:1].isupper():
-            self.names.append(Name(node.lineno, module, node.attr))
-
-    def name_of(self, node: ast.expr) -> str | None:
-        """The name in trl that an expression refers to, or None."""
-        if isinstance(node, ast.Name):
-            return self._meaning.get(node.id)
-        if isinstance(node, ast.Attribute) and self._module_of(node.value) is not None:
-            return node.attr
+def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
+    """The finding on an attribute of a trainer that the script reads, or a method that it calls."""
+    name, line = used.node.attr, used.node.lineno
+    own = own_names(owner) if isinstance(owner, Defined) else set()
+    if name in own or name in attributes_of(trainer) or name.startswith("__"):
         return None
-
-    def uses_torch(self, node: ast.AST) -> bool:
-        return any(isinstance(one, ast.Name) and one.id in self._torch for one in ast.walk(node))
-
-    def _module_of(self, node: ast.expr) -> str | None:
-        below: list[str] = []
-        while isinstance(node, ast.Attribute) and node.attr.islower() and len(below) < _DEEPEST:
-            below.append(node.attr)
-            node = node.value
-        module = self._modules.get(node.id) if isinstance(node, ast.Name) else None
-        return None if module is None else ".".join([module, *reversed(below)])
+    what = f"{short(owner)}.{name}"
+    if "*" in own:
+        return Finding(line, what, "not known", "A base class of the script's is not read, and may have it.")
+    text = f"{trainer.__name__} of trl_jax has no such attribute."
+    if name in trainer._never_called:
+        text += f" {trainer._never_called[name]}"
+    elif name.startswith("_"):
+        text += " It is a private one of TRL's."
+    return Finding(line, what, "refused", text)
 
 
-def _is_own(node: ast.expr, own: set[str], made: dict[str, ast.expr]) -> bool:
-    """Whether an expression is a function of the script's own, or an object of its own class or function.
+# Names of packages
 
-    Args:
-        own: names of functions and classes that the script defines.
-        made: what it assigns to names.
-    """
-    for _ in range(_DEEPEST):
-        if isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in own):
-            return True
-        if isinstance(node, ast.Call):
-            partial_of = (
-                node.args and isinstance(node.func, ast.Name | ast.Attribute) and "partial" in ast.dump(node.func)
-            )
-            node = node.args[0] if partial_of else node.func
-        elif isinstance(node, ast.Name) and node.id in made:
-            node = made[node.id]
+
+def _if_reached(found: Finding) -> Finding:
+    """The finding on an import that may fail, or may not be reached."""
+    if found.kind not in ("refused", "not installed"):
+        return found
+    return found._replace(kind="changed", text=f"If this line is reached, it fails. {found.text}")
+
+
+def _no_module(name: Name) -> Finding:
+    path = f"{name.module}.{name.name}".removesuffix(".")
+    if package_of(name.module) == "trl" and spec_of("trl") is None:
+        return Finding(name.line, path, "not installed", f"{name.module} is not in trl_jax: it takes an installed trl.")
+    there = "trl_jax" if package_of(name.module) == "trl_jax" else "trl_jax, nor in the installed trl"
+    near = NEAR.get(name.name, "")
+    text = f"There is no module {name.module} in {there}." + (f" Closest: {near}." if near else "")
+    return Finding(name.line, path, "refused", text)
+
+
+def _undefined(module: Module) -> Iterator[Finding]:
+    """Names that the statements of a module read, and nothing defines."""
+    for node in module.reads:
+        if node.id in _DEFINED or node.id in module.globals or module.top.find(node.id, node.lineno):
+            continue
+        if module.skipped or module.open_ended:
+            yield Finding(node.lineno, node.id, "not known", "What defines this name is not read.")
         else:
-            return False
-    return False
+            yield Finding(node.lineno, node.id, "refused", "This name is not defined, under TRL, too.")
 
 
-def _value(node: ast.expr) -> Any:
-    if _is_deep(node):  # literal_eval and repr are recursive
-        return UNKNOWN
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return UNKNOWN
+_DEFINED = {*vars(builtins), "__file__", "__builtins__", "__annotations__", "display", "get_ipython", "In", "Out"}
 
 
-def _is_deep(node: ast.expr) -> bool:
-    level: list[ast.AST] = [node]
-    for _ in range(_DEEPEST):
-        level = [child for one in level for child in ast.iter_child_nodes(one)]
-        if not level:
-            return False
-    return True
+def _edits_template(module: Module, line: int) -> bool:
+    """Whether a module sets a tokenizer's chat template, and does not save it before a line for a trainer to load."""
+    called = {_last_name(call.node.func) for call in module.calls if call.node.lineno < line}
+    set_here = any(one.node.attr == "chat_template" and one.value is not None for one in module.attributes)
+    return (set_here or "setup_chat_format" in called) and "save_pretrained" not in called
+
+
+def _last_name(node: ast.expr) -> str:
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return node.attr
+    return ""
+
+
+def _may_have(module: str, name: str) -> bool:
+    if module == "transformers":
+        return name in dir(transformers) or is_installed(f"{module}.{name}")
+    return has_name(module, name) is not False
+
+
+def _is_foreign_trainer(path: str) -> bool:
+    return path.endswith("Trainer") and package_of(path) not in (*PACKAGES, "transformers", "unsloth", "")
+
+
+def _uses_torch(node: ast.AST, module: Module) -> bool:
+    scope = module.scopes.get(node, module.top)
+    return any(
+        isinstance(meaning, Imported) and package_of(meaning.path) == "torch"
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name)
+        for meaning in meanings(one, scope)
+    )

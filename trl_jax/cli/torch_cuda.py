@@ -104,8 +104,7 @@ def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_available():  # this call comes from a library file, so it is not patched
         return kwargs
     gone = {name for name in _PLACEMENT if kwargs.get(name) not in (None, "cpu")} | _KERNELS
-    if "flash" in str(kwargs.get("attn_implementation")):
-        gone.add("attn_implementation")
+    gone |= {name for name in ("attn_implementation", "_attn_implementation") if "flash" in str(kwargs.get(name))}
     if gone & kwargs.keys():
         _warn()
     return {name: value for name, value in kwargs.items() if name not in gone}

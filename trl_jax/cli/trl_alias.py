@@ -102,13 +102,13 @@ class Front(MetaPathFinder, Loader):
             return None
         if fullname in MODULES:
             spec = ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
-            real = _real_spec(fullname)
+            real = spec_of(fullname)
             if real is not None and fullname in _PACKAGES:
                 spec.submodule_search_locations = list(real.submodule_search_locations)
             return spec
-        if fullname.startswith("trl.experimental.") and _real_spec(fullname) is not None:
+        if fullname.startswith("trl.experimental.") and spec_of(fullname) is not None:
             return ModuleSpec(fullname, TheirOwn())
-        if fullname.startswith("trl.") and _real_spec("trl") is None:
+        if fullname.startswith("trl.") and spec_of("trl") is None:
             raise ModuleNotFoundError(
                 f"{fullname} is not part of trl_jax, and trl is not installed. trl_jax has {', '.join(MODULES)}.",
                 name=fullname,
@@ -120,6 +120,11 @@ class Front(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are imported on first use."""
+
+    def get_resource_reader(self, fullname: str) -> Any:
+        """For the files of the installed trl's packages, such as the template of a model card."""
+        real = spec_of(fullname)
+        return None if real is None else real.loader.get_resource_reader(fullname)
 
 
 class TheirOwn(Loader):
@@ -166,9 +171,9 @@ class FrontModule(ModuleType):
     """A module of trl: our names first, the rest from the installed trl."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__version__" and self.__name__ == "trl" and _real_spec("trl") is None:
+        if name == "__version__" and self.__name__ == "trl" and spec_of("trl") is None:
             return _TRL_VERSION
-        theirs = name.startswith("__") or (name in _PREFER_THEIRS and _real_spec("trl") is not None)
+        theirs = name.startswith("__") or (name in _PREFER_THEIRS and spec_of("trl") is not None)
         value = _NOWHERE if theirs else self._ours(name)
         if value is _NOWHERE:
             value = self._theirs(name)
@@ -181,13 +186,13 @@ class FrontModule(ModuleType):
         for module in MODULES[self.__name__]:
             ours = importlib.import_module(module)
             # Excludes what our module itself imports.
-            if name in _public(ours):
+            if name in public_names(ours):
                 return getattr(ours, name)
         return _NOWHERE
 
     def _theirs(self, name: str) -> Any:
         """The name in the installed trl, or a placeholder for a name of TRL that trl_jax does not implement."""
-        found = _NOWHERE if _real_spec(self.__name__) is None else _of_real(self.__name__, name)
+        found = _NOWHERE if spec_of(self.__name__) is None else _of_real(self.__name__, name)
         if found is _NOWHERE:  # a submodule that trl itself imported
             found = sys.modules.get(f"{self.__name__}.{name}", _NOWHERE)
         if found is not _NOWHERE:
@@ -199,9 +204,9 @@ class FrontModule(ModuleType):
         check_not_experimental(name)
         if name in NEAR:
             return placeholder(name)
-        names = sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))})
+        names = sorted({n for m in MODULES[self.__name__] for n in public_names(importlib.import_module(m))})
         close = ", ".join(difflib.get_close_matches(name, names, n=3)) or "no similar name"
-        without = "" if _real_spec("trl") else ", and trl is not installed"
+        without = "" if spec_of("trl") else ", and trl is not installed"
         raise ImportError(f"{self.__name__} has no {name} in trl_jax{without}. Closest: {close}.")
 
 
@@ -216,7 +221,7 @@ _NOWHERE = object()
 _REAL: dict[str, ModuleType] = {}
 
 
-def _public(module: ModuleType) -> set[str]:
+def public_names(module: ModuleType) -> set[str]:
     """The public names of our module: its `__all__` or lazy names, else every class and function of this package."""
     if "__all__" in vars(module):
         return set(module.__all__)
@@ -232,18 +237,21 @@ def _is_ours(value: Any) -> bool:
 _FUNCTION = type(install)
 
 
-def _real_spec(fullname: str) -> ModuleSpec | None:
-    parent, _, _ = fullname.rpartition(".")
+def spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is, found without importing the packages above it; None: nowhere."""
+    parent, _, _ = module.rpartition(".")
     if not parent:
-        return PathFinder.find_spec(fullname)
-    above = _real_spec(parent)
-    return None if above is None else PathFinder.find_spec(fullname, above.submodule_search_locations)
+        return PathFinder.find_spec(module)
+    above = spec_of(parent)
+    if above is None or above.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(module, above.submodule_search_locations)
 
 
 def _real(fullname: str) -> ModuleType:
     """The module of the installed trl, kept out of sys.modules so that its own imports of trl find `Front`."""
     if fullname not in _REAL:
-        spec = _real_spec(fullname)
+        spec = spec_of(fullname)
         module = importlib.util.module_from_spec(spec)
         front = sys.modules.get(fullname)
         sys.modules[fullname] = module

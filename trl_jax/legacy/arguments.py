@@ -179,7 +179,18 @@ def _wrapped(moved: frozenset[str], first: Callable | None, init: Callable) -> C
             hide_frames(error)
             raise
 
+    wrapped.moved = moved
     return wrapped
+
+
+def moved_arguments(trainer: type) -> frozenset[str]:
+    """Names of arguments that a trainer's constructor accepts and sets in its config."""
+    return trainer.__init__.moved
+
+
+def left_out(trainer: type, name: str) -> bool:
+    """Whether a trainer's constructor ignores an argument of earlier releases, with a warning."""
+    return name in _GONE - moved_arguments(trainer)
 
 
 def _with_moved(

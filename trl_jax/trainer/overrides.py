@@ -282,6 +282,20 @@ ONCE_CALLED_WITH_REFERENCE = {
     )
     for name in names.split()
 }  # fmt: skip
+_LOSS_OF_PAIRS = (
+    "The step is one compiled function: choose the loss by the arguments of CPOConfig or ORPOConfig, or derive a "
+    "trainer from ReferenceTrainer, with a task whose loss is your own."
+)
+# Methods that TRL's CPOTrainer and ORPOTrainer call on themselves.
+ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | {
+    name: instead
+    for names, instead in (
+        ("concatenated_forward cpo_loss odds_ratio_loss get_batch_logps get_batch_loss_metrics", _LOSS_OF_PAIRS),
+        ("build_tokenized_answer concatenated_inputs tokenize_row", _OWN_ROWS),
+        ("generate_from_model store_metrics", _OWN_CALLBACK),
+    )
+    for name in names.split()
+}
 ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
 # Attributes of TRL's trainers that decide what is trained, and that a script may set there.
 NEVER_READ = {

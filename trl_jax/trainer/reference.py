@@ -19,6 +19,7 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import VisionCollator
 from trl_jax.trainer.overrides import (
     NEVER_CALLED_WITH_REFERENCE,
+    ONCE_CALLED_WITH_PAIRS,
     ONCE_CALLED_WITH_REFERENCE,
     check_config,
     check_lengths,
@@ -61,6 +62,8 @@ class ReferenceFreeTrainer(BaseTrainer):
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
+
+    _once_called = ONCE_CALLED_WITH_PAIRS
 
     @accepting_old_keywords()
     def __init__(

@@ -1,0 +1,718 @@
+"""Read a script or notebook from its source, and follow its names to what they mean. Nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MOST_FILES = 50
+DEEPEST = 50  # steps from a name to what it means, and levels of a value's expression; beyond them it is UNKNOWN
+UNKNOWN = object()  # a value that is known only when the script runs
+
+# What an expression may mean
+
+
+class Imported(NamedTuple):
+    """A module, or a name of one, by its dotted path: `trl`, `trl.SFTTrainer`."""
+
+    path: str
+
+
+class Defined(NamedTuple):
+    """A function, lambda or class that the script defines."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+    scope: Scope
+
+
+class Made(NamedTuple):
+    """What a call of something returns."""
+
+    by: Meaning
+    call: ast.Call
+    scope: Scope
+
+
+class Method(NamedTuple):
+    """An attribute of something that is no module."""
+
+    of: Meaning
+    name: str
+
+
+class Self(NamedTuple):
+    """The first parameter of a method."""
+
+    of: Defined
+
+
+class Super(NamedTuple):
+    """`super()` in a method of a class."""
+
+    of: Defined
+
+
+class Sequence(NamedTuple):
+    """A tuple or list that is spelled out."""
+
+    items: tuple[ast.expr, ...]
+    scope: Scope
+
+
+class Constant(NamedTuple):
+    """A number, a text, True, False or None."""
+
+    value: Any
+
+
+class Unknown(NamedTuple):
+    """A parameter, the item of a loop, or another expression."""
+
+
+Meaning = Imported | Defined | Made | Method | Self | Super | Sequence | Constant | Unknown
+_UNKNOWN = Unknown()
+
+
+class Binding(NamedTuple):
+    """One assignment of a name. value: an expression of `scope`, or what the name means."""
+
+    line: int
+    value: ast.expr | Meaning
+    scope: Scope
+    conditional: bool
+
+
+class Scope:
+    """The names of a module, class or function. enclosing: the scope whose names its expressions see, too."""
+
+    def __init__(self, module: Module, enclosing: Scope | None, owner: ast.AST | None = None):
+        self.module, self.enclosing, self.owner = module, enclosing, owner
+        self.bindings: dict[str, list[Binding]] = {}
+
+    def find(self, name: str, line: int) -> list[Binding]:
+        """The assignments of a name that may hold at a line: the last one before it, and those before a conditional
+        one."""
+        scope: Scope | None = self
+        while scope is not None:
+            if found := scope.bindings.get(name):
+                before = [one for one in found if one.line <= line] if scope is self else []
+                return _until_unconditional(before or found)
+            scope = scope.enclosing
+        return []
+
+
+def _until_unconditional(found: list[Binding]) -> list[Binding]:
+    kept: list[Binding] = []
+    for one in reversed(found):
+        kept.append(one)
+        if not one.conditional:
+            break
+    return kept
+
+
+# What a script contains
+
+
+class Name(NamedTuple):
+    """A name of a package that the script imports, or reads as an attribute of a module.
+
+    guarded: an ImportError is caught, or the import depends on a condition.
+    """
+
+    line: int
+    module: str
+    name: str
+    guarded: bool
+
+
+class Call(NamedTuple):
+    node: ast.Call
+    scope: Scope
+
+
+class Attribute(NamedTuple):
+    """An attribute that the script reads, or sets to a value."""
+
+    node: ast.Attribute
+    scope: Scope
+    value: ast.expr | None = None
+
+
+class Module:
+    """A script, a notebook, or a module of the script's own.
+
+    Attributes:
+        names: the names that it imports, or reads as attributes of modules, from packages.
+        calls, classes, attributes: its calls, classes and attributes, in the order of the file.
+        asked: names that it asks for with hasattr or getattr.
+        skipped: places that are not Python, with the reason.
+        inner: the modules of its own that it imports.
+        reads: the names that its own statements read, outside functions and classes.
+        globals: names that functions declare as global.
+        open_ended: it takes all names of a package, runs code from a text, or runs magics that define names.
+    """
+
+    def __init__(self, path: Path, label: str, library: Library):
+        self.path, self.label, self.library = path, label, library
+        self.names: list[Name] = []
+        self.calls: list[Call] = []
+        self.classes: list[Defined] = []
+        self.attributes: list[Attribute] = []
+        self.asked: set[str] = set()
+        self.skipped: list[tuple[int, str]] = []
+        self.inner: list[Module] = []
+        self.reads: list[ast.Name] = []
+        self.globals: set[str] = set()
+        self.open_ended = False
+        self.scopes: dict[ast.AST, Scope] = {}  # of its functions
+        self.cells: list[int] = []  # of a notebook: the line before the first one of each cell
+        self.top = Scope(self, None)
+
+    def place(self, line: int) -> str:
+        """Where a line is, as a reader finds it: in a notebook, by the number of the code cell."""
+        if self.cells:
+            cell = max(number for number, start in enumerate(self.cells) if start < line)
+            return f"cell {cell + 1}, line {line - self.cells[cell]}"
+        return f"{self.label}:{line}" if self.label else str(line)
+
+
+class Library:
+    """Reads the modules of a script's own from the folder of the script, and from those above."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.modules: dict[Path, Module | None] = {}
+
+    def find(self, dotted: str, level: int, by: Module) -> Module | None:
+        """The module of this name, or None if it is not the script's own."""
+        parts = [part for part in dotted.split(".") if part]
+        above = [by.path.parent, *by.path.parent.parents][level - 1 : level] if level else self._folders(parts[0])
+        for folder in above:
+            base = folder.joinpath(*parts)
+            for path in (base.with_suffix(".py") if parts else base / "__init__.py", base / "__init__.py"):
+                if path.is_file() and path != by.path:
+                    return self._read(path)
+        return None
+
+    def _folders(self, package: str) -> list[Path]:
+        """Where a package may be: with the script, or above it if it is not an installed one."""
+        above = [] if PathFinder.find_spec(package) else list(self.folder.parents)[:2]
+        return [self.folder, *above]
+
+    def is_importable(self, module: Module) -> bool:
+        """Whether Python looks for packages where a module is: in the folder of the script, not above it."""
+        return self.folder in module.path.parents
+
+    def _read(self, path: Path) -> Module | None:
+        if path not in self.modules and len(self.modules) < _MOST_FILES:
+            self.modules[path] = None  # while it is read: modules may import each other
+            label = path.name if path.parent == self.folder else f"{path.parent.name}/{path.name}"
+            try:
+                self.modules[path] = read(path.read_text(encoding="utf-8"), path, label, self)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                self.modules[path] = Module(path, label, self)
+                self.modules[path].skipped.append((1, "This file is not valid Python."))
+        return self.modules.get(path)
+
+
+# Reading
+
+
+def read(source: str, path: Path | None = None, label: str = "", library: Library | None = None) -> Module:
+    """Read a script, or a notebook if `path` ends with .ipynb.
+
+    Args:
+        path: where it is, to find the modules of its own that it imports; None: do not look for them.
+        label: the name of its file in findings; "" for the script itself.
+
+    Raises:
+        SyntaxError: the source is not valid Python.
+        ValueError: the notebook is not valid JSON, or not one of Python.
+    """
+    where = Path("script.py") if path is None else path.absolute()
+    module = Module(where, label, library or Library(where.parent))
+    tree = _notebook(json.loads(source), module) if where.suffix == ".ipynb" else _parsed(source)
+    _Reader(module, inner=path is not None).read(tree)
+    return module
+
+
+def _parsed(source: str, flags: int = 0) -> ast.Module:
+    """The tree of a source. It is compiled, too: some errors show only then, such as an argument given twice."""
+    tree = compile(source, "script", "exec", ast.PyCF_ONLY_AST | flags, dont_inherit=True)
+    compile(source, "script", "exec", flags, dont_inherit=True)
+    return tree
+
+
+_MAGIC = re.compile(r"\s*(?:[!%?]|[\w.]+\s*=\s*[!%])|[^#]*\?\s*$")
+_DEFINING = re.compile(r"\s*(?:%run|%load|%store|%pylab|%%capture|%%cython|[\w.]+\s*=\s*[!%])")
+_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
+
+
+def _notebook(content: Any, module: Module) -> ast.Module:
+    """The code of a notebook's cells. Shell commands and magics are left out."""
+    if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
+        raise ValueError("the notebook has no cells.")
+    language = content.get("metadata", {}).get("kernelspec", {}).get("language", "python")
+    if language != "python":
+        raise ValueError(f"the notebook is written in {language}.")
+    body: list[ast.stmt] = []
+    line = 0
+    for cell in content["cells"]:
+        if cell.get("cell_type") != "code":
+            continue
+        text = cell.get("source", "")
+        lines = (text if isinstance(text, str) else "".join(text)).splitlines()
+        module.open_ended |= any(map(_DEFINING.match, lines))
+        module.cells.append(line)
+        try:
+            tree = _parsed(_without_magics(lines), ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        except SyntaxError as error:
+            module.skipped.append((line + (error.lineno or 1), f"This cell is not valid Python: {error.msg}."))
+        else:
+            body += [ast.increment_lineno(statement, line) for statement in tree.body]
+        line += len(lines) + 1
+    return ast.Module(body, [])
+
+
+def _without_magics(lines: list[str]) -> str:
+    """The cell with `pass` for each shell command and magic, so that lines keep their numbers; without the indentation
+    of its first line, as IPython reads it."""
+    first = next((line for line in lines if line.strip()), "")
+    if first.strip().startswith("%%") and not first.strip().startswith(_PYTHON_CELLS):
+        return ""
+    margin = first[: len(first) - len(first.lstrip())]
+    kept, continued = [], False
+    for line in (line.removeprefix(margin) for line in lines):
+        magic = _MAGIC.match(line) is not None
+        indent = line[: len(line) - len(line.lstrip())]
+        kept.append("" if continued else f"{indent}pass" if magic else line)
+        continued = (magic or continued) and line.rstrip().endswith("\\")
+    return "\n".join(kept)
+
+
+class _Place(NamedTuple):
+    """Where a node is. inner: the function or class it belongs to, for statements of a body."""
+
+    scope: Scope
+    conditional: bool
+    guarded: bool
+
+
+class _Reader:
+    """Collects the bindings and uses of a module. Iterative: a deep expression would exceed the recursion limit."""
+
+    def __init__(self, module: Module, *, inner: bool):
+        self.module, self._inner = module, inner
+        self._classes: dict[ast.AST | None, Defined] = {}
+
+    def read(self, tree: ast.Module) -> None:
+        pending: list[tuple[ast.AST, _Place]] = [(tree, _Place(self.module.top, False, False))]
+        while pending:
+            node, place = pending.pop()
+            children = self._visit(node, place)
+            pending += reversed(children)
+
+    def _visit(self, node: ast.AST, place: _Place) -> list[tuple[ast.AST, _Place]]:
+        """Note what a node says, and return its children, each with its place."""
+        scope = place.scope
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                self._import(node, place)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                return self._function(node, place)
+            case ast.ClassDef():
+                return self._class(node, place)
+            case ast.Assign():
+                for target in node.targets:
+                    self._bind(target, node.value, place)
+            case ast.AnnAssign() if node.value is not None:
+                self._bind(node.target, node.value, place)
+            case ast.NamedExpr():
+                self._bind(node.target, node.value, place)
+            case ast.AugAssign():
+                self._bind(node.target, _UNKNOWN, place)
+            case ast.For() | ast.AsyncFor() | ast.comprehension():
+                self._bind(node.target, _UNKNOWN, place)
+            case ast.withitem() if node.optional_vars is not None:
+                self._bind(node.optional_vars, _UNKNOWN, place)
+            case ast.ExceptHandler() if node.name:
+                self._add(node.name, node.lineno, _UNKNOWN, place)
+            case ast.Name() if isinstance(node.ctx, ast.Load) and scope is self.module.top:
+                self.module.reads.append(node)
+            case ast.Global():
+                self.module.globals |= set(node.names)
+            case ast.MatchAs() | ast.MatchStar() if node.name:
+                self._add(node.name, node.lineno, _UNKNOWN, place)
+            case ast.MatchMapping() if node.rest:
+                self._add(node.rest, node.lineno, _UNKNOWN, place)
+            case ast.Call():
+                self.module.calls.append(Call(node, scope))
+                if isinstance(node.func, ast.Name) and node.func.id in ("exec", "globals", "locals", "vars"):
+                    self.module.open_ended = True
+                if isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr") and len(node.args) > 1:
+                    name = node.args[1]
+                    self.module.asked |= {name.value} if isinstance(name, ast.Constant) else set()
+            case ast.Attribute() if isinstance(node.ctx, ast.Load):
+                self.module.attributes.append(Attribute(node, scope))
+        return [(child, self._place_of(child, node, place)) for child in ast.iter_child_nodes(node)]
+
+    def _place_of(self, child: ast.AST, node: ast.AST, place: _Place) -> _Place:
+        match node:
+            case ast.If() if child is not node.test:
+                return place if _is_main(node.test) else place._replace(conditional=True, guarded=True)
+            case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
+                return place._replace(conditional=True)
+            case ast.Try():
+                caught = any(_catches_import_error(handler) for handler in node.handlers)
+                return place._replace(conditional=True, guarded=place.guarded or caught)
+            case ast.ExceptHandler():
+                return place._replace(conditional=True, guarded=False)
+        return place
+
+    def _import(self, node: ast.Import | ast.ImportFrom, place: _Place) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                path = alias.name if alias.asname else alias.name.partition(".")[0]
+                self.module.names.append(Name(node.lineno, alias.name, "", place.guarded))
+                self._find(alias.name, 0)
+                self._add(alias.asname or path, node.lineno, Imported(path), place)
+                continue
+            inner = self._find(node.module or "", node.level)
+            if inner is not None and not node.level and not self.module.library.is_importable(inner):
+                self.module.names.append(Name(node.lineno, node.module, "", place.guarded))
+            if inner is None:
+                self.module.open_ended |= alias.name == "*"
+                if not node.level:
+                    self.module.names.append(Name(node.lineno, node.module, alias.name, place.guarded))
+                path = "." * node.level + (node.module or "")
+                self._add(alias.asname or alias.name, node.lineno, Imported(f"{path}.{alias.name}"), place)
+                continue
+            for name in inner.top.bindings if alias.name == "*" else [alias.name]:
+                own = alias.asname or name
+                for one in reversed(_until_unconditional(inner.top.bindings.get(name, []))):
+                    self._add(own, node.lineno, one.value, place, one.scope)
+                if name not in inner.top.bindings:
+                    self._add(own, node.lineno, _UNKNOWN, place)
+
+    def _find(self, dotted: str, level: int) -> Module | None:
+        found = self.module.library.find(dotted, level, self.module) if self._inner else None
+        if found is not None and found not in self.module.inner:
+            self.module.inner.append(found)
+        return found
+
+    def _function(self, node: Any, place: _Place) -> list[tuple[ast.AST, _Place]]:
+        enclosing = place.scope
+        if isinstance(enclosing.owner, ast.ClassDef):  # its names are not those of methods
+            enclosing = enclosing.enclosing
+        scope = Scope(self.module, enclosing, node)
+        given = node.args
+        self.module.scopes[node] = scope
+        for one in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+            if one is not None:
+                scope.bindings[one.arg] = [Binding(0, _UNKNOWN, scope, False)]
+        owner = self._classes.get(place.scope.owner)
+        if owner is not None and parameters(node) and not isinstance(node, ast.Lambda) and not node.decorator_list:
+            scope.bindings[parameters(node)[0]] = [Binding(0, Self(owner), scope, False)]
+        inside = _Place(scope, False, place.guarded)
+        if isinstance(node, ast.Lambda):
+            return [(node.body, inside), *((default, place) for default in _defaults(given))]
+        self._add(node.name, node.lineno, Defined(node, place.scope), place)
+        outside = [(one, place) for one in (*node.decorator_list, *_defaults(given))]
+        return outside + [(one, inside) for one in node.body]
+
+    def _class(self, node: ast.ClassDef, place: _Place) -> list[tuple[ast.AST, _Place]]:
+        made = Defined(node, place.scope)
+        self.module.classes.append(made)
+        self._classes[node] = made
+        self._add(node.name, node.lineno, made, place)
+        scope = Scope(self.module, place.scope, node)
+        outside = [(one, place) for one in (*node.decorator_list, *node.bases)]
+        return outside + [(one, _Place(scope, False, place.guarded)) for one in node.body]
+
+    def _bind(self, target: ast.expr, value: ast.expr | Meaning, place: _Place) -> None:
+        match target:
+            case ast.Name():
+                self._add(target.id, target.lineno, value, place)
+            case ast.Attribute():
+                given = value if isinstance(value, ast.expr) else None
+                self.module.attributes.append(Attribute(target, place.scope, given or ast.Constant(None)))
+            case ast.Tuple() | ast.List():
+                pairs = isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts)
+                for number, one in enumerate(target.elts):
+                    self._bind(one, value.elts[number] if pairs else _UNKNOWN, place)
+            case ast.Starred():
+                self._bind(target.value, _UNKNOWN, place)
+
+    def _add(self, name: str, line: int, value: ast.expr | Meaning, place: _Place, scope: Scope | None = None) -> None:
+        bound = Binding(line, value, scope or place.scope, place.conditional)
+        place.scope.bindings.setdefault(name, []).append(bound)
+
+
+def _is_main(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def _defaults(given: ast.arguments) -> list[ast.expr]:
+    return [one for one in (*given.defaults, *given.kw_defaults) if one is not None]
+
+
+def _catches_import_error(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    names = {one.id for one in ast.walk(handler.type) if isinstance(one, ast.Name)}
+    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+
+
+def parameters(function: Any) -> list[str]:
+    """The names of a function's positional parameters."""
+    return [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+
+
+# Following names
+
+
+def meanings(node: ast.expr, scope: Scope, depth: int = 0) -> list[Meaning]:
+    """All that an expression may mean; [Unknown()] if that shows only when the script runs."""
+    if depth > DEEPEST:
+        return [_UNKNOWN]
+    follow = lambda one: meanings(one, scope, depth + 1)  # noqa: E731
+    match node:
+        case ast.Name():
+            return _of_name(node, scope, depth)
+        case ast.Attribute():
+            return [
+                Imported(f"{one.path}.{node.attr}") if isinstance(one, Imported) else Method(one, node.attr)
+                for one in follow(node.value)
+            ]
+        case ast.Call():
+            return _of_call(node, scope, depth)
+        case ast.IfExp():
+            return follow(node.body) + follow(node.orelse)
+        case ast.BoolOp():
+            return [one for part in node.values for one in follow(part)]
+        case ast.Lambda():
+            return [Defined(node, scope)]
+        case ast.Tuple() | ast.List():
+            return [Sequence(tuple(node.elts), scope)]
+        case ast.NamedExpr():
+            return follow(node.value)
+        case ast.Constant():
+            return [Constant(node.value)]
+    return [_UNKNOWN]
+
+
+def _of_name(node: ast.Name, scope: Scope, depth: int) -> list[Meaning]:
+    found: list[Meaning] = []
+    for bound in scope.find(node.id, node.lineno):
+        if isinstance(bound.value, ast.expr):
+            found += meanings(bound.value, bound.scope, depth + 1)
+        else:
+            found.append(bound.value)
+    return found or [_UNKNOWN]
+
+
+def _of_call(node: ast.Call, scope: Scope, depth: int) -> list[Meaning]:
+    if isinstance(node.func, ast.Name) and node.func.id == "super":
+        owner = class_of(scope)
+        return [_UNKNOWN if owner is None else Super(owner)]
+    found: list[Meaning] = []
+    for one in meanings(node.func, scope, depth + 1):
+        if one == Imported("functools.partial") and node.args:
+            found += meanings(node.args[0], scope, depth + 1)
+        elif one == Imported("importlib.import_module") and node.args:
+            path = value_of(node.args[0], scope)
+            found.append(Imported(path) if isinstance(path, str) else _UNKNOWN)
+        elif isinstance(one, Defined) and isinstance(one.node, ast.FunctionDef):
+            found += returned(one, depth + 1)
+        else:
+            found.append(Made(one, node, scope))
+    return found
+
+
+def returned(function: Defined, depth: int = 0) -> list[Meaning]:
+    """What a function of the script returns."""
+    inside = function.scope.module.scopes[function.node]
+    found = [
+        meaning
+        for one in own_nodes(function.node)
+        if isinstance(one, ast.Return) and one.value is not None
+        for meaning in meanings(one.value, inside, depth + 1)
+    ]
+    return found or [_UNKNOWN]
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes inside it."""
+    pending = list(ast.iter_child_nodes(function))
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            pending += ast.iter_child_nodes(node)
+
+
+def class_of(scope: Scope | None) -> Defined | None:
+    """The class in whose method a scope is."""
+    while scope is not None:
+        for found in scope.module.classes:
+            if scope.owner in found.node.body:
+                return found
+        scope = scope.enclosing
+    return None
+
+
+def bases(made: Defined) -> list[Meaning]:
+    """What the bases of a class mean, those of its own bases included, nearest first."""
+    found: list[Meaning] = []
+    pending = [made]
+    for _ in range(DEEPEST):
+        if not pending:
+            break
+        one = pending.pop(0)
+        for base in one.node.bases:
+            node = base.value if isinstance(base, ast.Subscript) else base
+            for meaning in meanings(node, one.scope):
+                found.append(meaning)
+                if isinstance(meaning, Defined) and isinstance(meaning.node, ast.ClassDef):
+                    pending.append(meaning)
+    return found
+
+
+# Values
+
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def value_of(node: ast.expr, scope: Scope, depth: int = 0) -> Any:
+    """The value of an expression that is spelled out, or UNKNOWN. Names are followed, and arithmetic is done."""
+    if depth > DEEPEST or _is_deep(node):
+        return UNKNOWN
+    follow = lambda one: value_of(one, scope, depth + 1)  # noqa: E731
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            found = scope.find(node.id, node.lineno)
+            if len(found) != 1 or not isinstance(found[0].value, ast.expr) or found[0].conditional:
+                return UNKNOWN
+            return value_of(found[0].value, found[0].scope, depth + 1)
+        case ast.Tuple() | ast.List() | ast.Set():
+            items = list(map(follow, node.elts))
+            if any(item is UNKNOWN for item in items):
+                return UNKNOWN
+            return {ast.Tuple: tuple, ast.List: list, ast.Set: _set}[type(node)](items)
+        case ast.Dict():
+            return _dict(node.keys, node.values, follow)
+        case ast.Call() if isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+            if all(word.arg for word in node.keywords):
+                return _dict(
+                    [ast.Constant(word.arg) for word in node.keywords], [one.value for one in node.keywords], follow
+                )
+        case ast.UnaryOp(op=ast.USub()):
+            value = follow(node.operand)
+            return -value if isinstance(value, int | float) else UNKNOWN
+        case ast.UnaryOp(op=ast.Not()):
+            value = follow(node.operand)
+            return UNKNOWN if value is UNKNOWN else not value
+        case ast.BinOp() if type(node.op) in _OPERATIONS:
+            left, right = follow(node.left), follow(node.right)
+            if isinstance(left, int | float) and isinstance(right, int | float):
+                try:
+                    return _OPERATIONS[type(node.op)](left, right)
+                except ArithmeticError:
+                    return UNKNOWN
+    return UNKNOWN
+
+
+def _set(items: list) -> Any:
+    try:
+        return set(items)
+    except TypeError:
+        return UNKNOWN
+
+
+def _dict(keys: Iterable[ast.expr | None], values: Iterable[ast.expr], follow: Callable) -> Any:
+    made: dict[Any, Any] = {}
+    for key, value in zip(keys, values, strict=True):
+        name, item = UNKNOWN if key is None else follow(key), follow(value)
+        if not isinstance(name, str | int | float | bool | None) or item is UNKNOWN:
+            return UNKNOWN
+        made[name] = item
+    return made
+
+
+def _is_deep(node: ast.expr) -> bool:
+    level: list[ast.AST] = [node]
+    for _ in range(DEEPEST):
+        level = [child for one in level for child in ast.iter_child_nodes(one)]
+        if not level:
+            return False
+    return True
+
+
+class Argument(NamedTuple):
+    """An argument of a call. value: what it is, or UNKNOWN."""
+
+    value: Any
+    node: ast.expr
+    scope: Scope
+
+
+def arguments_of(call: ast.Call, scope: Scope, positional: list[str]) -> tuple[dict[str, Argument], bool]:
+    """The arguments of a call by name, and whether it has others that are known only when the script runs.
+
+    Args:
+        positional: the names of the parameters, in order.
+    """
+    given: dict[str, Argument] = {}
+    others = any(isinstance(one, ast.Starred) for one in call.args)
+    for name, node in zip(positional, call.args, strict=False):
+        if isinstance(node, ast.Starred):
+            break
+        given[name] = Argument(value_of(node, scope), node, scope)
+    for word in call.keywords:
+        if word.arg:
+            given[word.arg] = Argument(value_of(word.value, scope), word.value, scope)
+            continue
+        spread = _spread(word.value, scope)
+        others |= spread is None
+        given |= spread or {}
+    return given, others
+
+
+def _spread(node: ast.expr, scope: Scope, depth: int = 0) -> dict[str, Argument] | None:
+    """The arguments in `**node`, or None if they are known only when the script runs."""
+    if depth > DEEPEST:
+        return None
+    match node:
+        case ast.Name():
+            found = scope.find(node.id, node.lineno)
+            if len(found) == 1 and isinstance(found[0].value, ast.expr) and not found[0].conditional:
+                return _spread(found[0].value, found[0].scope, depth + 1)
+        case ast.Call() if isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+            pairs = [(word.arg, word.value) for word in node.keywords]
+            if all(name for name, _ in pairs):
+                return {name: Argument(value_of(one, scope), one, scope) for name, one in pairs}
+        case ast.Dict():
+            found = {}
+            for key, value in zip(node.keys, node.values, strict=True):
+                if key is None:
+                    inner = _spread(value, scope, depth + 1)
+                    if inner is None:
+                        return None
+                    found |= inner
+                elif isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    found[key.value] = Argument(value_of(value, scope), value, scope)
+                else:
+                    return None
+            return found
+    return None
