@@ -20,7 +20,7 @@ from trl_jax.config.devices import without_launcher
 from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
 from trl_jax.core.secrets import CleanParser, cleaned
-from trl_jax.core.trainers import TRAINERS, TrainerNames
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, TrainerNames
 from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR, check_not_experimental
 
 # The command
@@ -89,8 +89,9 @@ class Finding(NamedTuple):
     text: str = ""
 
 
-_OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
-_OF_CONFIG = {names.config: names for names in TRAINERS.values()}
+_KNOWN = (*TRAINERS.values(), *EXPERIMENTAL.values())
+_OF_TRAINER = {names.trainer: names for names in _KNOWN}
+_OF_CONFIG = {names.config: names for names in _KNOWN}
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
 
