@@ -14,7 +14,7 @@ from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same, timeless
 from compat_tests.tiny import text_rows, tiny_model, tiny_tokenizer
 
-STUDENT = {"head": "causal", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+STUDENT = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 ENDS = [1, *range(300, 340)]  # so that some completions end early
 ROWS = text_rows(20, "chat", seed=3)
 CONFIG = {"learning_rate": 3e-3, "max_new_tokens": 8, "per_device_train_batch_size": 3, "max_steps": 4}
@@ -104,7 +104,7 @@ def assert_same_weights(ours, theirs):
         np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=WEIGHTS, err_msg=name)
 
 
-@pytest.mark.parametrize("name", usually(lambda name: name != "off-policy", list(CASES)))
+@pytest.mark.parametrize("name", usually(lambda name: name == "mixed", list(CASES)))
 def test_completions_curve_and_weights_are_trls(folders, tmp_path, monkeypatch, name):
     from trl_jax.experimental import gkd
 
