@@ -81,7 +81,7 @@ def by_trl(monkeypatch, *given, **config):
 
 
 def spied_ours(monkeypatch):
-    from trl_jax.training.on_policy import Completer
+    from trl_jax.trainer.gkd_trainer import Completer
 
     written, complete = [], Completer.__call__
 

@@ -17,7 +17,7 @@ from trl_jax.data.batch import Example
 from trl_jax.experimental.gkd import GKDConfig, GKDTrainer
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.peft_config import PromptTuningConfig
-from trl_jax.training.on_policy import Mixture, prompt_of
+from trl_jax.trainer.gkd_trainer import Mixture, prompt_of
 
 ROWS = text_rows(8, "chat")
 CONFIG = {"max_steps": 2, "max_new_tokens": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}

@@ -1,12 +1,62 @@
-"""Rows of GKD: the ids and labels of TRL's DataCollatorForChatML, and what it does not take."""
+"""GKD: rows as TRL's DataCollatorForChatML makes them, and the divergence of whole logits."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
 from compat_tests.tiny import CHAT_TEMPLATE, text_rows, tiny_tokenizer
-from trl_jax.data.chatml import prepare
+from trl_jax.nn.head import HeadInputs, divergences
+from trl_jax.tasks.distillation import generalized_jsd_loss, prepare_chatml
+
+# The divergence
+
+DRAWN = np.random.default_rng(0)
+STUDENT, TEACHER = (DRAWN.standard_normal((2, 5, 7), np.float32) * 2 for _ in range(2))
+LABELS = np.array([[-100, 3, 1, -100, 2], [0, -100, -100, 5, 6]])
+OPTIONS = [
+    {"labels": LABELS},
+    {},
+    {"labels": LABELS, "beta": 0, "temperature": 0.7},
+    {"labels": LABELS, "beta": 1.0, "reduction": "sum"},
+    {"beta": 0.1, "reduction": "mean"},
+    {"labels": LABELS, "beta": 0.9, "reduction": "mean"},
+    {"labels": LABELS, "reduction": "none"},
+    {"labels": LABELS, "num_items_in_batch": 9},
+    {"labels": np.full_like(LABELS, -100)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options)) or "no labels")
+def test_it_is_trls(options):
+    torch = pytest.importorskip("torch")
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    given = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(torch.from_numpy(STUDENT), torch.from_numpy(TEACHER), **given)
+    ours = generalized_jsd_loss(STUDENT, TEACHER, **options)
+    assert ours.shape == tuple(theirs.shape)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_training_computes_the_same_in_chunks(beta):
+    """Logits that are hidden states, under a head that is the identity."""
+
+    def in_chunks(hidden):
+        heads = (HeadInputs(logits.reshape(-1, 7), jnp.eye(7)) for logits in (hidden, TEACHER))
+        return divergences(*heads, jnp.zeros(10, jnp.int32), beta=beta).divergence.sum()
+
+    def whole(logits):
+        return generalized_jsd_loss(logits, TEACHER, beta=beta, reduction="sum")
+
+    found, wanted = (jax.value_and_grad(of)(jnp.asarray(STUDENT)) for of in (in_chunks, whole))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+# Rows
 
 TALKS = [row["messages"] for row in text_rows(6, "chat", seed=1)]
 TALKS.append([
@@ -33,7 +83,7 @@ def by_trl(rows, tokenizer, max_length):
 
 
 def by_us(rows, tokenizer, max_length):
-    made = prepare(Dataset.from_list(rows), tokenizer, max_length=max_length, num_proc=None, name="train")
+    made = prepare_chatml(Dataset.from_list(rows), tokenizer, max_length=max_length, num_proc=None, name="train")
     found = []
     for ids, labels in zip(made["input_ids"], made["labels"], strict=True):
         start = labels.count(-100)
@@ -78,11 +128,13 @@ def test_other_columns_are_trls_and_prepared_rows_stay():
         [{"input_ids": GIVEN, "prompt": WORDS.decode(GIVEN[:4])}],
     ):
         assert by_us(rows, WORDS, 64) == by_trl(rows, WORDS, 64)
-    once = prepare(Dataset.from_list([{"messages": TALKS[0]}]), WORDS, max_length=64, num_proc=None, name="train")
-    again = prepare(once, WORDS, max_length=20, num_proc=None, name="eval")
+    once = prepare_chatml(
+        Dataset.from_list([{"messages": TALKS[0]}]), WORDS, max_length=64, num_proc=None, name="train"
+    )
+    again = prepare_chatml(once, WORDS, max_length=20, num_proc=None, name="eval")
     assert again[0] == once[0]
     stream = IterableDataset.from_generator(lambda: ({"messages": talk} for talk in TALKS[:2]))
-    [first, _] = prepare(stream, WORDS, max_length=64, num_proc=None, name="train")
+    [first, _] = prepare_chatml(stream, WORDS, max_length=64, num_proc=None, name="train")
     assert first["input_ids"] == once[0]["input_ids"] and first["labels"] == once[0]["labels"]
 
 
