@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -127,12 +126,19 @@ def _of_name(name: Name, touched: bool) -> Finding:
             return Finding(name.line, what, "refused", str(error))
     own = [name.module] if name.module.partition(".")[0] == "trl_jax" else []
     modules = (*MODULES["trl"], *MODULES.get(name.module, ()), *own)
-    if any(hasattr(importlib.import_module(module), name.name) for module in modules if find_spec(module)):
+    if any(_has(module, name.name) for module in modules):
         return Finding(name.line, what, "works")
     if name.module in ("trl", "trl_jax"):
         return Finding(name.line, what, "refused", f"There is no such name: {way_out(name.name, _names())}")
     text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
     return Finding(name.line, what, "changed", text)
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:  # no such module, or a name that is in trl.experimental alone
+        return False
 
 
 def _names() -> list[str]:
