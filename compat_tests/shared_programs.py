@@ -46,7 +46,7 @@ HOST_OF_OURS = HOST | frozenset("""
     num_generations num_generations_eval max_completion_length generation_batch_size steps_per_generation num_iterations
     top_p top_k min_p generation_kwargs repetition_penalty reward_weights scale_rewards multi_objective_aggregation
     reward_timeout log_completions num_completions_to_print log_unique_prompts resume_from_checkpoint
-    dataloader_num_workers max_completions_per_device
+    dataloader_num_workers max_completions_per_device lmbda seq_kd teacher_model_name_or_path
 """.split())  # fmt: skip
 # Fields of a task that make rows, or what is learned of them.
 HOST_OF_TASK = frozenset(

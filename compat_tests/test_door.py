@@ -103,17 +103,21 @@ def test_every_name_on_trls_door_is_ours_or_says_that_it_is_not_here_when_it_is_
 def test_names_are_where_trl_has_them():
     from trl_jax.experimental.cpo.cpo_trainer import CPOTrainer
     from trl_jax.experimental.distillation import DistillationTrainer
+    from trl_jax.experimental.gkd import GKDConfig
     from trl_jax.experimental.kto import KTOConfig
     from trl_jax.models import create_reference_model
     from trl_jax.trainer.callbacks import SyncRefModelCallback
 
     assert CPOTrainer is trl_jax.CPOTrainer and DistillationTrainer is trl_jax.DistillationTrainer
+    assert GKDConfig.__module__ == "trl_jax.trainer.gkd_config"
     assert KTOConfig is trl_jax.KTOConfig and create_reference_model is trl_jax.create_reference_model
     with pytest.raises(NotImplementedError, match="sync_ref_model=True"):
         SyncRefModelCallback()
     with pytest.raises(AttributeError):
         trl_jax.trainer.callbacks.Frobnicate  # noqa: B018
-    for name in ("GKDTrainer", "OnlineDPOConfig", "A2POTrainer"):
+    with pytest.raises(ImportError, match="GKDTrainer is in trl_jax.experimental.gkd, as TRL has it in trl.experim"):
+        trl_jax.GKDTrainer  # noqa: B018
+    for name in ("OnlineDPOConfig", "A2POTrainer"):
         with pytest.raises(ImportError, match=f"{name} is not built in trl_jax. .* trl.experimental"):
             getattr(trl_jax, name)
 

@@ -191,3 +191,16 @@ def test_collate_functions_of_a_script():
     found = [one for one in findings(read(COLLATE)) if one.what == "SFTTrainer(data_collator=...)"]
     assert [one.kind for one in found] == [REFUSED] * 4 + [WORKS] * 2
     assert all("train on the columns directly" in one.text for one in found[:4])
+
+
+def test_a_trainer_of_trls_experimental_package():
+    found = {one.what: one.kind for one in findings(read("""
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl import GKDTrainer as Absent
+GKDTrainer("m", "t", GKDConfig("out", lmbda=0.3, packing=True), seq_kd=True)
+"""))}  # fmt: skip
+    assert found == {
+        "trl.experimental.gkd.GKDConfig": WORKS, "trl.experimental.gkd.GKDTrainer": WORKS,
+        "trl.GKDTrainer": REFUSED, "GKDConfig(lmbda=0.3)": WORKS, "GKDConfig(packing=True)": REFUSED,
+        "GKDTrainer(seq_kd=...)": "changed",  # it belongs into the config
+    }  # fmt: skip

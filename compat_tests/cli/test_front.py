@@ -96,21 +96,23 @@ except ImportError:
     from trl.experimental.gkd import GKDTrainer
 from trl import SFTTrainer
 from trl.experimental.gkd import gkd_trainer
+from trl.experimental.gold import GOLDTrainer, gold_trainer
 from trl.experimental.kto import KTOTrainer
-assert gkd_trainer.GKDTrainer is GKDTrainer
+from trl.experimental.gkd.gkd_trainer import unwrap_model_for_generation
+assert gkd_trainer.GKDTrainer is GKDTrainer and gold_trainer.GOLDTrainer is GOLDTrainer
 from importlib.resources import files
 assert "model" in files("trl").joinpath("templates/lm_model_card.md").read_text()  # checkpoints have a model card
-print(GKDTrainer.__mro__[1].__module__, SFTTrainer.__module__, KTOTrainer.__module__)
+print(GKDTrainer.__module__, GOLDTrainer.__mro__[1].__module__, SFTTrainer.__module__, KTOTrainer.__module__)
 """
 
 
-def test_experimental_trainers_are_the_installed_trls(tmp_path):
+def test_experimental_trainers_are_ours_or_the_installed_trls(tmp_path):
     pytest.importorskip("trl")
     done = run(tmp_path, OWN)
-    assert done.stdout == "trl.trainer.sft_trainer trl_jax.trainer.sft_trainer trl_jax.trainer.kto_trainer\n", (
-        done.stderr
-    )
-    assert done.stderr.count("trl.experimental.gkd is the installed trl's: its trainers train with torch.") == 1
+    ours = [f"trl_jax.trainer.{name}_trainer" for name in ("gkd", "sft", "kto")]
+    assert done.stdout.split() == [ours[0], "trl.trainer.sft_trainer", *ours[1:]], done.stderr
+    assert done.stderr.count("trl.experimental.gold is the installed trl's: its trainers train with torch.") == 1
+    assert "trl.experimental.gkd is" not in done.stderr
 
 
 MISSING = """
@@ -134,10 +136,10 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "ImportError GKDTrainer is not built in trl_jax. Near it: DistillationTrainer, where the student wri",
+        "ImportError GKDTrainer is in trl_jax.experimental.gkd, as TRL has it in trl.experimental alo",
         "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Closest: RewardTra",
         "ModuleNotFoundError trl.trainer.base_trainer is not part of trl_jax, and trl is not installed. trl_j",
-        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Closest: no n",
+        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Closest: no s",
     ], done.stderr
 
 

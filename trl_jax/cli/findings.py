@@ -40,7 +40,7 @@ from trl_jax.cli.trl_alias import MODULES, public_names, spec_of
 from trl_jax.config.devices import without_launcher
 from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
-from trl_jax.core.trainers import TRAINERS, TrainerNames
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, TrainerNames
 from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR
 
 # Findings
@@ -76,8 +76,9 @@ def tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
 # What names mean
 
 
-OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
-OF_CONFIG = {names.config: names for names in TRAINERS.values()}
+_KNOWN = (*TRAINERS.values(), *EXPERIMENTAL.values())
+OF_TRAINER = {names.trainer: names for names in _KNOWN}
+OF_CONFIG = {names.config: names for names in _KNOWN}
 
 
 def package_of(path: str) -> str:

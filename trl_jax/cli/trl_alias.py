@@ -26,7 +26,7 @@ from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
 from trl_jax.cli.transformers_patches import answer_by_name
 from trl_jax.config.renamed import translated
-from trl_jax.core.trainers import EXPERIMENTAL, WHERE
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
 from trl_jax.legacy.arguments import modern_flags
 
 logger = logging.getLogger(__name__)
@@ -211,6 +211,11 @@ class FrontModule(ModuleType):
 
 
 def _of_real(fullname: str, name: str) -> Any:
+    if fullname.startswith(_ON_THEIR_BASES):  # executed with our bases, they would raise
+        if name.startswith("__"):
+            return _NOWHERE
+        with _installed_trl():
+            return getattr(importlib.import_module(fullname), name, _NOWHERE)
     try:
         return getattr(_real(fullname), name)
     except AttributeError:
@@ -218,6 +223,8 @@ def _of_real(fullname: str, name: str) -> Any:
 
 
 _NOWHERE = object()
+# Modules of ours whose counterparts in trl derive from a trainer that we replace.
+_ON_THEIR_BASES = tuple(f"trl.experimental.{name}" for name in EXPERIMENTAL if name not in TRAINERS)
 _REAL: dict[str, ModuleType] = {}
 
 

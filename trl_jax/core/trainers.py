@@ -94,7 +94,13 @@ _TABLE = (
     ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
-EXPERIMENTAL = ("cpo", "distillation", "kto", "orpo")  # commands whose trainers are in trl.experimental, too
+# Trainers that are in trl.experimental, by the name of their module there. The first four are elsewhere, too.
+EXPERIMENTAL: dict[str, TrainerNames] = {
+    **{name: TRAINERS[name] for name in ("cpo", "distillation", "kto", "orpo")},
+    "gkd": TrainerNames(
+        "gkd", "GKDTrainer", "GKDConfig", "rows", "distill a teacher on completions of the student and of a dataset"
+    ),
+}
 DEFAULT = "reward"  # command that `trl-jax plan` assumes
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}
 
@@ -105,9 +111,9 @@ def names_of_config(args: object) -> TrainerNames:
     Raises:
         TypeError: they belong to no trainer of the table.
     """
-    kinds = {(kind.__module__, kind.__qualname__) for kind in type(args).__mro__}
-    for names in TRAINERS.values():
-        if (names.where[names.config], names.config) in kinds:
+    known = {(names.where[names.config], names.config): names for names in (*TRAINERS.values(), *EXPERIMENTAL.values())}
+    for kind in type(args).__mro__:  # GKDConfig derives from SFTConfig
+        if (names := known.get((kind.__module__, kind.__qualname__))) is not None:
             return names
     configs = ", ".join(names.config for names in TRAINERS.values())
     raise TypeError(

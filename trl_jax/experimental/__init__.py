@@ -1,9 +1,10 @@
-"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.kto` and `.orpo`; `trl_jax` itself has their names, too."""
+"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.gkd`, `.kto` and `.orpo`. Except for GKD's, `trl_jax` itself
+has their names, too."""
 
 import sys
 from types import ModuleType
 
-from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, fetching
+from trl_jax.core.trainers import EXPERIMENTAL, fetching
 
 
 def _add_module(name: str, where: dict[str, str]) -> None:
@@ -18,8 +19,8 @@ def _add_module(name: str, where: dict[str, str]) -> None:
     sys.modules[module.__name__] = module
 
 
-for _name in EXPERIMENTAL:
-    _where = TRAINERS[_name].where
+for _name, _names in EXPERIMENTAL.items():
+    _where = _names.where
     _add_module(_name, _where)
     for _class, _module in _where.items():
         _add_module(f"{_name}.{_module.rpartition('.')[2]}", {_class: _module})

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
 from trl_jax.tasks.task import Task
 
 # Names of TRL's, of this release or an earlier one, that are not built: they import, and say so when they are used.
@@ -55,7 +56,7 @@ NEAR: dict[str, str] = {
 # Trainers that TRL 1.16 has in trl.experimental alone: their names, without Config and Trainer, by their module.
 _EXPERIMENTAL: dict[str, tuple[str, str]] = {
     "A2PO": ("a2po", _REWARDED), "AsyncDistillation": ("async_distillation", _DISTILLED),
-    "AsyncGRPO": ("async_grpo", _REWARDED), "GKD": ("gkd", _DISTILLED), "GMPO": ("gmpo", _REWARDED),
+    "AsyncGRPO": ("async_grpo", _REWARDED), "GMPO": ("gmpo", _REWARDED),
     "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED), "OnlineDPO": ("online_dpo", _REWARDED),
     "SDFT": ("sdft", _DISTILLED), "SDPO": ("sdpo", _DISTILLED),
     "ServerDistillation": ("server_distillation", _DISTILLED), "TPO": ("tpo", _PAIRS),
@@ -65,6 +66,9 @@ _EXPERIMENTAL: dict[str, tuple[str, str]] = {
 def check_not_experimental(name: str) -> None:
     """Raise ImportError, as TRL 1.16 does, for a name that is in trl.experimental alone, so that a script's
     `except ImportError` imports it from there."""
+    for package, names in EXPERIMENTAL.items():
+        if package not in TRAINERS and name in (names.trainer, names.config):
+            raise ImportError(f"{name} is in trl_jax.experimental.{package}, as TRL has it in trl.experimental alone.")
     module, near = _EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"), (None, None))
     if module is not None and name.endswith(("Config", "Trainer")):
         raise ImportError(

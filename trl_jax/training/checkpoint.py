@@ -37,6 +37,7 @@ from trl_jax.core import text
 from trl_jax.core.files import Pieces, in_order, write_tensors
 from trl_jax.core.secrets import learn, masked
 from trl_jax.core.text import brief
+from trl_jax.core.torch_random import GeneratorState, TorchGenerator, default_generator
 from trl_jax.mesh.mesh import owned, pieces, placed
 from trl_jax.mesh.processes import from_first
 from trl_jax.training.events import Events
@@ -548,7 +549,7 @@ class SavedProgress:
 
     def _check_random_state(self) -> None:
         try:
-            self._set_random_state(random.Random().setstate, np.random.RandomState().set_state)
+            self._set_random_state(random.Random().setstate, np.random.RandomState().set_state, TorchGenerator(0))
         except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             text = brief(error, 300)
             raise BrokenCheckpoint(f"{self.folder / FACTS}: random is no state of the generators: {text}.") from error
@@ -593,14 +594,20 @@ class SavedProgress:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def restore_random_state(self) -> None:
-        """Python's and NumPy's global generators, which callbacks and metrics may draw from."""
-        self._set_random_state(random.setstate, np.random.set_state)
+        """Python's and NumPy's global generators and the stream that samples tokens, which callbacks and metrics may
+        draw from, and GKD does."""
+        self._set_random_state(random.setstate, np.random.set_state, default_generator())
 
-    def _set_random_state(self, python: Callable[[tuple], None], numpy: Callable[[tuple], None]) -> None:
+    def _set_random_state(
+        self, python: Callable[[tuple], None], numpy: Callable[[tuple], None], tokens: TorchGenerator
+    ) -> None:
         version, words, gauss = self.facts["random"]["python"]
         python((version, tuple(words), gauss))
         name, keys, *rest = self.facts["random"]["numpy"]
         numpy((name, np.asarray(keys, np.uint32), *rest))
+        if "tokens" in self.facts["random"]:  # not in earlier checkpoints
+            keys, *rest = self.facts["random"]["tokens"]
+            tokens.restore(GeneratorState(np.asarray(keys, np.uint32), *rest))
 
 
 class _Saved:
@@ -618,8 +625,12 @@ _FIELDS = [f.name for f in fields(LoopProgress) if f.name != "unreported"]
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
+    (name, keys, *rest), tokens = np.random.get_state(), default_generator().state()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "tokens": [tokens.key.tolist(), tokens.used, tokens.position],
+    }
 
 
 # Writes while training goes on: copies of arrays on the host, and a thread with one job at a time.
@@ -890,7 +901,7 @@ class Snapshot:
         self._state = vars(events.state) | {"log_history": list(events.state.log_history)}
         stateful = [callback for callback in events.handler.callbacks if isinstance(callback, ExportableState)]
         self._callbacks = [(callback, copy.deepcopy(callback.state()["attributes"])) for callback in stateful]
-        self._random = random.getstate(), np.random.get_state()
+        self._random = random.getstate(), np.random.get_state(), default_generator().state()
 
     def restore(self) -> None:
         """Make it so again."""
@@ -899,6 +910,7 @@ class Snapshot:
         for callback, attributes in self._callbacks:
             for name, value in attributes.items():
                 setattr(callback, name, value)
-        ours, numpys = self._random
+        ours, numpys, tokens = self._random
         random.setstate(ours)
         np.random.set_state(numpys)
+        default_generator().restore(tokens)

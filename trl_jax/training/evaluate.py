@@ -415,7 +415,8 @@ class LogitsEvaluation:
 
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
         labels = self._labels(arrays)
-        if self._virtual:  # they predict first tokens, which these logits do not contain
+        if self._virtual or self._setup.task.compares_distributions:
+            # Virtual tokens predict first tokens, which these logits do not contain; the reference has logits, too.
             batch = jax.tree.map(lambda leaf: leaf[0], arrays)
             sums, logits = self._evaluate_both(params, batch, dtype=dtype)
             logits = logits[batch.lengths > 0]

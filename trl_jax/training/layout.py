@@ -67,9 +67,20 @@ def exact_layout(
 
 def windowed(args: BaseConfig, backend: Backend) -> bool:
     """Whether the model has an attention window shorter than the longest text may be."""
-    if backend.window is None or args.max_length is None:
+    longest = longest_text(args)
+    if backend.window is None or longest is None:
         return backend.window is not None
-    return backend.window < args.max_length + backend.virtual.count
+    return backend.window < longest + backend.virtual.count
+
+
+def longest_text(args: BaseConfig) -> int | None:
+    """The most tokens of a text, without virtual ones; None if there is no limit. With `max_new_tokens`, completions of
+    a dataset's rows may be replaced by longer ones."""
+    return None if args.max_length is None else args.max_length + _new_tokens(args)
+
+
+def _new_tokens(args: BaseConfig) -> int:
+    return vars(args).get("max_new_tokens", 0)
 
 
 def by_rows(args: BaseConfig, *, striped: bool, branches: bool = False) -> bool:
@@ -125,8 +136,9 @@ def plan(
     if layout == "padded":
         tell(f"Layout padded{f': {reason}' if reason else ''}.")
         return LayoutPlan("padded")
-    if isinstance(dataset, IterableDataset):
-        tell(f"Layout {layout}: how much it saves on a stream of rows is not known beforehand.")
+    if isinstance(dataset, IterableDataset) or _new_tokens(args):
+        rows = "a stream of rows" if isinstance(dataset, IterableDataset) else "completions that a model writes"
+        tell(f"Layout {layout}: how much it saves on {rows} is not known beforehand.")
         return unplanned(args, backend, striped=striped)
     order = partial(
         epoch_order,

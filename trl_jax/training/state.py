@@ -19,6 +19,7 @@ from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events, Interrupts
+from trl_jax.training.layout import longest_text
 from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import ReferenceModel
 
@@ -145,7 +146,8 @@ class Setup:
     @property
     def max_tokens(self) -> int | None:
         """The most tokens of a text of the training set, with virtual ones; None if there is no limit."""
-        return None if self.args.max_length is None else self.args.max_length + self.virtual.count
+        longest = longest_text(self.args)
+        return None if longest is None else longest + self.virtual.count
 
     @property
     def compares(self) -> bool:

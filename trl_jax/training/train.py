@@ -19,6 +19,7 @@ from datasets import Dataset
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.config.rules import as_choice
+from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.torch_objects import copy_back_to_torch
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.training.checkpoint import (
@@ -217,9 +218,9 @@ class Training:
 
         loop = Loop(
             events=setup.events,
-            batches=AsNeeded(steps, place)
-            if setup.rollout is not None
-            else Prefetched(steps, place, lambda: loop.leave_if_asked()),
+            batches=Prefetched(steps, place, lambda: loop.leave_if_asked())
+            if isinstance(steps, ExampleLoader)  # others generate completions
+            else AsNeeded(steps, place),
             # With other sizes than before the resume, max_steps may be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,

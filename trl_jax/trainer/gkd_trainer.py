@@ -1,0 +1,339 @@
+"""Generalized knowledge distillation: TRL's experimental GKDTrainer on JAX."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers import EvalPrediction
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.torch_random import default_generator
+from trl_jax.data.batch import IGNORED, Example
+from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
+from trl_jax.hub.generate import check_generates, complete
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_backend import LoraBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import as_config
+from trl_jax.mesh.processes import several
+from trl_jax.rollout.rollout import BASE_SEED_WORDS
+from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
+from trl_jax.tasks.task import Task
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.gkd_config import GKDConfig
+from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg
+from trl_jax.training import model
+from trl_jax.training.data import Batches
+from trl_jax.training.logging import GenerationProgress, ProgressLine
+from trl_jax.training.reference import ReferenceModel, given
+from trl_jax.training.setup import Policy, TrainerSpec
+from trl_jax.training.state import Setup
+
+logger = logging.getLogger(__name__)
+
+_OWN_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GKD: "
+    "choose beta, lmbda and seq_kd."
+)
+_OWN_SAMPLING = "Set temperature and max_new_tokens in GKDConfig, other options in the model's generation_config."
+_TO_LATER = (
+    "This GKD configuration (`lmbda=1.0`, `temperature=1.0`) is fully covered by `DistillationTrainer`, which also "
+    "takes tools and vLLM servers. Consider migrating: replace `GKDConfig`/`GKDTrainer` with `DistillationConfig`/"
+    "`DistillationTrainer`, `max_new_tokens` with `max_completion_length`, and set `beta=%s` explicitly (`beta` means "
+    "the same in both, but defaults to 0.5 here and 1.0 there)."
+)
+
+
+class GKDTrainer(BaseTrainer):
+    """Trains a language model, the student, to predict tokens as another one, the teacher, does, on completions of
+    three origins: the student's own, the teacher's, or the dataset's (Generalized Knowledge Distillation,
+    https://huggingface.co/papers/2306.13649).
+
+    The arguments are TRL's, in TRL's order. `lmbda`, `beta` and `seq_kd` may be set on the trainer at any time.
+
+    Args:
+        model: the student: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch
+            model of transformers, which has the trained weights after `train()`.
+        teacher_model: the same of the teacher, whose vocabulary is the student's. It is held as it is stored.
+        args: a GKDConfig; None means `GKDConfig("<model>-GKD")`.
+        data_collator: refused: rows are read as TRL's DataCollatorForChatML reads them.
+        train_dataset: rows with `messages`, the last of which is the completion; a text `prompt` may replace the
+            messages before it. Or rows with `input_ids` and a `completion_mask`. A Dataset or an IterableDataset (with
+            `max_steps`).
+        eval_dataset: the same, or a dict of them. An evaluation reads the dataset's completions.
+        processing_class: the tokenizer; loaded with the student if None.
+        compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step.
+        preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
+        peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen student trains, and only it is saved.
+        formatting_func: refused: TRL does not call it either.
+
+    Raises:
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
+    """
+
+    _name, _tag_names = "GKD", ["trl", "gkd"]
+    _paper = (
+        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "2306.13649",
+    )
+    config_class = GKDConfig
+    _never_called = NEVER_CALLED | dict.fromkeys(
+        ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _OWN_LOSS
+    ) | {"generate_on_policy_outputs": _OWN_SAMPLING}  # fmt: skip
+    lmbda, beta, seq_kd = map(MirroredArg, ("lmbda", "beta", "seq_kd"))
+    temperature = InitOnlyArg(lambda trainer: trainer.args.temperature, "Set temperature in GKDConfig.")
+    generalized_jsd_loss = staticmethod(generalized_jsd_loss)
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel | None = None,
+        teacher_model: str | os.PathLike | PreTrainedModel | None = None,
+        args: GKDConfig | None = None,
+        data_collator: None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+        peft_config: Any = None,
+        formatting_func: None = None,
+    ):
+        if model is None or teacher_model is None:
+            missing = "model" if model is None else "teacher_model"
+            raise ValueError(
+                f"{missing} is missing: pass a checkpoint's folder or Hub name, or a loaded model. Student and teacher "
+                "need the same vocabulary."
+            )
+        if formatting_func is not None:
+            raise ValueError("formatting_func is never called by GKDTrainer. Apply it to the dataset instead.")
+        self._teacher, self._teacher_generation = teacher_model, None
+        super().__init__(
+            model, None if args is None else as_config(args, GKDConfig), data_collator, train_dataset, eval_dataset,
+            processing_class, compute_metrics, callbacks, optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, peft_config=peft_config,
+            spec=TrainerSpec(self._reference),
+        )  # fmt: skip
+        if several():
+            raise ValueError(
+                "GKDTrainer with several processes is not in this release of trl_jax. Start a single one, or train "
+                "with DistillationTrainer."
+            )
+        check_generates(self.model)
+        self._mixture = self._mixed()
+        if self.lmbda == 1.0 and self.temperature == 1.0:
+            logger.warning(_TO_LATER, self.beta)
+
+    @property
+    def teacher_model(self) -> PreTrainedModel:
+        """The teacher, with the student's tokenizer."""
+        teacher = self._setup.reference.as_model(self.model)
+        teacher.generation_config = self._teacher_generation
+        return teacher
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        """The options that completions are sampled with; others come from the model's generation_config."""
+        args, own = self.args, self._ends
+        return {
+            "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "do_sample": True, "top_k": 0,
+            "top_p": 1.0, "pad_token_id": self.processing_class.pad_token_id, "eos_token_id": own,
+        }  # fmt: skip
+
+    def make_task(self) -> GkdTask:
+        return GkdTask(self.beta, self.args.max_length)
+
+    def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
+        """A dataloader over a prepared dataset. Iterating over it gives the dataset's own completions; train() replaces
+        them in the steps."""
+        found = super().batches(dataset, training=training)
+        if training:
+            found.steps = RewrittenSteps(found.steps, self._mixture)
+        return found
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        default_generator().skip(BASE_SEED_WORDS)  # as torch's DataLoader does
+        return super()._evaluate_one(dataset, prefix)
+
+    def _mixed(self) -> Mixture:
+        setup = self._setup
+        ends = self.model.generation_config.eos_token_id  # as they are at construction, as in TRL
+        self._ends = self.processing_class.eos_token_id if ends is None else ends
+        write, dtype = Completer(setup, self.generation_kwargs), setup.args.compute_dtype
+        teachers = setup.reference.dtype if dtype == "float32" and setup.reference.dtype else dtype
+        return Mixture(
+            lambda: self.lmbda,
+            lambda: self.seq_kd,
+            lambda prompts: write(setup.model, prompts, dtype),
+            lambda prompts: write(self.teacher_model, prompts, teachers),
+        )
+
+    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
+        del task
+        if not isinstance(policy.model.backend, NativeBackend | LoraBackend):
+            raise ValueError(
+                f"GKDTrainer does not train a model on the {policy.model.backend.name} backend. Use a family that "
+                "trl_jax computes itself (docs/models lists them) and, as an adapter, a weight-based one such as LoRA."
+            )
+        loaded = model.load_teacher(self._teacher, args, args.teacher_model_init_kwargs, None)
+        own, found = (one.config.get_text_config().vocab_size for one in (policy.model, loaded))
+        if own != found:
+            raise ValueError(
+                f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. GKD compares "
+                "the teacher's full next-token distribution, which requires a shared vocabulary. Use a teacher with "
+                "the same vocab_size."
+            )
+        if not isinstance(loaded.backend, NativeBackend | LoraBackend):
+            raise ValueError(
+                f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
+                "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
+            )
+        self._teacher_generation = loaded.generation_config
+        return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None and not self.seq_kd)
+
+
+# Completions that are written just before the step that learns from them.
+
+
+@dataclass
+class RewrittenSteps:
+    """The steps of a loader, with each micro-batch as `rewrite` returns it.
+
+    Steps are made when they are asked for, with the parameters of that moment. The loss of a step is divided by the
+    targets of the dataset's rows, also where their completions were replaced, as in TRL, which counts them first.
+
+    Completions are sampled with the process's random stream, which is advanced at the start of an epoch by the words
+    that torch's DataLoader draws there.
+    """
+
+    loader: ExampleLoader
+    rewrite: Callable[[list[Example]], list[Example]]
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.loader.drop_last
+
+    def laid_out(self, **changes: Any) -> ExampleLoader:
+        """The loader of the dataset's own rows, with these fields of the layout changed."""
+        return self.loader.laid_out(**changes)
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        self.loader.set_epoch(epoch, skip, skipped_digest)
+        if not skip:  # within an epoch, the restored stream has been advanced
+            default_generator().skip(BASE_SEED_WORDS)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for number, group in enumerate(self.loader.groups()):
+            yield self._step(group, number)
+
+    def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
+        written, padded = [], 0
+        for batch in group:
+            examples = [one.example for one in batch]
+            new = self.rewrite(examples)
+            padded += _padded_tokens(new, generated=new is not examples)
+            written.append([one._replace(example=example) for one, example in zip(batch, new, strict=True)])
+        step = self.loader.step_layout.step(written, number)
+        targets = sum(one.example.num_counted_targets for batch in group for one in batch)
+        scale = np.float32(max(1, step.num_targets) / max(1, targets))
+        arrays = step.arrays._replace(weight=step.arrays.weight * scale)
+        return step._replace(arrays=arrays, num_padded_tokens=padded)
+
+
+def _padded_tokens(examples: list[Example], *, generated: bool) -> int:
+    """The tokens of TRL's micro-batch, padding included: generated completions begin at the end of the longest
+    prompt."""
+    texts = [len(ids) for example in examples for ids in example.texts]
+    if not generated:
+        return len(texts) * max(texts)
+    prompts = [len(prompt_of(example)) for example in examples]
+    return len(texts) * (max(prompts) + max(text - prompt for text, prompt in zip(texts, prompts, strict=True)))
+
+
+@dataclass
+class Mixture:
+    """Decides for each micro-batch, with Python's `random`, who wrote its completions.
+
+    lmbda: the share of micro-batches that the student completes.
+    seq_kd: whether the teacher completes the others; otherwise they keep the dataset's completions.
+    student, teacher: prompts -> completions, both as token ids.
+    """
+
+    lmbda: Callable[[], float]
+    seq_kd: Callable[[], bool]
+    student: Callable[[list[np.ndarray]], list[np.ndarray]]
+    teacher: Callable[[list[np.ndarray]], list[np.ndarray]]
+
+    def __call__(self, examples: list[Example]) -> list[Example]:
+        if random.random() <= self.lmbda():
+            write = self.student
+        elif self.seq_kd():
+            write = self.teacher
+        else:
+            return examples
+        prompts = list(map(prompt_of, examples))
+        return [
+            completed(example, prompt, completion)
+            for example, prompt, completion in zip(examples, prompts, write(prompts), strict=True)
+        ]
+
+
+def prompt_of(example: Example) -> np.ndarray:
+    """The tokens of a text before its first label."""
+    [ids], [labels] = example.texts, example.labels
+    labeled = np.flatnonzero(np.asarray(labels) != IGNORED)
+    return np.asarray(ids[: labeled[0] if len(labeled) else len(ids)], np.int32)
+
+
+def completed(example: Example, prompt: np.ndarray, completion: np.ndarray) -> Example:
+    """The example with another completion, every token of which is a target."""
+    labels = np.concatenate([np.full(len(prompt), IGNORED, np.int32), completion])
+    return example._replace(texts=(np.concatenate([prompt, completion]).astype(np.int32),), labels=(labels,))
+
+
+class Completer:
+    """Completes prompts with the process's random stream.
+
+    Args:
+        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`.
+    """
+
+    def __init__(self, setup: Setup, options: Mapping[str, Any]):
+        self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
+
+    def __call__(self, model: Any, prompts: list[np.ndarray], dtype: str) -> list[np.ndarray]:
+        """The completions of one prompt each, int32; each includes the token that ends it.
+
+        Args:
+            model: the PreTrainedModel that writes.
+            dtype: of its computation.
+        """
+        args = self._setup.args
+        how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
+        how["progress"] = GenerationProgress(self._line, len(prompts))
+        with self._setup.on_device():
+            out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
+        self._line("training")
+        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
