@@ -202,5 +202,7 @@ GKDTrainer("m", "t", GKDConfig("out", lmbda=0.3, packing=True), seq_kd=True)
     assert found == {
         "trl.experimental.gkd.GKDConfig": WORKS, "trl.experimental.gkd.GKDTrainer": WORKS,
         "trl.GKDTrainer": REFUSED, "GKDConfig(lmbda=0.3)": WORKS, "GKDConfig(packing=True)": REFUSED,
-        "GKDTrainer(seq_kd=...)": "changed",  # it belongs into the config
+        "GKDTrainer(seq_kd=...)": REFUSED,  # it belongs into the config
+        "GKDConfig(output_dir='out')": WORKS, "GKDTrainer(model=...)": WORKS, "GKDTrainer(args=...)": WORKS,
+        "GKDTrainer(teacher_model=...)": WORKS,
     }  # fmt: skip

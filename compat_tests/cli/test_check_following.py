@@ -57,12 +57,12 @@ def test_modules_and_names_that_do_not_exist():
 @needs_trl
 def test_trainers_of_the_installed_trl():
     text = """
-        from trl.experimental.gkd import GKDConfig, GKDTrainer
-        trainer = GKDTrainer(model="m", args=GKDConfig("out"))
+        from trl.experimental.gold import GOLDConfig, GOLDTrainer
+        trainer = GOLDTrainer(model="m", args=GOLDConfig("out"))
         trainer._whatever
     """
     said = found(text)
-    assert set(said) == {"trl.experimental.gkd.GKDConfig", "trl.experimental.gkd.GKDTrainer"}
+    assert set(said) == {"trl.experimental.gold.GOLDConfig", "trl.experimental.gold.GOLDTrainer"}
     assert all(kind == CHANGED and "trains with torch" in text for kind, text in said.values())
     assert (
         verdict(text) == "The script runs unchanged, if its data and checkpoints fit; 2 of 2 behave differently here."

@@ -199,7 +199,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         TypeError: `run.trainer` is None, and the config is not one of trl_jax's.
     """
     kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
-    if has_images(run.rows.train):
+    if run.rows.train is not None and has_images(run.rows.train):
         teacher = None if run.teacher is None else with_images(run.teacher)
         run = replace(run, checkpoint=with_images(run.checkpoint), teacher=teacher)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ from trl_jax.hub.generate import check_generates, complete
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import as_config
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
@@ -94,6 +94,7 @@ class GKDTrainer(BaseTrainer):
     temperature = InitOnlyArg(lambda trainer: trainer.args.temperature, "Set temperature in GKDConfig.")
     generalized_jsd_loss = staticmethod(generalized_jsd_loss)
 
+    @accepting_old_keywords()
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel | None = None,
