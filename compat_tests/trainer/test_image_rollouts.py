@@ -90,9 +90,7 @@ def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
 
 
-@pytest.mark.parametrize(
-    "name", usually(lambda name: name == "gemma3", ("gemma3", "llava_next", "mistral3", "smolvlm"))
-)
+@pytest.mark.parametrize("name", usually(lambda name: False, ("gemma3", "llava_next", "mistral3", "smolvlm")))
 def test_other_towers_are_trls(name, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     processor = tiny_tiled(tmp_path, name, monkeypatch)

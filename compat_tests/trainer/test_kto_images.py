@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset
 
 import trl_jax
 from compat_tests import tiny
+from compat_tests.effort import usually
 from compat_tests.trainer.vision_models import logged, pairs, pictures, tiny_llava, trainer, unpaired
 
 CASES = {
@@ -35,7 +36,7 @@ def llava(tmp_path_factory):
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", usually(lambda case: case == "full", CASES))
 def test_losses_and_metrics_are_trls(case, llava, tmp_path):
     trl = pytest.importorskip("trl")
     options, adapter = CASES[case]
