@@ -99,7 +99,8 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         entropy_coef_min entropy_target epsilon epsilon_high generation_batch_size generation_kwargs
         importance_sampling_level max_completion_length num_generations num_generations_eval num_iterations
         off_policy_mask_threshold reward_weights sapo_temperature_neg sapo_temperature_pos steps_per_generation
-        max_completions_per_device temperature top_entropy_quantile total_episodes use_adaptive_entropy use_bias_correction_kl
+        temperature top_entropy_quantile total_episodes use_adaptive_entropy use_bias_correction_kl
+        max_completions_per_device
         vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
         teacher_model_init_kwargs teacher_model_name_or_path teacher_model_revision
     """
