@@ -45,6 +45,7 @@ class ImageCase:
     adapter: dict[str, Any] | None = None
 
 
+WEIGHED = ("messages", "grpo", "dpo_lora")  # whose weights are compared, too: recordings stay small
 LORA = {"r": 4, "target_modules": "all-linear"}
 KINDS = {
     "messages": ImageCase("SFT", "conversations"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -34,7 +35,8 @@ def test_the_curve_and_the_weights_are_trls(model, kind, tmp_path, monkeypatch):
         torch.set_num_threads(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return image_cases.run(trl, folder, case, processor, tmp_path / "trl")
+            run = image_cases.run(trl, folder, case, processor, tmp_path / "trl")
+            return run if kind in image_cases.WEIGHED else dataclasses.replace(run, weights={})
 
     rows, config = image_cases.described(case.rows), case.config | {"adapter": case.adapter, "trainer": case.trainer}
     key = golden.digest(folder, rows, model, config | image_cases.STEPS, image_cases.reward)
@@ -49,6 +51,8 @@ def test_the_curve_and_the_weights_are_trls(model, kind, tmp_path, monkeypatch):
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), (
                 their["step"], name,
             )  # fmt: skip
+    if kind not in image_cases.WEIGHED:
+        return
     # PEFT also saves adapters of a tower's layers that no feature comes from.
     unread = {name: theirs.weights.pop(name) for name in theirs.weights.keys() - ours.weights.keys()}
     assert all(".layers.2." in name and model == "llava_next" for name in unread)
