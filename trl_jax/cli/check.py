@@ -176,7 +176,7 @@ def findings(module: Module) -> list[Finding]:
 
 
 def _with_inner(module: Module) -> list[Module]:
-    """A module, and those of the script's own that it imports, each once."""
+    """A module and the script's own modules that it imports, without duplicates."""
     found = [module]
     for one in found:
         found += [inner for inner in one.inner if inner not in found]

@@ -126,7 +126,7 @@ def is_ours(module: str, name: str) -> bool:
     if f"{module}.{name}" in _REPLACING:
         return True
     try:
-        return hasattr(_imported(module), name)
+        return hasattr(importlib.import_module(module), name)
     except ImportError:  # a name that is in trl.experimental alone
         return False
 
@@ -134,18 +134,14 @@ def is_ours(module: str, name: str) -> bool:
 _REPLACING = {ours for of_module in MODULES.values() for ours in of_module}
 
 
-def _imported(module: str) -> Any:
-    return importlib.import_module(module)
-
-
 def names_of(module: str) -> set[str]:
     """The names of a module of trl that are trl_jax's."""
-    return {name for ours in MODULES.get(module, ()) for name in public_names(_imported(ours))}
+    return {name for ours in MODULES.get(module, ()) for name in public_names(importlib.import_module(ours))}
 
 
 def public() -> list[str]:
     """The public names."""
-    return [name for module in MODULES["trl"] for name in _imported(module).__all__]
+    return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
 
 
 def trainer_of(meaning: Meaning | None) -> TrainerNames | None:
@@ -189,7 +185,7 @@ def own_names(made: Defined) -> set[str]:
 
 @lru_cache
 def attributes_of(trainer: type) -> frozenset[str]:
-    """The attributes of a trainer: those of its class, and those that its methods set."""
+    """The attributes of a trainer: class attributes, and instance attributes that its methods set."""
     found = set(dir(trainer))
     for kind in trainer.__mro__:
         if kind.__module__.startswith("trl_jax"):

@@ -408,7 +408,7 @@ class _Reader:
 
     def _function(self, node: Any, place: _Place) -> list[tuple[ast.AST, _Place]]:
         enclosing = place.scope
-        if isinstance(enclosing.owner, ast.ClassDef):  # its names are not those of methods
+        if isinstance(enclosing.owner, ast.ClassDef):  # methods do not see names of the class body
             enclosing = enclosing.enclosing
         scope = Scope(self.module, enclosing, node)
         given = node.args
@@ -548,7 +548,7 @@ def returned(function: Defined, depth: int = 0) -> list[Meaning]:
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, without those of functions and classes inside it."""
+    """The nodes of a function, without the bodies of nested functions and classes."""
     pending = list(ast.iter_child_nodes(function))
     while pending:
         node = pending.pop()
@@ -568,7 +568,7 @@ def class_of(scope: Scope | None) -> Defined | None:
 
 
 def bases(made: Defined) -> list[Meaning]:
-    """What the bases of a class mean, those of its own bases included, nearest first."""
+    """What the direct and indirect bases of a class mean, nearest first."""
     found: list[Meaning] = []
     pending = [made]
     for _ in range(DEEPEST):

@@ -94,7 +94,7 @@ def _scale(values: Sequence[float]) -> dict[float, str]:
 
 
 def _step(width: float) -> float:
-    """1, 2 or 5 times a power of ten, of which two to five fit into the width."""
+    """The distance between ticks: 1, 2 or 5 times a power of ten, so that two to five ticks fit into the width."""
     power = 10.0 ** math.floor(math.log10(width / 2))
     return next(size * power for size in (5, 2, 1) if size * power <= width / 2)
 

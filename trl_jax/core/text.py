@@ -40,9 +40,9 @@ def api_boundary(function: Callable) -> Callable:
 
 
 def hide_frames(error: Exception) -> None:
-    """Remove our frames, and those of the libraries that we call, from the traceback of an error that a user caused.
+    """Remove frames of trl_jax and of the libraries it calls from the traceback of an error that a user caused.
 
-    The frames of the user's own functions stay, such as those of a reward function, with everything that they call. A
+    Frames of the user's own functions, such as a reward function, stay, with everything that they call. A
     note says how to see the others. Errors that look like a bug of ours keep all frames: those that no `raise` of ours
     raised. Call it in an `except` clause, before a bare `raise`.
     """

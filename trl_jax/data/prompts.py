@@ -238,10 +238,11 @@ def encoded_prompts(
         text = rendered(encoder.tokenizer, messages, where, **options)
         special = bos is None or not text.startswith(bos)  # as transformers' processors tokenize a rendered text
         found = encoder.encode(text, pictures_in(messages), add_special_tokens=special)
-        if max_prompt_length is not None and len(found.ids) > max_prompt_length and not found.images.images:
+        too_long = max_prompt_length is not None and len(found.ids) > max_prompt_length
+        if too_long and not found.images.images:
             own = found.ids[-max_prompt_length:]
             found = found._replace(ids=own, images=encoder.placed(own, ()))
-        elif max_prompt_length is not None and len(found.ids) > max_prompt_length:
+        elif too_long:
             raise ValueError(
                 f"{where} has {len(found.ids)} tokens, and prompts with images cannot be cut to "
                 f"max_prompt_length={max_prompt_length}. Raise it, or leave it out."

@@ -425,7 +425,7 @@ class Limit(NamedTuple):
     completions: int | None = None
     memory: int | None = None
 
-    def beside(self, weights: Weights, arrays: Mapping[str, Any]) -> Limit:
+    def after_copies(self, weights: Weights, arrays: Mapping[str, Any]) -> Limit:
         """The limit with the memory that is left by generation's own copies of a model's arrays. Both may be shapes."""
         if self.memory is None:
             return self

@@ -514,7 +514,7 @@ def run(
     _check_positions(model, request)
     request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
-    limit = limit.beside(weights, model.arrays)
+    limit = limit.after_copies(weights, model.arrays)
     queue = queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)

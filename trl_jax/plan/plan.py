@@ -314,7 +314,7 @@ def _generation(
     at_once = size
     if run.rollout is not None:  # traced on this machine's device: the cache has the same shapes on every platform
         limit = _limit(trainer.args, topology, on_device((placed, step.state)) + scorer)
-        at_once = size.at_once(weights, limit.beside(weights, arrays))
+        at_once = size.at_once(weights, limit.after_copies(weights, arrays))
     with trace.on_device(trainer):
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
