@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.hub.vision.processors import built_processor, config_for
 from compat_tests.trainer.vision_models import pictures, tiny_tiled, user
 from trl_jax.data.chat_templates import response_template
+from trl_jax.data.prompts import encoded_prompts
+from trl_jax.hub.vision import vision_families
+from trl_jax.hub.vision.processor import VisionProcessor
 from trl_jax.training.rollout import PolicyWriter
 
 END = "<|im_end|></s>"
@@ -125,3 +131,14 @@ def test_a_run_is_trls(options, qwen, tmp_path, monkeypatch):
 def test_a_tokenizer_alone_sees_no_images(qwen, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="The answer of the tool 'draw': .* rows with images are not supported"):
         run(trl_jax, qwen, tmp_path, monkeypatch, alone=True, tools=[draw])
+
+
+def test_a_prompt_of_text_alone_is_cut(monkeypatch):
+    processor = built_processor("qwen2_5_vl", monkeypatch, chat_template=TEMPLATE)
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    native = types.SimpleNamespace(vision=vision_families()["qwen2_5_vl"], path="config.json")
+    encoder = VisionProcessor(native, config_for("qwen2_5_vl", processor), tokenizer, processor.image_processor)
+    [whole], _ = encoded_prompts([user("What is it?")], encoder)
+    [cut], [images] = encoded_prompts([user("What is it?")], encoder, max_prompt_length=5)
+    assert cut == whole[-5:] and len(images.features) == len(images.positions) == 5 and not images.images
