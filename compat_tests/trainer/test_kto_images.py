@@ -8,7 +8,7 @@ from datasets import Dataset, IterableDataset
 
 import trl_jax
 from compat_tests import tiny
-from compat_tests.effort import usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.trainer.vision_models import logged, pairs, pictures, tiny_llava, trainer, unpaired
 
 CASES = {
@@ -52,6 +52,7 @@ def test_losses_and_metrics_are_trls(case, llava, tmp_path):
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
 
 
+@only_thorough  # each is usually tested with another trainer
 def test_layouts_streams_and_resumed_runs_have_the_same_numbers(llava, tmp_path):
     rows = unpaired()
     stream = IterableDataset.from_generator(lambda: iter(list(rows)))
@@ -72,6 +73,7 @@ def test_layouts_streams_and_resumed_runs_have_the_same_numbers(llava, tmp_path)
         assert np.array_equal(array, half.model.params[path]), path
 
 
+@only_thorough
 def test_an_evaluation_is_trls(llava, tmp_path):
     trl = pytest.importorskip("trl")
     rows, found = unpaired(), {}

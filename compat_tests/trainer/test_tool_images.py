@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.hub.vision.processors import built_processor, config_for
 from compat_tests.trainer.vision_models import pictures, tiny_tiled, user
 from trl_jax.data.chat_templates import response_template
@@ -113,6 +114,7 @@ def run(package, qwen, out, monkeypatch, alone=False, **options):
     return seen, [entry for entry in made.state.log_history if "loss" in entry]
 
 
+@usual("tools")
 @pytest.mark.parametrize("options", [{"tools": [draw]}, {"environment_factory": Gallery}], ids=["tools", "reset"])
 def test_a_run_is_trls(options, qwen, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
