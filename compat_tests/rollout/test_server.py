@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Timer
+from threading import Semaphore, Timer
 
 import pytest
 from datasets import Dataset
@@ -93,7 +93,7 @@ def test_replayed_completions_train_as_those_of_this_process(serve, make, tmp_pa
         server.train()
         assert again == seen
         for mine, other in zip(server.state.log_history[:-1], own.state.log_history[:-1], strict=True):
-            names = [name for name in mine if not name.startswith("sampling/")]
+            names = [name for name in mine if not name.startswith(("sampling/", "perf/"))]
             assert names == list(other) and "loss" in names
             for name in names[: names.index("step_time")]:
                 exact = 5e-6 if kind == "RLOO" else 1e-6  # it sums the log-probabilities of a completion: -35 +- 4e-6
@@ -146,6 +146,54 @@ def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
     assert again == seen[1:] and stub.loads == 1
     logs = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (whole, resumed)]
     assert logs[0] == logs[1] and len(logs[0]) == 4
+
+
+def test_servers_generate_ahead(serve, make, tmp_path):
+    """While a step trains, from the weights before it; nothing is generated that is not trained on, and a run resumes
+    with what was generated ahead."""
+    config = {"generate_ahead": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    stub, seen, asked = serve(), [], Semaphore(0)
+    stub.before = lambda path: path == "/v1/completions" and asked.release()
+
+    def reward(completions, completion_ids, **columns):
+        seen.append([list(map(int, ids)) for ids in completion_ids])
+        if len(seen) not in (4, 6):  # the last of an epoch, and of the run
+            # the two prompts of the next generation are asked for before this one is judged
+            assert asked.acquire(timeout=30) and asked.acquire(timeout=30)
+        return length_reward(completions)
+
+    def requests(stub):
+        return [body for path, body in stub.seen if "stop_token_ids" in (body or {})]
+
+    whole = make([stub], reward, **config)
+    whole.train()
+    logs = [log for log in whole.state.log_history if "loss" in log]
+    assert len(requests(stub)) == 12 and len(seen) == 6
+    assert [log["sample/staleness_mean"] for log in logs] == [0, 1, 1, 1, 0, 1]
+    assert all(log[f"perf/{name}_s"] >= 0 for log in logs for name in ("generation", "weight_sync", "rollout_wait"))
+    apart = [log["sampling/sampling_logp_difference/mean"] for log in logs]
+    assert all((value < 1e-5) == (number in (0, 4)) for number, value in enumerate(apart)), apart
+    for begun, after in ((2, 2), (4, 4)):  # in the middle of an epoch, and at its end
+        other = serve()
+        resumed = make([other], recorder(again := []), **config)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{begun}"))
+        assert again == seen[after:]
+        losses = [log["loss"] for log in resumed.state.log_history if "loss" in log]
+        assert losses == [log["loss"] for log in logs]
+        assert len(requests(other)) == 12 - 2 * after - 2 * (begun == 2)
+
+
+def test_a_server_that_dies_while_it_generates_ahead_ends_the_run(serve, make):
+    stub = serve()
+
+    def reward(completions, **columns):
+        stub.stop()
+        return length_reward(completions)
+
+    trainer = make([stub], reward, generate_ahead=True, vllm_server_timeout=1.0)
+    with pytest.raises(ServerError, match="did not answer for 1 s"):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_adapters_are_merged_and_distillation_completes(serve, make, folder):

@@ -21,6 +21,7 @@ from trl_jax.losses.advantages import Advantages
 from trl_jax.losses.policy_gradient import PolicyLoss, next_entropy_coef
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.samplers import Sampler
+from trl_jax.rollout.server import ServerError
 from trl_jax.tasks.policy import Cycle, PolicyTask, RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ _REASONS = {
 class RolloutSteps:
     """Iterates over the steps of an epoch, which `set_epoch` starts.
 
-    Completions are generated with the current parameters, so nothing may be generated ahead of an update.
+    Completions are generated with the current parameters. With `ahead`, those of the next generation are begun before
+    the steps of this one, so their policy is one generation older.
 
     rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
     sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a new run, because the dataset may have
@@ -54,6 +56,7 @@ class RolloutSteps:
     num_micro_batches: since the start of the run; decides when to generate.
     generated: when the first step since the last log generated: "before" its micro-batches, "within" or "after" it;
         None if there was no step. Determines the order of the logged metrics.
+    num_steps_of_run: how many steps the run has, after which nothing is generated ahead.
     """
 
     rollout: Rollout
@@ -71,19 +74,22 @@ class RolloutSteps:
     epoch: int = -1  # none yet
     seconds: list[float] = field(default_factory=list)
     generated: str | None = None
+    ahead: bool = False
+    num_steps_of_run: Callable[[], int] = lambda: 0
+    _next: Begun | None = None
     _begun_at: float = 0.0
 
     def begin(self) -> None:
         """Reset the state of an earlier run, whose completions came from another policy."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
-        self.generated = None
+        self.generated, self._next = None, None
         if self.make_sampler is not None:
             self.sampler = self.make_sampler()
         self.sampler.begin()
 
     def begin_epoch_again(self, epoch: int) -> None:
         """Make the next `set_epoch(epoch)` restart that epoch with the current prompts and a new generation."""
-        self.buffer, self.num_micro_batches, self.epoch = None, 0, epoch - 1
+        self.buffer, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
         self.sampler.begin(epoch)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
@@ -172,15 +178,38 @@ class RolloutSteps:
 
     def _generated(self, prompts: Sequence[Any]) -> Experience:
         """Generate completions for these prompts and shuffle them within each rank."""
-        rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
-        experience = self.rollout.make(rows, self.cycle.group, "train")
+        rows = self._read(prompts)
+        written = self._written(rows) if self.ahead else None
+        experience = self.rollout.make(rows, self.cycle.group, "train", written)
         size = len(rows) // len(self.streams)
         order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
         return experience.ordered(np.concatenate(order).tolist())
 
+    def _read(self, prompts: Sequence[Any]) -> list[Row]:
+        return [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+
+    def _written(self, rows: Sequence[Row]) -> Written:
+        """The completions of these rows, begun before the steps of the last generation if there was one. Begins those
+        of the next generation."""
+        group = self.cycle.group
+        begun, self._next = self._next, None
+        if begun is None:
+            begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
+        written = begun.wait()
+        self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(self.num_steps - begun.step))]))
+        still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
+        following = self.sampler.following() if still else None
+        if following is not None:
+            self._next = Begun(self.rollout.begin_ahead(self._read(following), group), self.num_steps)
+        return written
+
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Everything that a resumed run needs to continue bit for bit: arrays by name, and JSON values."""
+        """Everything that a resumed run needs to continue bit for bit: arrays by name, and JSON values. Waits for what
+        is generated ahead."""
         arrays = {} if self.buffer is None else {f"buffer/{name}": a for name, a in self.buffer.arrays().items()}
+        begun = None if self._next is None else self._next.ended()
+        if begun is not None:
+            arrays |= {f"next/{name}": array for name, array in begun.wait().arrays().items()}
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
         if self.rollout.table is not None:
@@ -195,6 +224,7 @@ class RolloutSteps:
             "metrics": self.rollout.collected["train"].values,
             "bonus": None if self.bonus is None else self.bonus.state(),
             "generated": self.generated,
+            "next": None if begun is None else begun.step,
         }
         return arrays, facts
 
@@ -214,6 +244,8 @@ class RolloutSteps:
         if self.bonus is not None and facts["bonus"] is not None:
             self.bonus.restore(facts["bonus"])
         self.rollout.collected["train"] = Collected(facts["metrics"])
+        written = _under("next", arrays)
+        self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
         return self._restore_place(_under("buffer", arrays), _under("sampler", arrays), facts)
 
     def _restore_place(self, buffer: dict, sampler: dict, facts: dict[str, Any]) -> bool:
@@ -240,7 +272,7 @@ class RolloutSteps:
                 ", ".join(reasons),
             )
         if moved:
-            self.buffer, self.num_micro_batches = None, 0
+            self.buffer, self._next, self.num_micro_batches = None, None, 0
             self.sampler.repeat_chunk()
         return moved
 
@@ -262,6 +294,26 @@ class RolloutSteps:
         return done + self.num_micro_batches % self.cycle.repeats
 
 
+@dataclass
+class Begun:
+    """Completions that servers are generating.
+
+    wait: waits for them. step: the number of steps before they were begun.
+    """
+
+    wait: Callable[[], Written]
+    step: int
+
+    def ended(self) -> Begun | None:
+        """These completions, once they are there; None if the servers failed, which `wait` raises when they are due."""
+        try:
+            written = self.wait()
+        except ServerError:
+            return None
+        self.wait = lambda: written
+        return self
+
+
 def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     start = f"{prefix}/"
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
@@ -280,6 +332,9 @@ class Writer(Protocol):
 
     def write(self, prompts: list, group: int) -> Written:
         """Generate one completion per prompt; each prompt occurs `group` times in a row."""
+
+    def begin(self, prompts: list, group: int) -> Callable[[], Written]:
+        """As `write`, but returns while servers generate; the function that it returns waits for them."""
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         """Completions as reward functions see them: messages if the prompts are messages, else texts."""
@@ -311,17 +366,22 @@ class Rollout:
     begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
 
-    def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
+    def begin_ahead(self, rows: Sequence[Row], group: int) -> Callable[[], Written]:
+        """Begin the completions of rows; the function that it returns waits for them."""
+        return self.writer.begin(self.writer.prompts(rows), group)
+
+    def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str, written: Written | None = None) -> Experience:
         """Generate completions for the prompts of these rows and score them.
 
         Args:
             rows: each occurs `group` times in a row.
             mode: "train" or "eval", under which metrics are collected.
+            written: the completions, if there are some already.
         """
         rows = self.begin(rows)
         metrics, prompts = self.collected[mode], self.writer.prompts(rows)
         next_thing = "training" if mode == "train" else "evaluating"
-        made = self.writer.write(prompts, group)
+        made = self.writer.write(prompts, group) if written is None else written
         truncated = self._measured(made, mode, metrics)
         dropped = truncated & self.drops_truncated
         completion_mask = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
@@ -820,6 +880,7 @@ class Written:
     sampling_logps: float32, the sampler's log-probability of each token of a completion, NaN where it has none; None if
         the sampler reports none.
     images: of each prompt, or of its text up to the last image in its completion; None if there are none.
+    seconds: what servers took, by the names under which it is logged.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -830,16 +891,34 @@ class Written:
     calls: tuple[int, int] | None = None
     sampling_logps: Sequence[np.ndarray] | None = None
     images: Sequence[TextImages] | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Tool calls per completion and the fraction that failed, under TRL's names; empty without tools."""
+        """The servers' seconds; tool calls per completion and the fraction that failed, under TRL's names."""
         if self.calls is None:
-            return {}
+            return dict(self.seconds)
         calls, failures = map(np.float32, self.calls)
         frequency = calls / np.float32(len(self.completion_ids))
         failed = failures / calls if calls else 0.0
-        return {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
+        own = {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
+        return own | self.seconds
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The completions of servers as a few flat arrays, by name, for `of_arrays`."""
+        parts = {"prompt": self.prompt_ids, "completion": self.completion_ids}
+        arrays = {f"{name}_length": np.asarray(list(map(len, ids)), np.int32) for name, ids in parts.items()}
+        arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
+        return arrays | {"sampling_logps": np.concatenate(self.sampling_logps)}
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Written:
+        """Inverse of `arrays`."""
+        prompts, completions, logps = (
+            np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
+            for name, of in (("prompt", "prompt"), ("completion", "completion"), ("sampling_logps", "completion"))
+        )
+        return cls([ids.tolist() for ids in prompts], completions, all_written(completions), sampling_logps=logps)
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:

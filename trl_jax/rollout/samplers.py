@@ -29,6 +29,9 @@ class Sampler(Protocol):
     def next(self) -> Any:
         """The chunk of prompts of the next micro-batch, whether or not it generates."""
 
+    def following(self) -> Any | None:
+        """The chunk after the one that `next` returned last, which stays the next one; None at the end of an epoch."""
+
     @property
     def num_done(self) -> int:
         """Prompts of this epoch whose chunks have been yielded all `repeats` times."""
@@ -83,6 +86,10 @@ class RepeatSampler:
         self._given += 1
         return self._order[first : first + self._chunk]
 
+    def following(self) -> np.ndarray | None:
+        first = self._start + (max(self._given - 1, 0) // self._repeats + 1) * self._chunk
+        return None if first + self._chunk > self._rows else self._order[first : first + self._chunk]
+
     @property
     def num_done(self) -> int:
         return self._start + self._given // self._repeats * self._chunk
@@ -125,6 +132,7 @@ class StreamSampler:
         self._epoch, self._start, self._chunks, self._given = epoch - 1, 0, 0, 0
         self._rows: Iterator[dict[str, Any]] = iter(())
         self._chunk: list[dict[str, Any]] = []
+        self._following: list[dict[str, Any]] | None = None  # read before it is due
 
     def next_epoch(self) -> None:
         """Raises ValueError if the epoch has fewer prompts than one chunk."""
@@ -139,6 +147,7 @@ class StreamSampler:
     def _open(self, epoch: int, start: int, chunks: int = 0) -> None:
         """Start reading an epoch after its first `start` prompts and `chunks` chunks."""
         self._epoch, self._start, self._chunks, self._given, self._chunk = epoch, start, chunks, 0, []
+        self._following = None
         self._stream.set_epoch(epoch)
         self._rows = islice(iter(self._stream), start + chunks * self._size, None)
 
@@ -147,7 +156,8 @@ class StreamSampler:
         if self._epoch < 0:
             return False
         if not self._chunk or self._given == self._repeats:
-            self._chunk, self._given = list(islice(self._rows, self._size)), 0
+            following, self._following = self._following, None
+            self._chunk, self._given = list(islice(self._rows, self._size)) if following is None else following, 0
             self._chunks += 1
         return len(self._chunk) == self._size
 
@@ -155,6 +165,11 @@ class StreamSampler:
         """The next chunk of rows. Call only if `has_next`."""
         self._given += 1
         return self._chunk
+
+    def following(self) -> list[dict[str, Any]] | None:
+        if self._following is None:
+            self._following = list(islice(self._rows, self._size))
+        return self._following if len(self._following) == self._size else None
 
     @property
     def num_done(self) -> int:

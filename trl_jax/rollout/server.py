@@ -52,10 +52,12 @@ class Sampled(NamedTuple):
     """Completions of prompts, with all completions of a prompt in a row.
 
     completions: token ids, int32 `[tokens]` each. logps: float32 `[tokens]` each, NaN where the server has none.
+    seconds: that the servers took.
     """
 
     completions: list[np.ndarray]
     logps: list[np.ndarray]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class VllmServers:
 
     # Completions
 
-    def complete(
+    def begin(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Mapping[str, Any],
@@ -195,17 +197,17 @@ class VllmServers:
         group: int,
         seeds: Sequence[int],
         progress: Progress | None = None,
-    ) -> Sampled:
-        """Complete each prompt `group` times.
+    ) -> concurrent.futures.Future[Sampled]:
+        """Have the servers complete each prompt `group` times while the caller goes on.
 
         Args:
             sampling: parameters of `/v1/completions`.
             seeds: one per prompt.
             progress: called with the number of completions so far, and of their tokens.
 
-        Raises:
-            ServerError: a server refuses a request, or does not answer within the timeout.
-            StaleWeights: a server lost the weights that were loaded.
+        Returns:
+            A future of the completions, which raises ServerError if a server refuses a request or does not answer
+            within the timeout, and StaleWeights if one lost the weights that were loaded.
         """
         jobs = [
             {"prompt": list(map(int, ids)), "n": group, "seed": int(seed), "logprobs": 0, "return_token_ids": True}
@@ -229,11 +231,14 @@ class VllmServers:
             tasks = [asyncio.create_task(one(number)) for number in range(len(jobs))]
             return await self._watched(client, tasks)
 
-        found = self._within_loop(ask)
-        self._check_version()
-        return Sampled(
-            [own for part in found for own in part.completions], [own for part in found for own in part.logps]
-        )
+        def complete() -> Sampled:
+            began = time.monotonic()
+            found = self._within_loop(ask)
+            self._check_version()
+            completions = [own for part in found for own in part.completions]
+            return Sampled(completions, [own for part in found for own in part.logps], time.monotonic() - began)
+
+        return _in_thread(complete)
 
     def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
@@ -250,7 +255,7 @@ class VllmServers:
                 raise self._unusable(
                     url, f"returned {len(logps[-1])} log-probabilities for {len(completions[-1])} tokens"
                 )
-        return Sampled(completions, logps)
+        return Sampled(completions, logps, 0.0)
 
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
         """The log-probability of each token of a text but the first, at temperature 1, by every server: float32
@@ -397,16 +402,21 @@ class VllmServers:
             async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
                 return await ask(client)
 
-        future: concurrent.futures.Future = concurrent.futures.Future()
+        return _in_thread(lambda: asyncio.run(main())).result()
 
-        def work() -> None:
-            try:
-                future.set_result(asyncio.run(main()))
-            except BaseException as error:
-                future.set_exception(error)
 
-        Thread(target=work, name="trl_jax-server", daemon=True).start()
-        return future.result()
+def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
+    """Call `do` in a thread that does not keep the process from ending."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=work, name="trl_jax-server", daemon=True).start()
+    return future
 
 
 def _message(reply: httpx2.Response) -> str:

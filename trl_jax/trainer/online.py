@@ -263,7 +263,13 @@ class RolloutTrainer(BaseTrainer):
             ends=_eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
-        return ServerParts(servers, sampling, root)
+        ahead = vars(args).get("generate_ahead", False)
+        if ahead and self._rollout_func() is not None:
+            raise ValueError(
+                "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
+                "Leave one of the two out."
+            )
+        return ServerParts(servers, sampling, root, ahead)
 
     def _table(self, names: Sequence[str] | None) -> CompletionsLog:
         args = self.args

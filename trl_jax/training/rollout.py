@@ -89,6 +89,7 @@ def rollout_steps(
     return RolloutSteps(
         rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
         parts.bonus, setup.task.logps, sampler,
+        ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
     )  # fmt: skip
 
 
@@ -230,9 +231,8 @@ class PolicyWriter:
             self._copy = None
 
     def write(self, prompts: list, group: int) -> Written:
+        self._check(prompts[::group])
         encoder = self._setup.encoder
-        for prompt in prompts[::group]:
-            check_no_media(prompt, f"The prompt {brief(prompt)}", images=encoder is not None)
         made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
         if encoder is not None and has_stray_images(made, encoder.image_token_id):
             raise ValueError(
@@ -240,6 +240,10 @@ class PolicyWriter:
                 "suppress_tokens out of generation_kwargs, and image tokens out of the completions of a rollout_func."
             )
         return made
+
+    def _check(self, prompts: list) -> None:
+        for prompt in prompts:
+            check_no_media(prompt, f"The prompt {brief(prompt)}", images=self._setup.encoder is not None)
 
     def _by_script(self, prompts: list) -> Written:
         setup = self._setup
@@ -264,13 +268,9 @@ class PolicyWriter:
                 f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
                 'as in [{"role": "user", "content": "..."}].'
             )
-        ids, images = self._encoded(prompts)
-        for prompt, own in zip(prompts, ids, strict=True):
-            token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
+        ids, images = self._checked_ids(prompts)
         if self._server is not None:
-            progress = GenerationProgress(self._line, len(ids))
-            made = self._server.complete(ids[::group], group, progress)
-            return Written(ids, made.completions, all_written(made.completions), sampling_logps=made.logps)
+            return self._by_servers(ids, group, GenerationProgress(self._line, len(ids)))()
         keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
         alike = all(own == keys[place - place % group] for place, own in enumerate(keys))  # not of every environment
         completions = self.complete(ids, group if alike else 1, images)
@@ -282,8 +282,31 @@ class PolicyWriter:
 
         return tools.completed(ids, completions, further, images)
 
+    def _by_servers(
+        self, ids: list[list[int]], group: int, progress: GenerationProgress | None
+    ) -> Callable[[], Written]:
+        completions = self._server.begin(ids[::group], group, progress)
+
+        def written() -> Written:
+            made = completions()
+            by_model = all_written(made.completions)
+            return Written(ids, made.completions, by_model, sampling_logps=made.logps, seconds=made.seconds)
+
+        return written
+
+    def begin(self, prompts: list, group: int) -> Callable[[], Written]:
+        """As `write`, but returns while the servers generate; the function that it returns waits for them."""
+        self._check(prompts[::group])
+        return self._by_servers(self._checked_ids(prompts)[0], group, None)
+
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         return self._encoded(prompts)[0]
+
+    def _checked_ids(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
+        ids, images = self._encoded(prompts)
+        for prompt, own in zip(prompts, ids, strict=True):
+            token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
+        return ids, images
 
     def _encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         """The ids of prompts, and their images if the run has any."""

@@ -6,11 +6,13 @@ import itertools
 import os
 import secrets
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,11 +34,21 @@ class ServerParts:
     """The servers of a run, as its trainer decides.
 
     sampling: parameters of requests. root: the folder for weights.
+    ahead: whether the servers generate while the step before trains.
     """
 
     servers: VllmServers
     sampling: Mapping[str, Any]
     root: Path
+    ahead: bool = False
+
+
+class Completions(NamedTuple):
+    """As `Sampled`, with the seconds that weights, servers and waiting took, by the names they are logged under."""
+
+    completions: list[np.ndarray]
+    logps: list[np.ndarray]
+    seconds: dict[str, float]
 
 
 class ServerPolicy:
@@ -50,6 +62,7 @@ class ServerPolicy:
         self._setup, self._servers, self._sampling = setup, parts.servers, parts.sampling
         self._stream = stream
         self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have
+        self._asked: list[Future[Sampled]] = []  # generations that may not have ended
         self._folders = WeightFolders(parts.root, self._save)
         weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
 
@@ -65,29 +78,54 @@ class ServerPolicy:
         arrays = list(self._setup.model.params.values())
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
+        wait(self._asked)  # they are of the weights that the servers have
         folder, version = self._folders.write()
         self._servers.load(str(folder.resolve()), version)
         self._prove(text)
         self._loaded = list(map(weakref.ref, arrays))
 
-    def complete(self, prompt_ids: Sequence[Sequence[int]], group: int, progress: Progress) -> Sampled:
-        """Complete each prompt `group` times with the current weights.
+    def begin(
+        self, prompt_ids: Sequence[Sequence[int]], group: int, progress: Progress | None = None
+    ) -> Callable[[], Completions]:
+        """Begin to complete each prompt `group` times with the current weights.
 
-        Raises:
-            ServerError: a server refuses, does not answer, or loses its weights again and again.
+        Returns:
+            Waits for the completions. If a server lost the weights meanwhile, all prompts are completed again, with
+            the weights of that time. Raises ServerError if a server refuses, does not answer, or loses its weights
+            again and again.
         """
         seeds = self._stream.words(len(prompt_ids)).tolist()
-        options = {"group": group, "seeds": seeds, "progress": progress}
-        for _ in range(_ATTEMPTS):
+
+        def ask() -> tuple[Future[Sampled], float]:
+            began = time.monotonic()
             self.refresh(prompt_ids[0])
-            try:
-                return self._servers.complete(prompt_ids, self._sampling, **options)
-            except StaleWeights as error:
-                self._loaded, lost = [], error
-        raise ServerError(
-            f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server is started again and "
-            "again. Give each run a server of its own."
-        ) from lost
+            synced = time.monotonic() - began
+            asked = self._servers.begin(prompt_ids, self._sampling, group=group, seeds=seeds, progress=progress)
+            self._asked = [*(one for one in self._asked if not one.done()), asked]
+            return asked, synced
+
+        asked, seconds = ask()
+
+        def completions() -> Completions:
+            nonlocal asked, seconds
+            for attempt in range(_ATTEMPTS):
+                if attempt:
+                    asked, seconds = ask()
+                began = time.monotonic()
+                try:
+                    found = asked.result()
+                except StaleWeights as error:
+                    self._loaded, lost = [], error
+                    continue
+                waited = time.monotonic() - began
+                times = {"weight_sync": seconds, "generation": found.seconds, "rollout_wait": waited}
+                return Completions(found.completions, found.logps, {f"perf/{name}_s": s for name, s in times.items()})
+            raise ServerError(
+                f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server is started again "
+                "and again. Give each run a server of its own."
+            ) from lost
+
+        return completions
 
     def _save(self, folder: Path) -> None:
         self._setup.model.merge_and_unload().save_pretrained(folder)
