@@ -50,6 +50,11 @@ def prepared(rows, tokenizer, streaming=False, **options):
 
 
 REFUSED = {
+    "a prompt beside messages": (
+        [{"prompt": "a", "prompt_id": "b", "messages": [{"role": "user", "content": "a"}]}], {},
+        "train_dataset has the columns 'prompt' and 'messages', but no 'completion', which 'prompt' goes with, as in "
+        "TRL. To train on 'messages', call dataset.remove_columns('prompt') first.",
+    ),
     "no text": ([{"story": "a"}], {}, "train_dataset must have one of: 'text' (dataset_text_field) with a text; 'mess"),
     "another field": ([TEXT], {"dataset_text_field": "story"}, "must have one of: 'story' (dataset_text_field)"),
     "prompts alone": ([{"prompt": "why"}], {}, "'prompt' and 'completion'; 'conversations' whose messages have 'from"),

@@ -686,6 +686,11 @@ def _format(first: dict[str, Any], where: str, column: str, formatting_func: Any
         return RowFormat("messages", conversational=True)
     elif column in first:
         return RowFormat("text", column=column)
+    if "prompt" in first and (whole := [name for name in ("messages", column) if name in first]):
+        raise ValueError(
+            f"{where} has the columns 'prompt' and {whole[0]!r}, but no 'completion', which 'prompt' goes with, as in "
+            f"TRL. To train on {whole[0]!r}, call dataset.remove_columns('prompt') first."
+        )
     raise ValueError(
         f"{where} must have one of: {column!r} (dataset_text_field) with a text; 'messages' with a list of messages, "
         "each with a 'role' and a 'content'; 'prompt' and 'completion'; 'conversations' whose messages have 'from' and "

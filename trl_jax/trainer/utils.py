@@ -1,12 +1,16 @@
-"""Small things that scripts import from `trl.trainer.utils`."""
+"""Small things that scripts import from `trl.trainer.utils`, on JAX or NumPy arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
@@ -87,3 +91,170 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
     labels, found = np.asarray(labels), np.argmax(np.asarray(predictions), axis=-1)
     labelled = labels != -100
     return {"accuracy": float(np.mean(found[labelled] == labels[labelled]))}
+
+
+# Arrays
+
+
+def pad(
+    tensors: Sequence[np.ndarray | jax.Array],
+    padding_value: float = 0,
+    padding_side: str = "right",
+    pad_to_multiple_of: int | None = None,
+) -> np.ndarray | jax.Array:
+    """Pad arrays `[T_i, ...]` to one array `[N, T, ...]`, NumPy's if the first is and JAX's otherwise.
+
+    Args:
+        tensors: N arrays with the same number of axes; all axes are padded to the longest, the first on `padding_side`
+            and the others on the right.
+        pad_to_multiple_of: what T is rounded up to.
+
+    Raises:
+        ValueError: `padding_side` is neither "left" nor "right".
+    """
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
+    shape = np.max([np.shape(one) for one in tensors], axis=0)
+    if pad_to_multiple_of is not None:
+        shape[0] = -(-shape[0] // pad_to_multiple_of) * pad_to_multiple_of
+    xp = np if isinstance(tensors[0], np.ndarray) else jnp
+
+    def padded(one: Any) -> Any:
+        missing = [(0, int(more)) for more in shape - np.shape(one)]
+        if padding_side == "left":
+            missing[0] = missing[0][::-1]
+        return xp.pad(one, missing, constant_values=padding_value)
+
+    return xp.stack([padded(one) for one in tensors]).astype(tensors[0].dtype)
+
+
+def selective_log_softmax(
+    logits: jax.Array, index: jax.Array, temperature: float = 1.0, row_mask: jax.Array | None = None
+) -> jax.Array:
+    """Log-probabilities of chosen classes, in nats.
+
+    Args:
+        logits: `[..., C]`.
+        index: `[...]`, one class for each row of logits, or `[..., K]`.
+        temperature: what logits are divided by.
+        row_mask: `[...]`; where it is 0, so is the result.
+
+    Returns:
+        As `index` in shape and as `logits` in dtype.
+
+    Raises:
+        ValueError: the temperature is not positive.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}.")
+    one = index.ndim == logits.ndim - 1
+    logps = jax.nn.log_softmax(logits / temperature, axis=-1)
+    chosen = jnp.take_along_axis(logps, index[..., None] if one else index, axis=-1)
+    chosen = chosen[..., 0] if one else chosen
+    if row_mask is None:
+        return chosen
+    return jnp.where(row_mask if row_mask.ndim == chosen.ndim else row_mask[..., None], chosen, 0)
+
+
+def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
+    """Shannon entropy of each row of logits `[..., C]`, in nats: `[...]`. `chunk_size` rows at a time."""
+    rows = logits.reshape(-1, logits.shape[-1])
+
+    def entropy(row: jax.Array) -> jax.Array:
+        logps = jax.nn.log_softmax(row)
+        return -jnp.sum(jnp.exp(logps) * logps)
+
+    return jax.lax.map(entropy, rows, batch_size=chunk_size).reshape(logits.shape[:-1])
+
+
+def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> jax.Array:
+    """Sample standard deviation (n - 1) of the values that are not NaN; NaN for fewer than two."""
+    return jnp.nanstd(tensor, axis=dim, ddof=1, keepdims=keepdim)
+
+
+def nanmin(tensor: jax.Array) -> jax.Array:
+    """The least of the values that are not NaN; NaN if all are."""
+    return jnp.nanmin(tensor)
+
+
+def nanmax(tensor: jax.Array) -> jax.Array:
+    """The greatest of the values that are not NaN; NaN if all are."""
+    return jnp.nanmax(tensor)
+
+
+def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
+    """Move each row's values to the left, from the first one where `mask` is not 0, and drop the columns from the first
+    in which no row has any.
+
+    Args:
+        mask: `[N, M]`. tensors: of the same shape.
+
+    Returns:
+        The mask, or with `tensors` a tuple of the mask and them.
+    """
+    mask = np.asarray(mask)
+    width = mask.shape[1]
+    places = (np.arange(width) + (mask != 0).argmax(axis=1)[:, None]) % width
+    moved = [np.take_along_axis(np.asarray(one), places, axis=1) for one in (mask, *tensors)]
+    empty = ~moved[0].any(axis=0)
+    end = int(empty.argmax()) if empty.any() else width
+    moved = [one[:, :end] for one in moved]
+    return tuple(moved) if tensors else moved[0]
+
+
+def identity(x: Any) -> Any:
+    """`x`, as a collate function that leaves rows as they are."""
+    return x
+
+
+def remove_none_values(example: list | Mapping[str, Any]) -> Any:
+    """The same rows without the keys whose value is None, at all depths.
+
+    Raises:
+        TypeError: `example` is neither a list nor a mapping.
+    """
+    if not isinstance(example, list | Mapping):
+        raise TypeError(f"remove_none_values takes a list or a mapping, got {type(example).__name__}.")
+
+    def of(value: Any) -> Any:
+        return remove_none_values(value) if isinstance(value, dict | list) else value
+
+    if isinstance(example, list):
+        return [of(value) for value in example]
+    return {key: of(value) for key, value in example.items() if value is not None}
+
+
+class RepeatSampler:
+    """Indices of a dataset, repeated as online training reads them, in torch's order at the same seed.
+
+    Args:
+        data_source: the dataset; its last indices that fill no batch are left out.
+        mini_repeat_count: how often each index occurs in a row.
+        batch_size: different indices of a batch.
+        repeat_count: how often each batch occurs.
+        seed: None takes torch's default, as in TRL.
+    """
+
+    _TORCH_DEFAULT = 67280421310721
+
+    def __init__(
+        self,
+        data_source: Sized,
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ):
+        self.data_source, self.mini_repeat_count, self.batch_size = data_source, mini_repeat_count, batch_size
+        self.repeat_count, self.num_samples, self.shuffle, self.seed = repeat_count, len(data_source), shuffle, seed
+        self._stream = TorchGenerator(self._TORCH_DEFAULT if seed is None else seed)
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._stream.permutation(self.num_samples) if self.shuffle else np.arange(self.num_samples)
+        whole = order[: self.num_samples // self.batch_size * self.batch_size].reshape(-1, self.batch_size)
+        once = np.repeat(whole, self.mini_repeat_count, axis=1)
+        yield from np.repeat(once, self.repeat_count, axis=0).reshape(-1).tolist()
+
+    def __len__(self) -> int:
+        return self.num_samples // self.batch_size * self.batch_size * self.mini_repeat_count * self.repeat_count
