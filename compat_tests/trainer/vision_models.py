@@ -176,6 +176,7 @@ def tiny_tiled(folder: Path, name: str, monkeypatch: Any, template: str = TEMPLA
     return processor
 
 
+PASSED = ("data_collator", "processing_class", "compute_metrics", "eval_dataset")  # to the trainer, not its config
 SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}
 
 
@@ -191,7 +192,7 @@ def trainer(package, kind, model, out, rows, adapter=None, **options):
     }
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
-    extra = {name: config.pop(name) for name in ("data_collator", "processing_class") if name in config}
+    extra = {name: config.pop(name) for name in PASSED if name in config}
     args = getattr(package, f"{kind}Config")(str(out), **config)
     if adapter is not None:
         peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax
