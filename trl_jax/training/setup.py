@@ -122,7 +122,7 @@ def _is_multimodal(checkpoint: Checkpoint | PreTrainedModel, processing_class: A
     native = native_of(checkpoint) if loaded else checkpoint.native
     if native is None or native.family.model_type not in vision_families():
         return False
-    if native.vision_arch is None if loaded else checkpoint.adapter is not None or "vision_config" not in native.raw:
+    if native.vision_arch is None if loaded else "vision_config" not in native.raw:
         return False
     if processing_class is not None:
         return _is_processor(processing_class)
