@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
-from compat_tests.trainer.vision_models import pictures, tiny_qwen
+from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen
 from trl_jax.cli.main import main
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -173,6 +174,61 @@ def test_a_conversation_about_a_picture(tmp_path, monkeypatch, capsys):
     (first, grid), (second, same) = seen
     assert grid == same and first.count(image) == second.count(image) == np.prod(grid) // 4
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def greedy(folder, processor, text, images):
+    """transformers' eight greedy tokens as text."""
+    import transformers
+
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    given = processor(images=images, text=text, return_tensors="pt")
+    new = model.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :]
+    return processor.decode(new, skip_special_tokens=True), new.tolist(), given
+
+
+def test_rows_with_pictures_get_transformers_tokens(tmp_path, monkeypatch, capsys):
+    transformers, folder = pytest.importorskip("transformers"), str(tiny_llava(tmp_path / "llava"))
+    processor, files = transformers.AutoProcessor.from_pretrained(folder), []
+    for number, picture in enumerate(pictures(3)):
+        picture.save(tmp_path / f"{number}.png")
+        files.append(str(tmp_path / f"{number}.png"))
+    talk = [{"role": "user", "content": [{"type": "image", "image": files[2]}, {"type": "text", "text": "bake?"}]}]
+    rows = [
+        {"prompt": "bake?", "image": files[0]},
+        {"prompt": "<image> bread <image> bake the", "images": files[1:]},
+        {"messages": talk},
+        {"prompt": "gladly"},
+        {"prompt": [*TALK, {"role": "assistant", "content": "I"}], "image": files[1]},
+    ]
+    ask, end = "user: <image>{}</s>\nassistant: ", "user: <image>How do I bake the bread?</s>\nassistant: I"
+    texts = [ask.format("bake?"), rows[1]["prompt"], ask.format("bake?"), "gladly", end]
+    opened = [[Image.open(files[number]) for number in which] for which in ((0,), (1, 2), (2,), (), (1,))]
+    wanted = [greedy(folder, processor, text, own or None) for text, own in zip(texts, opened, strict=True)]
+    out, flags = tmp_path / "out.jsonl", ["--max_new_tokens", "8", "--batch_size", "2", "--quiet"]
+    assert main(["generate", folder, write(tmp_path / "in.jsonl", rows), "-o", str(out), *flags]) == 0
+    assert [row["completion"] for row in read(out)] == [text for text, *_ in wanted]
+    assert len({text for text, *_ in wanted}) > 3
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bake?\n"))
+    assert main(["generate", folder, "--image", files[0], *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["completion"] == wanted[0][0]
+    wrong = write(tmp_path / "in.jsonl", rows[:1])
+    assert main(["generate", folder, wrong, "--image", files[0]]) == 2
+    assert "in.jsonl, line 1 has pictures of its own. Leave --image out" in capsys.readouterr().err
+    wrong = write(tmp_path / "in.jsonl", [{"prompt": "bake?", "image": str(tmp_path / "none.png")}])
+    assert main(["generate", folder, wrong]) == 2
+    assert "in.jsonl, line 1: " in capsys.readouterr().err
+
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    ids = [given["input_ids"][0].tolist() for _, _, given in wanted]
+    arrays = {
+        "pixel_values": np.concatenate(
+            [np.asarray(given["pixel_values"]) for *_, given in wanted if "pixel_values" in given]
+        )
+    }
+    for size in (2, 5):
+        done = model.generate_batch(ids, max_new_tokens=8, batch_size=size, **arrays)
+        assert [one.generated_tokens for one in done.values()] == [new for _, new, _ in wanted]
 
 
 def test_a_conversation(folder, monkeypatch, capsys, caplog):

@@ -1,14 +1,24 @@
-"""Prompts with images: completions, losses and metrics are TRL's, and a run resumes in the middle of a generation."""
+"""Prompts with images: completions, losses and metrics are TRL's, and a run resumes in the middle of a generation.
+
+As a program, a GRPO run that kills itself: python -m compat_tests.trainer.test_image_rollouts CHECKPOINT OUT WHERE."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests import tiny
-from compat_tests.effort import THOROUGH, usually
+from compat_tests.effort import THOROUGH, only_thorough, usually
 from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, tiny_tiled, user
 
 SAME = {
@@ -116,6 +126,57 @@ def test_a_run_resumes_within_a_generation(llava, tmp_path):
         rest.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         for path, array in whole.model.params.items():
             assert np.array_equal(array, rest.model.params[path]), path
+
+
+KILLED = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+
+
+def die(out: str, step: int) -> None:
+    """End this process as soon as the checkpoint of a step is there: it is written in the background."""
+    for _ in range(600):
+        if (Path(out) / f"checkpoint-{step}").is_dir():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+    raise TimeoutError(f"{out} has no checkpoint-{step} after a minute.")
+
+
+class Killing(TrainerCallback):
+    """Ends the process after the second step, before its checkpoint: the generation has been trained on once."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            die(args.output_dir, 1)
+
+
+def killing_prefill(generator, out):
+    """Replace the function that begins generations: the second generation is cut off before its first token."""
+    calls, prefill = [], generator.prefill
+
+    def killed(*given, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            die(out, 2)
+        return prefill(*given, **options)
+
+    generator.prefill = killed
+
+
+@only_thorough
+@pytest.mark.parametrize(("where", "last"), [("training", 1), ("generating", 2)])
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(where, last, llava, tmp_path):
+    whole = trainer(trl_jax, "GRPO", llava, tmp_path / "whole", **KILLED)
+    entries = logged(whole)
+    program = [sys.executable, "-m", "compat_tests.trainer.test_image_rollouts", llava, str(tmp_path / "killed"), where]
+    run = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert run.returncode == -signal.SIGKILL, run.stderr[-3000:]
+    saved = sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))
+    assert saved == [f"checkpoint-{step}" for step in range(1, last + 1)]
+    rest = trainer(trl_jax, "GRPO", llava, tmp_path / "killed", **KILLED)
+    rest.train(resume_from_checkpoint=True)
+    for path, array in whole.model.params.items():
+        assert np.array_equal(array, rest.model.params[path]), path
+    again = [entry for entry in rest.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in again] == [entry["loss"] for entry in entries]
 
 
 def test_layouts_have_the_same_numbers(qwen, tmp_path):
@@ -227,3 +288,15 @@ def test_what_is_refused(llava, checkpoint, tmp_path):
         trainer(trl_jax, "GRPO", llava, tmp_path, rows, **POLICY).train()
     with pytest.raises(ValueError, match="prompts with images cannot be cut to max_prompt_length=4"):
         trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY, max_prompt_length=4).train()
+
+
+if __name__ == "__main__":
+    checkpoint, out, where = sys.argv[1:]
+    made = trainer(trl_jax, "GRPO", checkpoint, out, **KILLED)
+    if where == "training":
+        made.add_callback(Killing())
+    else:
+        from trl_jax.generation import generator
+
+        killing_prefill(generator, out)
+    made.train()

@@ -26,8 +26,12 @@ TEMPLATE = (
 )
 
 
-def tiny_llava(folder: Path, seed: int = 0) -> Path:
-    """Write a LLaVA of two layers, whose CLIP tower has three, with its processor."""
+def tiny_llava(folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """Write a LLaVA of two layers, whose CLIP tower has three, with its processor.
+
+    Args:
+        sizes: of both parts, such as `hidden_size`.
+    """
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -35,7 +39,7 @@ def tiny_llava(folder: Path, seed: int = 0) -> Path:
     tokenizer = tiny.tiny_tokenizer(bos="<s>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.chat_template = TEMPLATE
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4} | sizes
     vision = CLIPVisionConfig(**shape, num_hidden_layers=3, image_size=SIZE, patch_size=PATCH)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = LlamaConfig(**shape, **ids, num_hidden_layers=2, vocab_size=len(tokenizer))
@@ -177,6 +181,13 @@ def tiny_tiled(folder: Path, name: str, monkeypatch: Any, template: str = TEMPLA
     return processor
 
 
+PASSED = (
+    "data_collator",
+    "processing_class",
+    "compute_metrics",
+    "eval_dataset",
+    "quantization_config",
+)  # to the trainer, not its config
 SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}
 
 
@@ -192,7 +203,7 @@ def trainer(package, kind, model, out, rows, adapter=None, **options):
     }
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
-    extra = {name: config.pop(name) for name in ("data_collator", "processing_class") if name in config}
+    extra = {name: config.pop(name) for name in PASSED if name in config}
     args = getattr(package, f"{kind}Config")(str(out), **config)
     if adapter is not None:
         peft = pytest.importorskip("peft") if package is not trl_jax else trl_jax

@@ -272,7 +272,7 @@ class ExampleLoader:
                 rows, indices, digests = zip(*batch, strict=True)
                 yield [
                     one._replace(digest=digest)
-                    for one, digest in zip(self._examples(rows, indices), digests, strict=True)
+                    for one, digest in zip(self.examples(rows, indices), digests, strict=True)
                 ]
             return
         columns = self.dataset.select_columns([name for name in self.columns.all if name in self.dataset.column_names])
@@ -289,7 +289,7 @@ class ExampleLoader:
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-            yield self._examples(values, indices)
+            yield self.examples(values, indices)
 
     def _stream(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """The rows of a stream with their indices and the digests up to them."""
@@ -309,7 +309,7 @@ class ExampleLoader:
         for row, index in islice(cycle(first), max(0, self.skipped - read), missing):
             yield row, index, digest
 
-    def _examples(self, rows: Sequence[dict[str, Any]], indices: Sequence[int]) -> list[IndexedExample]:
+    def examples(self, rows: Sequence[dict[str, Any]], indices: Sequence[int]) -> list[IndexedExample]:
         """The examples of a micro-batch."""
         if self.joined is not None:
             share = self.batch_size // self.step_layout.shards

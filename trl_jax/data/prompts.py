@@ -231,13 +231,11 @@ def encoded_prompts(
         ValueError: `max_prompt_length` cuts a prompt with images.
     """
     _warn_of_answers(prompts)
-    ids, images, bos = [], [], encoder.tokenizer.bos_token
-    options = {"add_generation_prompt": True, "tokenize": False, **(template_options or {})}
+    ids, images = [], []
+    options = {"add_generation_prompt": True, **(template_options or {})}
     for prompt, alike in groupby(prompts):  # equal prompts of a group are adjacent
         messages, where = prepare_multimodal_messages(prompt), f"The prompt {brief(prompt, 300)}"
-        text = rendered(encoder.tokenizer, messages, where, **options)
-        special = bos is None or not text.startswith(bos)  # as transformers' processors tokenize a rendered text
-        found = encoder.encode(text, pictures_in(messages), add_special_tokens=special)
+        found = encoded_messages(messages, encoder, where, **options)
         too_long = max_prompt_length is not None and len(found.ids) > max_prompt_length
         if too_long and not found.images.images:
             own = found.ids[-max_prompt_length:]
@@ -251,6 +249,17 @@ def encoded_prompts(
         ids += [found.ids.tolist()] * count
         images += [found.images] * count
     return ids, images
+
+
+def encoded_messages(messages: list[dict[str, Any]], encoder: Encoder, where: str, **options: Any) -> Any:
+    """The token ids of a conversation of parts, and its images.
+
+    Args:
+        options: of the chat template.
+    """
+    text, bos = rendered(encoder.tokenizer, messages, where, tokenize=False, **options), encoder.tokenizer.bos_token
+    special = bos is None or not text.startswith(bos)  # as transformers' processors tokenize a rendered text
+    return encoder.encode(text, pictures_in(messages), add_special_tokens=special)
 
 
 def placed_images(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], encoder: Encoder) -> list[TextImages]:

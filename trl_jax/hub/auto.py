@@ -312,15 +312,10 @@ class Checkpoint:
         """The same checkpoint with its vision tower, which is otherwise left out.
 
         Raises:
-            ValueError: it has none, images of its model type are not supported, or it has an adapter.
+            ValueError: it has none, or images of its model type are not supported.
         """
         if "vision_config" not in self.config.to_dict():
             raise ValueError(f"{self.name}: model_type {self.config.model_type!r} has no vision tower.")
-        if self.adapter is not None:
-            raise ValueError(
-                f"{self.name} has an adapter, and images are not supported for these yet. Load the base model, or "
-                "merge the adapter into it."
-            )
         if self.native is None:
             raise ValueError(f"{self.name}: images are not supported for model_type {self.config.model_type!r}.")
         return replace(self, native=self.native.with_images())

@@ -156,7 +156,8 @@ class GenerationApi:
             inputs: token ids of each prompt, without padding.
             batch_size: number of completions computed together.
             progress_bar: show the number of generated tokens, and tokens per second.
-            generation_config: as in `generate`; so are `seed`, `dtype` and `kwargs`.
+            generation_config: as in `generate`; so are `seed`, `dtype` and `kwargs`, with what the processor of a
+                vision-language model returns for the images of all prompts.
 
         Returns:
             Completions by request_id ("req_0", "req_1", ...), with those of a prompt adjacent. After Ctrl-C, the
@@ -166,8 +167,12 @@ class GenerationApi:
             return {}
         tokenizer, dtype = kwargs.pop("tokenizer", None), computing_dtype(self, dtype)
         settings, others = resolve(self, generation_config, kwargs)
+        arrays, others = split_images(self, others)
         _check_unused(others, ())
         options = {"batch_size": batch_size, "dtype": dtype, "tokenizer": tokenizer}
+        if arrays is not None:
+            rows = [np.asarray(ids, np.int32) for ids in inputs]
+            options["images"] = images_of_rows(self, rows, arrays).__getitem__
         batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
         done = collected(batches, len(inputs) * settings.completions, progress_bar=progress_bar)
         return {one.request_id: one for one in done}
@@ -267,6 +272,7 @@ class Batches:
         batch_size: number of completions computed together.
         tokenizer: for stop strings.
         window: number of consecutive prompts to sort by length; None sorts all.
+        images: number of a prompt -> its images, called when the window of the prompt begins; None for text alone.
     """
 
     def __init__(
@@ -280,10 +286,12 @@ class Batches:
         dtype: Any = jnp.float32,
         tokenizer: Any = None,
         window: int | None = None,
+        images: Callable[[int], TextImages] | None = None,
     ):
         check_generates(model)
         _check_prompts(prompts, model.vocab_size)
         self._model, self._settings, self._dtype, self._tokenizer = model, settings, dtype, tokenizer
+        self._images = images
         self._prompts = [np.asarray(ids, np.int32) for ids in prompts]
         self._text: Text = text_of(model, settings, max(map(len, prompts)))
         before, behind = processors_of(settings, self._text)
@@ -298,8 +306,10 @@ class Batches:
             for start in range(first, len(self._prompts), self._window)
         ])  # fmt: skip
         if not criteria_of(self._settings.config, self._tokenizer):
-            request, drawing, taken = self._asked(numbers, done)
-            run_queue(self._model, request, drawing, taken, slots=self._size, dtype=self._dtype)
+            at_once = len(numbers) if self._images is None else self._window  # images take memory while they wait
+            for start in range(0, len(numbers), at_once):
+                request, drawing, taken = self._asked(numbers[start : start + at_once], done)
+                run_queue(self._model, request, drawing, taken, slots=self._size, dtype=self._dtype)
         else:
             self.in_batches(numbers, done)
 
@@ -317,7 +327,9 @@ class Batches:
         group = self._settings.completions
         rows = (numbers[:, None] * group + np.arange(group)).reshape(-1)
         prompts = [self._prompts[number] for number in numbers]
-        request = replace(request_of(self._settings, self._text, prompts, group, self._processors), logps=True)
+        images = None if self._images is None else list(map(self._images, numbers.tolist()))
+        request = request_of(self._settings, self._text, prompts, group, self._processors)
+        request = replace(request, logps=True, images=images)
 
         def taken(completed: Sequence[Completed]) -> None:
             done([

@@ -16,6 +16,7 @@ from trl_jax.hub.native_backend import NativeBackend, untied
 from trl_jax.hub.peft_adapters import (
     PREFIX,
     AdapterPlan,
+    for_tower,
     full_tensors,
     initial,
     make_adapter_plan,
@@ -102,6 +103,9 @@ def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> Ada
     else:
         plan = make_adapter_plan(lora, source.config, resized=True)
         plan = plan if source.resized else saved_in(folder, plan)
+        if source.config.vision_arch is not None:
+            owners = (tensor.rpartition(".")[0] for tensor in source.carried)
+            plan = for_tower(folder, plan, frozenset(map(source.config.vision.module, owners)))
     if plan.note is not None:
         logger.warning("LoraConfig: %s", plan.note)
     return plan

@@ -32,6 +32,7 @@ from trl_jax.hub.peft_targets import (
     is_lm_head,
     is_meant,
     modules_of,
+    of_vision,
     rank_and_alpha,
     settled,
     targeted,
@@ -97,6 +98,26 @@ def tokens_of(folder: Path, config: NativeConfig) -> int | None:
     tables = [module.name for module in modules_of(config.untied()) if is_lm_head(module) or is_token_table(module)]
     shapes = (shape_of(path, f"{PREFIX}{name}{inner}.weight") for name in tables for inner in WRAPPED)
     return next((shape[0] for shape in shapes if shape), None)
+
+
+def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> AdapterPlan:
+    """The plan for an adapter's file and a model with a vision tower. An adapter that was trained on text alone leaves
+    the tower as it is.
+
+    Args:
+        unread: modules of the tower that are not computed; PEFT adapts them, too.
+    """
+    path = folder / WEIGHTS
+    there = set(tensor_names(path)) if path.is_file() else set()
+
+    def is_there(one: ModuleAdapters) -> bool:
+        return not of_vision(one.module.tensor_map[0]) or any(name in there for name, _, _ in one.tensors())
+
+    kept = [number for number, one in enumerate(plan.modules) if is_there(one)]
+    if len(kept) < len(plan.modules):
+        logger.warning("%s was trained on text alone: it leaves the vision tower as it is.", path)
+    order = tuple((layer, kept.index(number)) for layer, number in plan.order if number in kept)
+    return replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order, unread=unread)
 
 
 def saved_in(folder: Path, plan: AdapterPlan) -> AdapterPlan:
@@ -180,7 +201,11 @@ def _weights_in(folder: Path) -> Path:
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
     missing, known = sorted(wanted - names), {*plan.saved_tables, *plan.copies}
-    strange = sorted(name for name in names - wanted - known if not _OF_THE_BASE.search(name))
+    others = {name for name in names - wanted - known if not _OF_THE_BASE.search(name)}
+    unread = {name for name in others if name.removeprefix(PREFIX).partition(".lora_")[0] in plan.unread}
+    if unread:
+        logger.warning("%s: %s adapt layers whose outputs are not read; left out.", path, _some(sorted(unread)))
+    strange = sorted(others - unread)
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has separate adapters for each expert, as in transformers 4; now all experts share one parameter. "
@@ -444,6 +469,7 @@ class AdapterPlan:
         copies: name on disk -> name of the tensor that PEFT saves a second time under that name.
         unties: whether a tied head needs its own weight, because only one of head and embedding is trained.
         note: a log message about a change to the config for the model's head; None if there is none.
+        unread: modules that are not computed, and whose adapters in a file are left out.
     """
 
     config: LoraConfig
@@ -454,6 +480,7 @@ class AdapterPlan:
     copies: dict[str, str]
     note: str | None
     unties: bool = False
+    unread: frozenset[str] = frozenset()
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -126,7 +126,7 @@ def _skips(skipped: tuple[str, ...], module: Module) -> bool:
 def _shape(module: Module, rows: Any) -> tuple[int, int]:
     if rows is None:
         return module.outputs, module.inputs
-    return rows.rows(np.empty((module.outputs, 0))).shape[0], module.inputs
+    return len(rows.rows(np.empty((module.outputs, 1)))), module.inputs
 
 
 def quantized(values: np.ndarray, form: Format) -> dict[str, np.ndarray]:

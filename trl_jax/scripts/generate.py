@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from trl_jax.scripts.loaded_model import FieldsParser, LoadedModel, add_model_flags
 from trl_jax.scripts.rows import Job, Output, Row, add_output_flags, read_rows, to_stdout
+from trl_jax.training.checkpoint import digest
 
 if TYPE_CHECKING:
+    from trl_jax.data.images import TextImages
     from trl_jax.hub.generate import Completion
+    from trl_jax.hub.vision.processor import EncodedText, VisionProcessor
 
 
 PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
@@ -42,6 +45,7 @@ class GenerateArguments:
 
     model: folder or Hub name.
     file: jsonl; None means lines of stdin.
+    image: files of pictures that every prompt is about.
     output: jsonl; None means stdout.
     fields: fields of a GenerationConfig.
     """
@@ -57,6 +61,7 @@ class GenerateArguments:
     mesh_shape: str | None = None
     trust_remote_code: bool = False
     quiet: bool = False
+    image: list[str] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,13 +76,17 @@ def make_parser(prog: str | None = None) -> Parser:
         prog=prog,
         description="Complete prompts. A row of the jsonl file has a `prompt` (text or a conversation), `messages` or "
         "`text`. Its `completion` is added, which is a list if --num_return_sequences is above 1. Without FILE, each "
-        "line of stdin is a prompt.",
+        "line of stdin is a prompt. Pictures of a row are paths in its columns `image` or `images`, or in parts of "
+        "its messages; a text without placeholders for them becomes a user message.",
     )
     parser.add_argument("model", help="folder or Hub name of the language model")
     parser.add_argument("file", nargs="?", help="jsonl file of rows to complete (default: lines of stdin)")
     add_output_flags(parser)
     parser.add_argument("--batch_size", type=int, default=16, help="completions computed at once (default: 16)")
     parser.add_argument("--seed", type=int, default=42, help="seed for sampling (default: 42)")
+    parser.add_argument(
+        "--image", action="append", default=[], help="picture that every prompt is about (repeatable)"
+    )  # fmt: skip
     add_model_flags(parser)
     return parser
 
@@ -100,12 +109,14 @@ def main(args: GenerateArguments) -> None:
     if not rows:
         return
     model = LoadedModel.find(
-        args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
-    )
+        args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape,
+        images=bool(args.image) or any(map(_has_pictures, rows)),
+    )  # fmt: skip
     _report_idle_devices(args)
     completer = Completer(model, args, rows)
     mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
     mark |= {f"--{name}": value for name, value in args.fields.items()}
+    mark |= {"--image": [digest(Path(name)) for name in args.image]} if args.image else {}
     if completer.dtype.name != ("bfloat16" if args.bf16 else "float32"):
         mark |= {"compute dtype": completer.dtype.name}
     with (
@@ -138,11 +149,15 @@ class Completer:
         self._rows, self._tokenizer = rows, model.tokenizer
         settings = model.settings(args.fields)
         self.dtype = computing_dtype(model.load(), "bfloat16" if args.bf16 else None)
-        self._group = settings.completions
+        self._group, images = settings.completions, None
+        if args.image or any(map(_has_pictures, rows)):
+            prompts = _Seeing(model.vision_processor(), args.image, rows)
+            ids, images = [prompts(number).ids.tolist() for number in range(len(rows))], prompts.images
+        else:
+            ids = [_ids(row, model.tokenizer) for row in rows]
         self._batches = Batches(
-            model.load(), settings, [_ids(row, model.tokenizer) for row in rows], stream=TorchGenerator(args.seed),
-            batch_size=args.batch_size, dtype=self.dtype, tokenizer=model.tokenizer,
-            window=_WINDOW * args.batch_size,
+            model.load(), settings, ids, stream=TorchGenerator(args.seed), batch_size=args.batch_size,
+            dtype=self.dtype, tokenizer=model.tokenizer, window=_WINDOW * args.batch_size, images=images,
         )  # fmt: skip
 
     def __call__(self, first: int, take: Callable[[dict[str, Any], int], None]) -> None:
@@ -167,9 +182,8 @@ class Completer:
         return range(number * self._group, (number + 1) * self._group)
 
 
-def _ids(row: Row, tokenizer: Any) -> list[int]:
-    from trl_jax.hub.generation_inputs import encoded_prompt
-
+def _prompt(row: Row) -> tuple[str, Any, dict[str, Any]]:
+    """The column of the row's prompt, the prompt, and arguments of the chat template."""
     [column, *_] = [name for name in PROMPTS if name in row.content] or [None]
     if column is None:
         raise ValueError(
@@ -177,10 +191,85 @@ def _ids(row: Row, tokenizer: Any) -> list[int]:
         )
     options = row.content.get("chat_template_kwargs", {})
     options |= {"tools": row.content["tools"]} if "tools" in row.content else {}
-    ids = encoded_prompt(row.content[column], tokenizer, f"{row.where}: the prompt", **options)
+    return column, row.content[column], options
+
+
+def _ids(row: Row, tokenizer: Any) -> list[int]:
+    from trl_jax.hub.generation_inputs import encoded_prompt
+
+    column, prompt, options = _prompt(row)
+    ids = encoded_prompt(prompt, tokenizer, f"{row.where}: the prompt", **options)
     if not ids:
         raise ValueError(f"{row.where} has an empty {column}. Write at least one word, or remove the row.")
     return ids
+
+
+def _has_pictures(row: Row) -> bool:
+    from trl_jax.data.image_rows import pictures_of
+
+    messages = [value for name in PROMPTS if isinstance(value := row.content.get(name), list)]
+    parts = [part for talk in messages for message in talk if isinstance(message, dict) for part in _parts(message)]
+    return bool(pictures_of(row.content)) or any(part.get("type") == "image" for part in parts)
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+class _Seeing:
+    """Rows with pictures as prompts of a vision-language model, by number. Pictures are read at each call, because
+    those of all rows may not fit into memory."""
+
+    def __init__(self, processor: VisionProcessor, pictures: list[str], rows: list[Row]):
+        """
+        Args:
+            pictures: that every prompt is about.
+
+        Raises:
+            ValueError: there are some, and a row has its own.
+        """
+        self._processor, self._pictures, self._rows = processor, pictures, rows
+        own = next((row for row in rows if pictures and _has_pictures(row)), None)
+        if own is not None:
+            raise ValueError(f"{own.where} has pictures of its own. Leave --image out, or name its files in every row.")
+
+    def images(self, number: int) -> TextImages:
+        return self(number).images
+
+    def __call__(self, number: int) -> EncodedText:
+        """The ids and images of a prompt.
+
+        Raises:
+            ValueError: a picture cannot be read, or the prompt has another number of placeholders.
+        """
+        import numpy as np
+
+        from trl_jax.data.chat_templates import prepare_multimodal_messages
+        from trl_jax.data.image_rows import pictures_of, without_null
+        from trl_jax.data.prompts import encoded_messages, is_conversation
+        from trl_jax.hub.generation_inputs import encoded_prompt
+        from trl_jax.hub.vision.processor import EncodedText
+
+        row, processor = self._rows[number], self._processor
+        if not (self._pictures or _has_pictures(row)):
+            ids = np.asarray(_ids(row, processor.tokenizer), np.int32)
+            return EncodedText(ids, processor.placed(ids, ()))
+        _, prompt, options = _prompt(row)
+        pictures = pictures_of(row.content) or self._pictures
+        if isinstance(prompt, str) and processor.placeholder not in prompt:
+            prompt = [{"role": "user", "content": prompt}]
+        try:
+            if isinstance(prompt, str):
+                return processor.encode(prompt, pictures, add_special_tokens=True)
+            if not is_conversation(prompt):
+                encoded_prompt(prompt, processor.tokenizer)  # raises
+            continues = prompt[-1]["role"] == "assistant"
+            options |= {"add_generation_prompt": not continues, "continue_final_message": continues}
+            messages = prepare_multimodal_messages(without_null(prompt), pictures)
+            return encoded_messages(messages, processor, "the prompt", **options)
+        except ValueError as error:
+            raise ValueError(f"{row.where}: {error}") from error
 
 
 def _lines() -> Iterator[Row]:

@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.core.outputs import VirtualTokens
+from trl_jax.core.outputs import Images, VirtualTokens
 from trl_jax.data.batch import IGNORED, Batch, Columns, Example, of_examples
 from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.image_rows import Encoder
@@ -275,7 +275,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step in self.steps.laid_out(layout="padded", divided=False):
-            yield from inputs_of(step.arrays, self._task)
+            yield from map(seen_by_scripts, inputs_of(step.arrays, self._task))
 
 
 def steps_of(batches: Any, method: str) -> ExampleLoader:
@@ -292,9 +292,29 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
     return batches.steps
 
 
-def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, np.ndarray]]:
+class RowImages(NamedTuple):
+    """The images of padded rows `[R, T]`.
+
+    images: as one shard.
+    positions: int32 `[R, T]`, or `[R, T, A]` where tokens have positions on A axes.
+    """
+
+    images: Images
+    positions: Any
+
+
+ROW_IMAGES = "row_images"  # the entry of `inputs_of` that scripts do not see
+
+
+def seen_by_scripts(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `inputs_of` that a script's own methods get."""
+    return {name: value for name, value in inputs.items() if name != ROW_IMAGES}
+
+
+def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, Any]]:
     """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
-    `virtual` tokens that each row begins with."""
+    `virtual` tokens that each row begins with. Where rows have images, `pixel_values` `[P, C]` are the patches of all
+    of them, and `ROW_IMAGES` says where they go."""
     return [
         task.inputs(batch)
         for m in range(len(arrays.weight))
@@ -316,6 +336,9 @@ def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
         tokens, lengths, labels = batch.tokens[real], batch.lengths[real], {"labels": _labels(batch)[real]}
     rows = {"input_ids": tokens, "attention_mask": (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)}
     rows = {name: values[:, virtual:] for name, values in (rows | labels).items()}
+    if batch.images is not None:
+        images = batch.images._replace(at=batch.images.at[real])
+        rows |= {"pixel_values": images.patches[0], ROW_IMAGES: RowImages(images, batch.positions[real])}
     numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
     numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
     return rows | numbers

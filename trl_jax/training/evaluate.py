@@ -23,13 +23,13 @@ from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpi
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
-from trl_jax.data.loader import EvalChunks, IndexedExample, StepBatch
+from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepBatch
 from trl_jax.mesh.mesh import distributed, fetched
 from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
 from trl_jax.tasks.sft import SftTask
 from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training import data
-from trl_jax.training.data import Batches, steps_of
+from trl_jax.training.data import ROW_IMAGES, Batches, RowImages, steps_of
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
 from trl_jax.training.logging import tell_first
@@ -207,15 +207,17 @@ class Evaluator:
 
     def _drawn_rows(self, outputs_of: Callable, rows: Dataset) -> Predicted:
         """Predictions for these rows in the form of an evaluation's, drawn."""
-        setup, generator, columns = self._setup, np.random.default_rng(0), self._setup.task.columns.texts
+        setup, generator = self._setup, np.random.default_rng(0)
+        columns = setup.task.columns.texts[: setup.task.columns.num_primary_texts]
         as_one = lays_end_to_end(setup.task)
         predictions, labels, losses, inputs = [], [], [], []
-        for step in data.loader(setup, rows, training=False).laid_out(layout="padded", divided=False):
+        loader = data.loader(setup, rows, training=False).laid_out(layout="padded", divided=False)
+        for step in loader:
             found, known = outputs_of(step.arrays, step.num_examples, generator)
             predictions.append(jax.tree.map(np.asarray, found))
             labels.append(known)
             losses.append(np.zeros(len(columns) * step.num_examples, np.float32))
-            inputs.append(token_ids_of(rows, step.rows, columns, as_one=as_one))
+            inputs.append(token_ids_of(loader, step.rows, columns, as_one=as_one))
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, rows)
 
     def chunks(self, batches: Any) -> EvalChunks:
@@ -257,19 +259,10 @@ class Evaluator:
                 place = None if setup.sharding_plan is None else self._placed
                 chunks = Prefetched(self.chunks(steps), place, setup.progress.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
-        return evaluated, self._predicted(evaluated, batches.dataset, hooks)
+        return evaluated, self._predicted(evaluated, batches, hooks)
 
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
-        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same.
-
-        Raises:
-            ValueError: the rows have images, whose logits are not computed.
-        """
-        if self._setup.encoder is not None:
-            raise ValueError(
-                "compute_metrics and predict() are not supported for rows with images yet. Leave compute_metrics out; "
-                "evaluate() gives the loss and the trainer's own metrics."
-            )
+        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
         if self._by_logits is None or self._by_logits.preprocess is not preprocess:
             self._by_logits = LogitsEvaluation(self._setup, self._forward, preprocess)
         return self._by_logits
@@ -287,7 +280,7 @@ class Evaluator:
         place = self._setup.sharding_plan.rows
         return replace(chunk, passes=[(distributed(arrays, place), slots) for arrays, slots in chunk.passes])
 
-    def _predicted(self, evaluated: Evaluated, dataset: Any, hooks: MetricHooks) -> Predicted:
+    def _predicted(self, evaluated: Evaluated, batches: Batches, hooks: MetricHooks) -> Predicted:
         setup, counts = self._setup, evaluated.num_examples
         if isinstance(evaluated.outputs[0], tuple):
             predictions, labels = (list(part) for part in zip(*evaluated.outputs, strict=True))
@@ -299,17 +292,16 @@ class Evaluator:
         if (preprocess := hooks.preprocess_logits_for_metrics) is not None and setup.task.head == "score":
             shown = zip(predictions, labels, strict=True)
             predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
-        texts, as_one = len(setup.task.columns.texts), lays_end_to_end(setup.task)
+        columns, as_one = setup.task.columns.texts[: setup.task.columns.num_primary_texts], lays_end_to_end(setup.task)
         losses = [
-            np.repeat(np.asarray(sums["loss"], np.float32), texts * count)
+            np.repeat(np.asarray(sums["loss"], np.float32), len(columns) * count)
             for sums, count in zip(evaluated.sums, counts, strict=True)
         ]
         wants_ids = hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics
-        columns = setup.task.columns.texts
         inputs = None
         if wants_ids:
-            inputs = [token_ids_of(dataset, places, columns, as_one=as_one) for places in evaluated.rows]
-        return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, dataset)
+            inputs = [token_ids_of(batches.steps, places, columns, as_one=as_one) for places in evaluated.rows]
+        return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, batches.dataset)
 
     def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
         args = self._setup.args
@@ -431,8 +423,9 @@ class LogitsEvaluation:
     def _loss_of_logits(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
         task, labels = self._setup.task, inputs["labels"]
         weight = aux_loss_weight(self._setup.router_aux_loss_coef, 1.0)
-        bound = BoundModel(self._setup.model, params, dtype=dtype, head="lm", aux_loss_weight=weight)
-        outputs = bound(inputs["input_ids"], inputs["attention_mask"])
+        images, patches = inputs.get(ROW_IMAGES), inputs.get("pixel_values")
+        bound = BoundModel(self._setup.model, params, dtype=dtype, head="lm", aux_loss_weight=weight, images=images)
+        outputs = bound(inputs["input_ids"], inputs["attention_mask"], pixel_values=patches)
         loss, sums = task_loss(task, outputs.logits, labels)
         sums |= aux_loss_sums(bound.aux_losses)
         return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits
@@ -449,9 +442,13 @@ class LogitsEvaluation:
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
         sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
         policy = params if setup.reference is None else setup.reference.split(params)[0]
-        bound = BoundModel(setup.model, policy, dtype=dtype, head="lm")
+        images = patches = None
+        if batch.images is not None:
+            images = RowImages(batch.images._replace(at=batch.images.at[:rows]), batch.positions[:rows])
+            patches = batch.images.patches[0]
+        bound = BoundModel(setup.model, policy, dtype=dtype, head="lm", images=images)
         mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
-        return sums, bound(batch.tokens[:rows, self._virtual :], mask).logits
+        return sums, bound(batch.tokens[:rows, self._virtual :], mask, pixel_values=patches).logits
 
 
 # A script's compute_metrics is tried before training: one that expects another shape of predictions fails in the first
@@ -714,17 +711,26 @@ def lays_end_to_end(task: Task) -> bool:
     return isinstance(task, SftTask) and task.padding_free
 
 
-def token_ids_of(dataset: Any, places: list[int], columns: tuple[str, ...], *, as_one: bool = False) -> np.ndarray:
+def token_ids_of(
+    loader: ExampleLoader, places: list[int], columns: tuple[str, ...], *, as_one: bool = False
+) -> np.ndarray:
     """Token ids `[X, T]` of a batch's texts, padded with -100: those of the first column, then those of the next.
 
     Args:
-        places: of the batch's rows in the dataset.
+        places: of the batch's rows in the loader's dataset.
         as_one: end to end, `[1, tokens]`.
     """
-    if not isinstance(dataset, Dataset):
+    if not isinstance(loader.dataset, Dataset):
         raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
-    rows = dataset[places]
-    texts = [np.asarray(ids) for column in columns for ids in rows[column]]
+    rows = loader.dataset[places]
+    if loader.columns.raw:  # rows with images become tokens when they are loaded
+        given = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        by_column = list(zip(*(one.example.texts for one in loader.examples(given, places)), strict=True))[
+            : len(columns)
+        ]
+    else:
+        by_column = [rows[column] for column in columns]
+    texts = [np.asarray(ids) for of_column in by_column for ids in of_column]
     return np.concatenate(texts)[None] if as_one else _joined([ids[None] for ids in texts])
 
 

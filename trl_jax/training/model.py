@@ -105,11 +105,6 @@ def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint | PreTra
             "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
             "not seem to be a vision-language model. Please check your model and dataset."
         )
-    if checkpoint.adapter is not None:
-        raise ValueError(
-            f"{checkpoint.name} has an adapter, and rows with images are not supported for these yet. Pass the base "
-            "model as model and a LoraConfig as peft_config."
-        )
     _check_rows(checkpoint.name, checkpoint.native, checkpoint.config)
     return checkpoint.with_images()
 

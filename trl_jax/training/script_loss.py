@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trl_jax.core.outputs import reads_of_rows
+from trl_jax.core.outputs import Images, reads_of_rows
 from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
@@ -22,7 +22,7 @@ from trl_jax.losses.supervised import load_balancing_loss
 from trl_jax.models.model import merge
 from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.task import Task, TokenTask
-from trl_jax.training.data import inputs_of
+from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import NotGiven, WrittenInTorch, may_run_in_torch, outputs_alone, torch_explained
@@ -139,8 +139,8 @@ class UserPrediction:
         bound = self._user_loss.bound(params, inputs, dtype=dtype)
         prediction_loss_only = self._user_loss.setup.args.prediction_loss_only
         with torch_explained():
-            inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
-            loss, logits, labels = self._prediction_step(bound, inputs, prediction_loss_only, None)
+            shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+            loss, logits, labels = self._prediction_step(bound, shown, prediction_loss_only, None)
         sums = self._user_loss.sums(bound, inputs)
         on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in (logits, labels))
         return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
@@ -196,6 +196,7 @@ class BoundModel:
         head: HeadName = "score",
         aux_loss_weight: Any = None,
         training: bool = False,
+        images: RowImages | None = None,
     ):
         """
         Args:
@@ -203,12 +204,14 @@ class BoundModel:
             ignored: further names of a batch that a call may pass without effect.
             head: the model's.
             aux_loss_weight: what the load-balancing loss counts in the batch's; None where it is not asked for.
+            images: of the batch's rows; None where these have none.
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
         self._ignored = self.ignored | ignored
         self.config, self.outputs, self._head = model.config, [], head
         self.aux_losses, self.aux_loss_weight, self.training = [], aux_loss_weight, training
+        self._images = images
 
     def __call__(
         self,
@@ -216,19 +219,24 @@ class BoundModel:
         attention_mask: Any = None,
         labels: Any = None,
         num_items_in_batch: Any = None,
+        pixel_values: Any = None,
         **others: Any,
     ) -> Outputs:
         """Score rows of token ids `[rows, T]`; virtual tokens are put before them if the model has some.
 
         Args:
             labels: `[rows, T]`, of a language model, which then gives `loss`, too.
+            pixel_values: `[P, C]`, the patches of the batch's images; None reads the rows as text alone.
             others: `return_dict`, `use_cache` and other entries of a batch, which have no effect.
 
         Raises:
             TypeError: an unknown argument.
+            ValueError: `pixel_values` with other rows than the batch's.
         """
         if labels is not None and self._head == "score" and "labels" not in self._ignored:
             others["labels"] = labels
+        if pixel_values is not None and self._images is None:
+            others["pixel_values"] = pixel_values
         if unknown := others.keys() - self._ignored:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
         tokens, virtual = jnp.asarray(input_ids), self._model.backend.virtual
@@ -238,6 +246,8 @@ class BoundModel:
             attention_mask = None if attention_mask is None else jnp.hstack([ones, attention_mask])
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         options = dict(self._options)
+        if pixel_values is not None:
+            options["images"], places = self._with_images(tokens, pixel_values)
         if self._random_options is not None:
             visible = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
             options |= self._random_options(len(self.outputs), jnp.sum(visible, axis=1))
@@ -252,6 +262,17 @@ class BoundModel:
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
         self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
         return Outputs(self.outputs[-1][:, None])
+
+    def _with_images(self, tokens: jax.Array, pixel_values: Any) -> tuple[Images, jax.Array]:
+        """The batch's images with these patches, and the positions of its tokens."""
+        images, positions = self._images
+        if tokens.shape != images.at.shape or jnp.shape(pixel_values) != images.patches.shape[1:]:
+            raise ValueError(
+                f"model(...) got input_ids {list(tokens.shape)} and pixel_values {list(jnp.shape(pixel_values))}; "
+                f"expected the shapes of the batch, {list(images.at.shape)} and {list(images.patches.shape[1:])}: "
+                "images belong to the rows of inputs. Pass all rows in one call, and select among the logits."
+            )
+        return images._replace(patches=jnp.asarray(pixel_values)[None]), jnp.asarray(positions)
 
     def _logits(
         self, model: Any, tokens: jax.Array, places: jax.Array, mask: Any, options: dict[str, Any]
@@ -304,7 +325,8 @@ class UserLoss:
         options = {} if self.setup.task.head == "score" else {"num_items_in_batch": num_items}
         refused = parameters_refused(self.setup.model, read_in_jax)
         with self.setup.events.state_replaced(state), torch_explained(), refused:
-            result = self.compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
+            shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+            result = self.compute_loss(bound, shown, **options)
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
@@ -363,6 +385,7 @@ class UserLoss:
             head=self.setup.task.head,
             aux_loss_weight=aux_loss_weight(self.setup.router_aux_loss_coef, pass_weight),
             training=training,
+            images=inputs.get(ROW_IMAGES),
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
@@ -404,7 +427,8 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
         inputs: as `compute_loss` gets them.
         num_items: the targets of the whole step, for a language model; None means the batch's own.
     """
-    outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    read = {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in inputs}
+    outputs = model(**read)
     if task.head == "lm":
         loss, _ = task_loss(task, outputs.logits, inputs["labels"], num_items)
         return model.balanced(loss, outputs.aux_loss), outputs
@@ -595,7 +619,7 @@ class TorchLoss:
 
     def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
         """The script's loss, a tensor of one number."""
-        tensors = torch_objects.batch_tensors(inputs)
+        tensors = torch_objects.batch_tensors(seen_by_scripts(inputs))
         options = {}
         if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
@@ -626,7 +650,7 @@ class TorchLoss:
         options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
         bound = self._user_loss.bound(frozen | params, inputs, **options)
         if kind == "default":
-            of_batch = {name: arrays[name] for name in inputs}
+            of_batch = {name: arrays[name] for name in seen_by_scripts(inputs)}
             loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
         else:
             outputs = bound(**arrays)

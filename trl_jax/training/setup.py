@@ -108,13 +108,8 @@ def image_encoder(
     return VisionProcessor(native, checkpoint.config, tokenizer, image_processor, **options)
 
 
-def check_image_arguments(own_loss: frozenset[str], adapter: AdapterConfig | None) -> None:
-    """Raise TypeError or ValueError for arguments of any trainer that rows with images do not go with."""
-    if own_loss:
-        raise TypeError(
-            f"The trainer's own {' and '.join(sorted(own_loss))} is not supported for rows with images yet. Leave it "
-            "out."
-        )
+def check_image_arguments(adapter: AdapterConfig | None) -> None:
+    """Raise ValueError for arguments of any trainer that rows with images do not go with."""
     if isinstance(adapter, PromptLearningConfig):
         raise ValueError(
             "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
@@ -127,7 +122,7 @@ def _is_multimodal(checkpoint: Checkpoint | PreTrainedModel, processing_class: A
     native = native_of(checkpoint) if loaded else checkpoint.native
     if native is None or native.family.model_type not in vision_families():
         return False
-    if native.vision_arch is None if loaded else checkpoint.adapter is not None or "vision_config" not in native.raw:
+    if native.vision_arch is None if loaded else "vision_config" not in native.raw:
         return False
     if processing_class is not None:
         return _is_processor(processing_class)
@@ -369,7 +364,7 @@ def build(
         sees = sees or (may_see and _is_processor(given.tokenizer))
         checkpoint = model.from_torch(torch_model, args, task.head, images=sees)
     if sees:
-        check_image_arguments(own_loss, given.adapter)
+        check_image_arguments(given.adapter)
         spec.check_images()
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
     if sees:

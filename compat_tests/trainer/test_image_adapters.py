@@ -1,0 +1,127 @@
+"""Adapters and rows with images: over a base in four bits, and of a folder that is trained further."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.effort import only_thorough
+from compat_tests.hub.vision.models import CASES
+from compat_tests.trainer.vision_models import assistant, completions, logged, pairs, tiny_llava, trainer, user
+from trl_jax.hub.config import read_native_config
+from trl_jax.hub.peft_targets import modules_of
+from trl_jax.hub.quantization import BitsAndBytesConfig, formats
+from trl_jax.hub.vision import vision_families
+
+torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+
+LORA = {"r": 4, "target_modules": ["q_proj", "fc1"]}
+FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return str(tiny_llava(tmp_path_factory.mktemp("llava"), hidden_size=64, intermediate_size=64))
+
+
+def same(one, other):
+    assert one.params.keys() == other.params.keys()
+    for path, array in one.params.items():
+        assert np.array_equal(array, other.params[path]), path
+
+
+def test_a_base_in_four_bits_trains_as_in_trl(llava, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
+    given = {"quantization_config": trl_jax.BitsAndBytesConfig(**FOUR)}
+    whole = trainer(trl_jax, "SFT", llava, tmp_path / "whole", completions(4), LORA, **given, **options)
+    ours = logged(whole)
+    half = trainer(trl_jax, "SFT", llava, tmp_path / "half", completions(4), LORA, **given, **options)
+    half.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    same(whole.model, half.model)
+    assert {"decoder", "vision"} == {path.partition(".")[0] for path in whole.model.frozen if path.endswith(".codes")}
+    saved = peft.load_peft_weights(str(tmp_path / "whole" / "checkpoint-2"))
+    trained = {name.split(".")[3] for name, value in saved.items() if "lora_B" in name and value.abs().max() > 0}
+    assert trained == {"vision_tower", "language_model"}
+    with torch.compiler.set_stance("force_eager"):
+        bits = transformers.BitsAndBytesConfig(**FOUR)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(llava, quantization_config=bits)
+        processor = transformers.AutoProcessor.from_pretrained(llava)
+        options["save_strategy"] = "no"
+        theirs = logged(
+            trainer(trl, "SFT", model, tmp_path / "trl", completions(4), LORA, processing_class=processor, **options)
+        )
+    for own, their in zip(ours, theirs, strict=True):  # TRL makes the adapter's numbers bfloat16
+        assert own["loss"] == pytest.approx(their["loss"], abs=1e-3)
+        assert own["grad_norm"] == pytest.approx(their["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.parametrize("name", vision_families())
+def test_what_is_in_four_bits_is_bitsandbytes_choice(name, tmp_path):
+    """All linear layers but the head: those of the tower and the connector, too."""
+    case = CASES[name]
+    config = getattr(transformers, case.config_class)(**case.values)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    native = read_native_config(tmp_path, "lm").with_images()
+    few = formats(BitsAndBytesConfig(**FOUR), None, native)
+    modules = [one for one in modules_of(native) if any(f"{path}.weight" in few for path, _ in one.parts)]
+    ours = {one.name.replace("{}", str(one.first + layer)) for one in modules for layer in range(one.layers)}
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert ours <= linear
+    unread = "model.vision_tower.encoder.layers.2." if name in ("llava", "llava_next") else "lm_head"
+    assert all(name == "lm_head" or name.startswith(unread) for name in linear - ours)
+
+
+def adapter(llava, folder, **options):
+    """An adapter that PEFT saved, with numbers in all places."""
+    base = transformers.AutoModelForImageTextToText.from_pretrained(llava)
+    model, generator = peft.get_peft_model(base, peft.LoraConfig(**LORA, **options)), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=generator)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_an_adapter_in_a_folder_trains_on(llava, tmp_path, caplog):
+    """PEFT also adapts the last layer of the tower, which no feature comes from."""
+    folder = adapter(llava, tmp_path / "adapter")
+    options = {"save_strategy": "steps", "save_steps": 2}
+    made = trainer(trl_jax, "SFT", folder, tmp_path / "ours", completions(), **options)
+    assert "vision_tower.encoder.layers.2" in caplog.text and "adapt layers whose outputs are not read" in caplog.text
+    ours = logged(made)
+    base = transformers.AutoModelForImageTextToText.from_pretrained(llava)
+    theirs = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    processor = transformers.AutoProcessor.from_pretrained(llava)
+    theirs = logged(trainer(trl, "SFT", theirs, tmp_path / "trl", completions(), processing_class=processor))
+    for own, their in zip(ours, theirs, strict=True):
+        assert own["loss"] == pytest.approx(their["loss"], abs=1e-5)
+        assert own["grad_norm"] == pytest.approx(their["grad_norm"], rel=2e-4)
+    half = trainer(trl_jax, "SFT", folder, tmp_path / "half", completions(), **options)
+    half.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    same(made.model, half.model)
+    made.save_model(tmp_path / "saved")
+    again = trainer(trl_jax, "SFT", str(tmp_path / "saved"), tmp_path / "again", completions())
+    same(made.model, again.model)
+
+
+def test_an_adapter_of_the_text_leaves_the_tower(llava, tmp_path, caplog):
+    texts = Dataset.from_list([{"messages": user("bake?") + assistant("gladly")}] * 4)
+    made = trainer(trl_jax, "SFT", llava, tmp_path, texts, LORA)
+    made.save_model(tmp_path / "adapter")
+    further = trainer(trl_jax, "SFT", str(tmp_path / "adapter"), tmp_path, completions())
+    same(made.model, further.model)
+    assert "was trained on text alone: it leaves the vision tower as it is" in caplog.text
+    assert any(path.startswith("vision.") for path in further.model.frozen)
+
+
+@only_thorough
+def test_the_reference_is_the_adapter_as_it_was(llava, tmp_path):
+    folder = adapter(llava, tmp_path / "adapter")
+    first, *_, last = logged(trainer(trl_jax, "DPO", folder, tmp_path / "ours", pairs(), learning_rate=1e-2))
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and abs(last["rewards/margins"]) > 1e-4

@@ -1,0 +1,137 @@
+"""Predictions for rows with images are TRL's; a script's own loss gets the images with the rows."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import trl_jax
+from compat_tests.effort import THOROUGH
+from compat_tests.trainer.vision_models import completions, logged, messages, pairs, tiny_llava, trainer, unpaired
+
+KINDS = {
+    "messages": ("SFT", messages),
+    "completions": ("SFT", completions),
+    "pairs": ("DPO", pairs),
+    "kto": ("KTO", unpaired),
+}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return str(tiny_llava(tmp_path_factory.mktemp("llava")))
+
+
+def shares(found):
+    """As scripts write metrics of logits and token ids. TRL pads answers with the EOS where the pad id is 0."""
+    logits, ids = found.predictions[:, :-1], found.label_ids[:, 1:]
+    real = ids > 1
+    return {
+        "right": float((np.argmax(logits, -1) == ids)[real].mean()),
+        "targets": int(real.sum()),
+        "ids": int(found.inputs[found.inputs > 1].sum()),
+    }
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_compute_metrics_and_predict_are_trls(case, llava, tmp_path):
+    trl, found = pytest.importorskip("trl"), {}
+    kind, rows = KINDS[case]
+    for package in (trl_jax, trl):
+        made = trainer(
+            package, kind, llava, tmp_path / package.__name__, rows(), compute_metrics=shares, eval_dataset=rows(6),
+            per_device_eval_batch_size=6, include_for_metrics=["inputs"],
+        )  # fmt: skip
+        found[package] = made.evaluate(), made.predict(made.eval_dataset)
+    (mine, ours), (other, theirs) = found[trl_jax], found[trl]
+    names = {name for name in other.keys() & mine.keys() if "per_second" not in name and "runtime" not in name}
+    assert {"eval_loss", "eval_right", "eval_targets", "eval_ids"} <= names
+    for name in names:
+        assert mine[name] == pytest.approx(other[name], rel=2e-4, abs=2e-4), name
+    real = ours.label_ids > 0
+    assert real.sum() > 40 and ours.predictions.shape == theirs.predictions.shape
+    assert np.array_equal(ours.label_ids[real], theirs.label_ids[real])
+    assert np.abs(ours.predictions[real] - theirs.predictions[real]).max() < 1e-4
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)
+
+
+class InJax(trl_jax.SFTTrainer):
+    """The trainer's own loss, as scripts write it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits[:, :-1], labels[:, 1:].clip(0))
+        real = labels[:, 1:] != -100
+        count = real.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = jnp.where(real, losses, 0).sum() / count
+        return (loss, outputs) if return_outputs else loss
+
+
+class InTorch(trl_jax.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        import torch
+
+        images = {name: inputs[name] for name in ("pixel_values",) if name in inputs}
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **images)
+        logits, labels = outputs.logits[:, :-1], inputs["labels"][:, 1:]
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        loss = loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def untimed(metrics):
+    return {name: value for name, value in metrics.items() if not name.endswith(("runtime", "per_second"))}
+
+
+def test_a_loss_of_a_script_gets_the_images(llava, tmp_path):
+    """A row at a time, with an image and without."""
+    rows = messages(6).select([0, 1, 3, 4])
+    options = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 4,
+        "max_steps": 2, "train_sampling_strategy": "sequential", "pad_to_multiple_of": 64,
+    }  # fmt: skip
+    found = {}
+    for kind in (trl_jax.SFTTrainer, InJax, *((InTorch,) if THOROUGH else ())):
+        args = trainer(trl_jax, "SFT", llava, tmp_path / kind.__name__, rows, **options).args
+        made = kind(llava, args=args, train_dataset=rows, eval_dataset=rows)
+        found[kind] = [*logged(made), made.evaluate()]
+    plain, *others = found.values()
+    for own in others:
+        for entry, wanted in zip(own, plain, strict=True):
+            assert untimed(entry) == pytest.approx(untimed(wanted), rel=2e-4, abs=1e-5)
+
+
+class Doubled(trl_jax.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+class Half(trl_jax.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"][:1], pixel_values=inputs["pixel_values"]).logits.mean()
+
+
+class Predicting(trl_jax.SFTTrainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        logits = model(**inputs).logits
+        return logits.mean(), logits, inputs["labels"]
+
+
+def test_predictions_of_a_script_and_rows_without_their_images(llava, tmp_path):
+    args = trainer(
+        trl_jax, "SFT", llava, tmp_path, messages(), per_device_eval_batch_size=6, pad_to_multiple_of=64
+    ).args
+    rows = messages(6)
+    plain, own = (kind(llava, args=args, train_dataset=rows).predict(rows) for kind in (trl_jax.SFTTrainer, Predicting))
+    real = own.label_ids >= 0
+    np.testing.assert_allclose(own.predictions[real], plain.predictions[real], atol=1e-5)
+    kinds = (trl_jax.SFTTrainer, InTorch, Doubled)
+    found = [untimed(kind(llava, args=args, train_dataset=rows).evaluate(rows)) for kind in kinds]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2]["eval_loss"] == pytest.approx(2 * found[0]["eval_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"input_ids \[1, \d+\] and .* expected the shapes of the batch, \[2, "):
+        Half(llava, args=args, train_dataset=completions()).train()
