@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class FeatureStore:
     def __init__(self, args: BaseConfig):
         self._args, self._towers = args, []
         self._kept: dict[bytes, tuple[Features, ...]] = {}
+        self._lock = Lock()  # threads lay out batches and compile ahead
         free = available()
         self._room = _ROOM if free is None else free // _SHARE
 
@@ -53,8 +55,9 @@ class FeatureStore:
         wanted = _towers(policy, reference, self._args.compute_dtype)
         if len(wanted) == len(self._towers) and all(map(_same, self._towers, wanted)):
             return
-        self._room += sum(one.nbytes for kept in self._kept.values() for one in kept)
-        self._kept.clear()
+        with self._lock:
+            self._room += sum(one.nbytes for kept in self._kept.values() for one in kept)
+            self._kept.clear()
         self._towers = [tower._replace(arrays=_copied(tower.arrays, policy.params)) for tower in wanted]
 
     def filled(self, images: Sequence[ImagePatches]) -> tuple[ImagePatches, ...]:
@@ -63,10 +66,10 @@ class FeatureStore:
             return tuple(image._replace(features=()) for image in images)
         return tuple(image if image.features else image._replace(features=self._of(image)) for image in images)
 
-    def texts(
+    def filled_texts(
         self, texts: Sequence[TextImages | None], policy: PreTrainedModel, reference: ReferenceModel | None
     ) -> list[TextImages | None]:
-        """The images of texts, `filled` after `follow`; equal ones are one object."""
+        """`follow`, then the images of texts with their features; equal images are the same objects."""
         self.follow(policy, reference)
         unique = {text.key: text for text in texts if text is not None}
         unique = {key: text._replace(images=self.filled(text.images)) for key, text in unique.items()}
@@ -79,9 +82,10 @@ class FeatureStore:
         with on_device(self._args):
             found = tuple(tower.features(image) for tower in self._towers)
         size = sum(one.nbytes for one in found)
-        if size <= self._room:
-            self._room -= size
-            self._kept[key] = found
+        with self._lock:
+            if size <= self._room and key not in self._kept:
+                self._room -= size
+                self._kept[key] = found
         return found
 
 
@@ -127,7 +131,8 @@ def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: st
         return found
     own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
     if not any(path.startswith(_TOWER) for path in own):
-        return found  # it has the policy's
+        shared = {path.removeprefix(_TOWER) for path in reference.shared}
+        return found if found[0].arrays.keys() <= shared else []
     if reference.sync is not None or isinstance(reference.backend, AdaptedBackend):
         return []
     narrow = reference.dtype is not None and dtype == "float32"

@@ -208,7 +208,7 @@ def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequenc
     known = all(image.features for text in images if text is not None for image in text.images)
     if known or setup.features is None:
         return images
-    return setup.features.texts(images, setup.model, setup.reference)
+    return setup.features.filled_texts(images, setup.model, setup.reference)
 
 
 # Completions of the policy.

@@ -289,7 +289,7 @@ class Policy(NamedTuple):
     @property
     def has_tower(self) -> bool:
         """Whether it computes images."""
-        return any(path.startswith("vision.") for path in self.model.backend.tensors)
+        return any(path.startswith("vision.") for path in self.model.arrays)
 
 
 class TrainerSpec(NamedTuple):
