@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
@@ -24,10 +24,6 @@ from trl_jax.training.features import FeatureStore
 from trl_jax.training.layout import longest_text
 from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import ReferenceModel
-
-if TYPE_CHECKING:
-    from trl_jax.training.checkpoint import LoopProgress
-    from trl_jax.training.data import Tokens
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
 
@@ -88,7 +84,8 @@ class Hooks(NamedTuple):
 
     loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
     overridden: names that a script's own subclass of the trainer defines.
-    prepare_dataset: `(dataset, name, tokens) -> prepared dataset`, for the datasets of the constructor.
+    prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
+    save_checkpoint: takes a `checkpoint.LoopProgress`.
     script_values: the numbers and strings that a script has set on its trainer, by name.
     set_by_script: the names of everything that is set on the trainer itself, methods included.
     settle_task: updates the run's task from the arguments and from what was set on the trainer.
@@ -102,8 +99,8 @@ class Hooks(NamedTuple):
     loss: Callable[[], Callable | None]
     overridden: frozenset[str]
     prediction_step: Callable
-    prepare_dataset: Callable[[Any, str, Tokens], Any]
-    save_checkpoint: Callable[[LoopProgress], None]
+    prepare_dataset: Callable[[Any, str, Any], Any]
+    save_checkpoint: Callable[[Any], None]
     save_model: Callable[..., None]
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
     set_by_script: Callable[[], Collection[str]]
