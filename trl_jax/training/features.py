@@ -89,7 +89,7 @@ class FeatureStore:
         return found
 
 
-class _Tower(NamedTuple):
+class Tower(NamedTuple):
     """A tower with its connectors.
 
     arrays: by path within the tower.
@@ -121,12 +121,12 @@ def _computed(graph: Any, arrays: Arrays, images: Any, *, dtype: jnp.dtype) -> t
     return found.values.astype(kept), None if found.deep is None else found.deep.astype(kept)
 
 
-def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: str) -> list[_Tower]:
+def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: str) -> list[Tower]:
     """The towers that images are computed with; none if features of the policy's or the reference's may change."""
     masks, trained = policy.trainable_masks, policy.backend.of_vision(policy.params)
     if any(path not in masks or masks[path].any() for path in trained):
         return []
-    found = [_tower(policy.backend, policy.arrays, dtype)]
+    found = [tower_of(policy.backend, policy.arrays, dtype)]
     if reference is None:
         return found
     own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
@@ -136,21 +136,21 @@ def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: st
     if reference.sync is not None or isinstance(reference.backend, AdaptedBackend):
         return []
     narrow = reference.dtype is not None and dtype == "float32"
-    return [*found, _tower(reference.backend, own, reference.dtype if narrow else dtype)]
+    return [*found, tower_of(reference.backend, own, reference.dtype if narrow else dtype)]
 
 
-def _tower(backend: Backend, arrays: Arrays, dtype: str) -> _Tower:
+def tower_of(backend: Backend, arrays: Arrays, dtype: str) -> Tower:
     base = backend.base if isinstance(backend, AdaptedBackend) else backend
     assert isinstance(base, NativeBackend)
     own = {path.removeprefix(_TOWER): array for path, array in arrays.items() if path.startswith(_TOWER)}
-    return _Tower(_graph(base), own, jnp.dtype(dtype))
+    return Tower(_graph(base), own, jnp.dtype(dtype))
 
 
 def _graph(base: NativeBackend) -> Any:
     return abstract(lambda: base.make().vision)[0]
 
 
-def _same(one: _Tower, other: _Tower) -> bool:
+def _same(one: Tower, other: Tower) -> bool:
     if one.graph != other.graph or one.dtype != other.dtype or one.arrays.keys() != other.arrays.keys():
         return False
     changed = [path for path, array in one.arrays.items() if array is not other.arrays[path]]
