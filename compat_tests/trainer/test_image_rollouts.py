@@ -19,7 +19,15 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests import tiny
 from compat_tests.effort import THOROUGH, only_thorough, usually
-from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, tiny_tiled, user
+from compat_tests.trainer.vision_models import (
+    TEXT_ONLY,
+    counted_towers,
+    pictures,
+    tiny_llava,
+    tiny_qwen,
+    tiny_tiled,
+    user,
+)
 
 SAME = {
     "max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-3,
@@ -118,9 +126,12 @@ def test_other_towers_are_trls(name, tmp_path, monkeypatch):
 
 
 def test_a_run_resumes_within_a_generation(llava, tmp_path):
-    options = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer(trl_jax, "GRPO", llava, tmp_path / "whole", **options)
-    whole.train()
+    """With a frozen tower, whose features are computed once for all steps of a generation and are in no checkpoint."""
+    options = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "adapter": TEXT_ONLY}
+    with counted_towers() as ran:
+        whole = trainer(trl_jax, "GRPO", llava, tmp_path / "whole", **options)
+        whole.train()
+    assert sum(ran) == 4  # two generations for two prompts each
     for step in (1, 2):
         rest = trainer(trl_jax, "GRPO", llava, tmp_path / f"rest{step}", **options)
         rest.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))

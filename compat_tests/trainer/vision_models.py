@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -14,6 +17,7 @@ import trl_jax
 from compat_tests import tiny
 from compat_tests.hub.vision import processors
 from compat_tests.hub.vision.models import CASES
+from trl_jax.models.vision import Vision
 
 SIZE, PATCH = 28, 7
 TEMPLATE = (
@@ -112,6 +116,28 @@ def unpaired(count: int = 6) -> Dataset:
         for number, (word, picture) in enumerate(zip(tiny.THINGS, pictures(count), strict=False))
     ]  # fmt: skip
     return Dataset.from_list(rows)
+
+
+TEXT_ONLY = {"r": 4, "target_modules": r".*language_model.*(q|v)_proj"}  # an adapter that leaves the tower frozen
+
+
+@contextlib.contextmanager
+def counted_towers() -> Iterator[list[int]]:
+    """Collects the number of images of each forward pass of a vision tower, whatever program it is part of."""
+    ran, forward = [], Vision.__call__
+
+    def counted(self, images, **options):
+        count = images.patches.shape[1]
+        begins = (images.first == np.arange(count)) & (images.first < images.end)
+        jax.debug.callback(lambda begins: ran.append(int(begins.sum())), begins)
+        return forward(self, images, **options)
+
+    jax.clear_caches()  # programs without the callback
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Vision, "__call__", counted)
+        yield ran
+        jax.effects_barrier()
+    jax.clear_caches()
 
 
 QWEN_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")

@@ -134,6 +134,20 @@ class Images(NamedTuple):
     table_weights: Any = None
 
 
+class KeptFeatures(NamedTuple):
+    """The features of a batch's images that were computed before, in place of `Images`, whose S, F and `at` these are.
+
+    values: `[S, F, D]` in any float dtype, in each shard followed by the separators.
+    deep: `[S, L, F, D]`, what is added to the residual stream after each of the first L layers; None if nothing is.
+    of_reference: the features under the reference's tower, without `at`; None if it has the policy's.
+    """
+
+    values: Any
+    deep: Any
+    at: Any
+    of_reference: KeptFeatures | None = None
+
+
 # Virtual tokens
 
 

@@ -10,7 +10,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_jax.core.outputs import BLOCK, Images
+from trl_jax.core.outputs import BLOCK, Images, KeptFeatures
+
+
+class Features(NamedTuple):
+    """The features of one image under one tower.
+
+    values: `[F, D]`, followed by the separators.
+    deep: `[L, F, D]`, for models that add features after layers; None for others.
+    """
+
+    values: np.ndarray
+    deep: np.ndarray | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.deep is None else self.deep.nbytes)
 
 
 class ImagePatches(NamedTuple):
@@ -24,6 +39,7 @@ class ImagePatches(NamedTuple):
     windows: as `spans`, for layers that attend within windows; None without such layers.
     table, table_weights: as in `Images`, `[P, N]`; None without.
     grid: int32 `(frames, rows, columns)` of the image tokens, for positions with several axes; None for other models.
+    features: under the policy's tower and, if it has its own, the reference's; empty if the step computes them.
     """
 
     patches: np.ndarray
@@ -35,6 +51,7 @@ class ImagePatches(NamedTuple):
     table: np.ndarray | None = None
     table_weights: np.ndarray | None = None
     grid: tuple[int, int, int] | None = None
+    features: tuple[Features, ...] = ()
 
 
 def spans_of(lengths: Sequence[int]) -> np.ndarray:
@@ -67,8 +84,10 @@ def rounded_up(count: int, unit: int) -> int:
     return size
 
 
-def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes | None = None) -> Images:
-    """Join the images of each shard of a batch.
+def join_images(
+    shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes | None = None
+) -> Images | KeptFeatures:
+    """Join the images of each shard of a batch: their patches, or their features if the images have these.
 
     Args:
         shards: the images of each shard, in order; none of the shards may be without images unless `sizes` says what
@@ -83,9 +102,34 @@ def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes:
     least = sizes_of(shards)
     if least.patches > sizes.patches or least.features > sizes.features:
         raise ValueError(f"images with {least.patches} patches and {least.features} features do not fit into {sizes}.")
-    joined = [_joined(images, sizes, next(image for images in shards for image in images)) for images in shards]
+    example = next(image for images in shards for image in images)
+    at = np.where(at < -1, sizes.features - 2 - at, at).astype(np.int32)
+    if example.features:
+        policy, *reference = (_joined_features(shards, at, sizes, tower) for tower in range(len(example.features)))
+        return policy._replace(of_reference=reference[0]._replace(at=None)) if reference else policy
+    joined = [_joined(images, sizes, example) for images in shards]
     stacked = {name: np.stack([one[name] for one in joined]) for name in joined[0]}
-    return Images(at=np.where(at < -1, sizes.features - 2 - at, at).astype(np.int32), **stacked)
+    return Images(at=at, **stacked)
+
+
+def _joined_features(
+    shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes, tower: int
+) -> KeptFeatures:
+    """The features of each shard under one of the towers that images have features of."""
+    example = next(image for images in shards for image in images)
+    own, count = example.features[tower], len(example.groups)
+    separators = own.values[count:]
+
+    def of_shard(images: Sequence[ImagePatches]) -> np.ndarray:
+        values = [image.features[tower].values[: len(image.groups)] for image in images]
+        return np.concatenate([_padded(values, sizes.features, own.values), separators])
+
+    def deep_of_shard(images: Sequence[ImagePatches]) -> np.ndarray:
+        deep = [image.features[tower].deep.swapaxes(0, 1) for image in images]
+        return _padded(deep, sizes.features, own.deep.swapaxes(0, 1)).swapaxes(0, 1)
+
+    deep = None if own.deep is None else np.stack(list(map(deep_of_shard, shards)))
+    return KeptFeatures(np.stack(list(map(of_shard, shards))), deep, at)
 
 
 def _joined(images: Sequence[ImagePatches], sizes: Sizes, example: ImagePatches) -> dict[str, Any]:
@@ -206,12 +250,21 @@ class PassImages:
         """Write the features of tokens, `[n]`, at an index of the tokens of all passes."""
         self._at[index] = _moved(features, first)
 
-    def joined(self) -> Images | None:
+    def joined(self) -> Images | KeptFeatures | None:
         """The images of all passes, with a leading axis of passes; None without any."""
         if not any(self._images):
             return None
-        images = join_images(self._images, self._at)
-        return Images(*(None if leaf is None else leaf if leaf is images.at else leaf[:, None] for leaf in images))
+        return _by_image_leaf(lambda leaf: leaf[:, None], join_images(self._images, self._at))
+
+
+def _by_image_leaf(do: Callable[[np.ndarray], np.ndarray], images: Images | KeptFeatures) -> Images | KeptFeatures:
+    """Apply `do` to all arrays but `at`, which has the axes of tokens."""
+    fields = {name: leaf for name, leaf in images._asdict().items() if leaf is not None and name != "at"}
+    nested = (Images, KeptFeatures)
+    changed = {
+        name: _by_image_leaf(do, leaf) if isinstance(leaf, nested) else do(leaf) for name, leaf in fields.items()
+    }
+    return images._replace(**changed)
 
 
 # Images of texts
@@ -264,13 +317,14 @@ def text_images(
     """
     features = feature_index(ids, image_token, images)
     placed = None if positions is None else positions(ids, image_token, images)
-    return TextImages(tuple(images), features, placed, _digest(images))
+    return TextImages(tuple(images), features, placed, digest_of(images))
 
 
-def _digest(images: Sequence[ImagePatches]) -> bytes:
+def digest_of(images: Sequence[ImagePatches]) -> bytes:
+    """A digest of everything about images but their features, 16 bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for image in images:
-        for leaf in image:  # two pictures may have equal patches and differ in which of them give features
+        for leaf in image[:-1]:  # two pictures may have equal patches and differ in which of them give features
             digest.update(b"-" if leaf is None else np.ascontiguousarray(leaf).tobytes())
     return digest.digest()
 
@@ -286,7 +340,7 @@ class PromptImages(NamedTuple):
     offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length; None likewise.
     """
 
-    images: Images | None
+    images: Images | KeptFeatures | None
     positions: np.ndarray | None = None
     offsets: np.ndarray | None = None
 
@@ -310,8 +364,9 @@ def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> 
             positions[number, : len(text.features)] = text.positions
     images = passes.joined()
     if images is not None:
-        flat = {name: leaf[:, 0] for name, leaf in images._asdict().items() if leaf is not None and name != "at"}
-        images = Images(**flat, at=images.at.reshape(len(texts), tokens))
+        images = _by_image_leaf(lambda leaf: leaf[:, 0], images)._replace(at=images.at.reshape(len(texts), tokens))
+        if isinstance(images, KeptFeatures):
+            images = images._replace(of_reference=None)
     if positions is None:
         return PromptImages(images)
     offsets = np.asarray([text.next_position - len(text.features) for text in texts], np.int32)

@@ -52,12 +52,11 @@ from trl_jax.training.checkpoint import STATE_FILE, LoopProgress, state_text
 from trl_jax.training.data import Batches
 from trl_jax.training.devices import keep_compilations
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
-from trl_jax.training.hooks import Hooks
 from trl_jax.training.logging import tell_saved
 from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
 from trl_jax.training.script_loss import BoundModel, script_values
-from trl_jax.training.state import Editable, Progress, Setup
+from trl_jax.training.state import Editable, Hooks, Progress, Setup
 from trl_jax.training.step import default_optimizer
 
 

@@ -146,7 +146,7 @@ def loader(
         columns,
         example_maker(setup.task, setup.virtual if virtual is None else virtual)
         if encoder is None
-        else lambda row: setup.task.image_example(row, encoder, args.max_length),
+        else _image_example_maker(setup, dataset, training=training),
         step_layout(setup, plan, training=training),
         fill_last=setup.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
@@ -157,6 +157,23 @@ def loader(
         where="" if encoder is None else argument("train" if training else "eval"),
         joined=None if encoder is None else setup.task.image_rows,
     )
+
+
+def _image_example_maker(
+    setup: Setup, dataset: Dataset | IterableDataset, *, training: bool
+) -> Callable[[dict[str, Any]], Example]:
+    """Row -> example, with the features of its images where these are kept and rows come more than once."""
+    task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
+    again = isinstance(dataset, Dataset) and (not training or setup.length.num_epochs > 1)
+    if store is None or not again:
+        return lambda row: task.image_example(row, encoder, args.max_length)
+    store.follow(setup.model, setup.reference)
+
+    def example(row: dict[str, Any]) -> Example:
+        made = task.image_example(row, encoder, args.max_length)
+        return made._replace(images=store.filled(made.images))
+
+    return example
 
 
 def image_columns(dataset: Dataset | IterableDataset) -> Columns:

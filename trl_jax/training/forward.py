@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core.outputs import Images, KeptFeatures
 from trl_jax.data.batch import Batch, LossBatch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.peft_backend import LoraBackend
@@ -51,7 +52,8 @@ class Forward:
             options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
         if batch.images is not None:
             options["images"] = model.features(**options)
-            if reference is not None and self._reference_shares_tower():
+            common["images"] = _of_reference(batch.images)
+            if reference is not None and isinstance(batch.images, Images) and self._reference_shares_tower():
                 common["images"] = jax.lax.stop_gradient(options["images"])
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if setup.task.head == "score":
@@ -89,7 +91,10 @@ class Forward:
     def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the run's reference, laid out as that reads it; arguments as of `outputs`."""
         _, compared = self._setup.reference.split(params)
-        return self._of_reference(compared, batch, self._setup.max_tokens, self._common(batch))
+        options = self._common(batch)
+        if batch.images is not None:
+            options["images"] = _of_reference(batch.images)
+        return self._of_reference(compared, batch, self._setup.max_tokens, options)
 
     def _of_reference(
         self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
@@ -143,6 +148,13 @@ class Forward:
         """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
         setup = self._setup
         return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of)
+
+
+def _of_reference(images: Images | KeptFeatures) -> Images | KeptFeatures:
+    """The images as the reference takes them."""
+    if not isinstance(images, KeptFeatures) or images.of_reference is None:
+        return images
+    return images.of_reference._replace(at=images.at)
 
 
 def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:

@@ -61,11 +61,10 @@ from trl_jax.training.checkpoint import (
 )
 from trl_jax.training.data import image_columns, loader, order_of
 from trl_jax.training.events import Events
-from trl_jax.training.hooks import Hooks
 from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.optimizers import decays, with_adam_moments
 from trl_jax.training.reference import PREFIX, ReferenceModel
-from trl_jax.training.state import Setup
+from trl_jax.training.state import Hooks, Setup
 
 # Resume from a checkpoint: all errors are raised before anything in the run changes.
 

@@ -192,10 +192,24 @@ class StepMaker:
         self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
     ) -> StepBatch:
         task, layout = self._setup.task, self._layout
+        parts = [self._seen(rows) for rows in parts]
         part = len(parts) / task.cycle.parts
         numbers = self._numbers(coef)
         groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._setup.virtual)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+
+    def _seen(self, rows: list[Completed]) -> list[Completed]:
+        """The same with the features of their images, which checkpoints lack."""
+        images = _with_features(self._setup, [row.images for row in rows])
+        return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
+
+
+def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequence[TextImages | None]:
+    """The images of texts with their features, where these are kept."""
+    known = all(image.features for text in images if text is not None for image in text.images)
+    if known or setup.features is None:
+        return images
+    return setup.features.filled_texts(images, setup.model, setup.reference)
 
 
 # Completions of the policy.
@@ -239,7 +253,7 @@ class PolicyWriter:
                 f"A completion has the image token {encoder.image_token!r}, but no image belongs to it. Leave "
                 "suppress_tokens out of generation_kwargs, and image tokens out of the completions of a rollout_func."
             )
-        return made
+        return made if made.images is None else replace(made, images=_with_features(self._setup, made.images))
 
     def _check(self, prompts: list) -> None:
         for prompt in prompts:
@@ -278,7 +292,8 @@ class PolicyWriter:
             return Written(ids, completions, all_written(completions), images=images)
 
         def further(texts: Ids, of_texts: list[TextImages] | None) -> list[np.ndarray]:
-            return self.complete(texts, 1, of_texts)
+            seen = None if of_texts is None else list(_with_features(self._setup, of_texts))
+            return self.complete(texts, 1, seen)
 
         return tools.completed(ids, completions, further, images)
 
@@ -325,7 +340,8 @@ class PolicyWriter:
     ) -> tuple[list[list[int]], list[TextImages] | None]:
         options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
         if self._setup.encoder is not None:
-            return rows.encoded_prompts(prompts, self._setup.encoder, **options)
+            ids, images = rows.encoded_prompts(prompts, self._setup.encoder, **options)
+            return ids, list(_with_features(self._setup, images))
         return rows.prompt_ids(prompts, self._setup.processing_class, **options), None
 
     def complete(self, prompt_ids: Ids, group: int, images: list[TextImages] | None = None) -> list[np.ndarray]:

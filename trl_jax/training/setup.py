@@ -39,8 +39,8 @@ from trl_jax.training import layout, model
 from trl_jax.training.data import Tokens
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
+from trl_jax.training.features import FeatureStore
 from trl_jax.training.forward import Forward, check_noise
-from trl_jax.training.hooks import Hooks
 from trl_jax.training.logging import show_lines
 from trl_jax.training.mesh import check_division, check_offloading, sharding_plan_of
 from trl_jax.training.metrics import begin_state, events_of
@@ -50,7 +50,7 @@ from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.resume import Checkpointer, arguments_text
 from trl_jax.training.rollout import RolloutParts, rollout_steps
 from trl_jax.training.script_loss import UserLoss
-from trl_jax.training.state import OWN_LOSS, Editable, Progress, Setup
+from trl_jax.training.state import OWN_LOSS, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import TrainStep
 from trl_jax.training.train import Training
 
@@ -284,7 +284,7 @@ class Policy(NamedTuple):
     @property
     def has_tower(self) -> bool:
         """Whether it computes images."""
-        return any(path.startswith("vision.") for path in self.model.backend.tensors)
+        return any(path.startswith("vision.") for path in self.model.arrays)
 
 
 class TrainerSpec(NamedTuple):
@@ -408,6 +408,7 @@ def build(
         router_aux_loss_coef=balance,
         rollout=None,
         encoder=tokens.encoder,
+        features=FeatureStore(args) if sees and sharding_plan is None and not several() else None,
     )
     begin_state(events, setup.train_batch_size)
 

@@ -1,11 +1,12 @@
-"""What a run is made of (`Setup`), what a script may still change of it (`Editable`), and how far it is
-(`Progress`)."""
+"""What a run is made of (`Setup`), what a script may still change of it (`Editable`), the methods that it may override
+(`Hooks`), and how far it is (`Progress`)."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
@@ -19,6 +20,7 @@ from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events, Interrupts
+from trl_jax.training.features import FeatureStore
 from trl_jax.training.layout import longest_text
 from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import ReferenceModel
@@ -76,6 +78,35 @@ class Progress:
     interrupts: Interrupts = field(default_factory=Interrupts)
 
 
+class Hooks(NamedTuple):
+    """Methods of the trainer under their own names, looked up when they are called: a script may set others on the
+    trainer at any time. `BaseTrainer._hooks` is the only place that makes them.
+
+    loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
+    overridden: names that a script's own subclass of the trainer defines.
+    prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
+    save_checkpoint: takes a `checkpoint.LoopProgress`.
+    script_values: the numbers and strings that a script has set on its trainer, by name.
+    set_by_script: the names of everything that is set on the trainer itself, methods included.
+    settle_task: updates the run's task from the arguments and from what was set on the trainer.
+    """
+
+    compute_loss: Callable
+    create_optimizer: Callable[[], Any]
+    evaluate: Callable[[], dict[str, float]]
+    get_train_dataloader: Callable[[], Any]
+    log: Callable[..., None]
+    loss: Callable[[], Callable | None]
+    overridden: frozenset[str]
+    prediction_step: Callable
+    prepare_dataset: Callable[[Any, str, Any], Any]
+    save_checkpoint: Callable[[Any], None]
+    save_model: Callable[..., None]
+    script_values: Callable[[], tuple[tuple[str, Any], ...]]
+    set_by_script: Callable[[], Collection[str]]
+    settle_task: Callable[[], None]
+
+
 def _editable(name: str) -> property:
     return property(lambda self: vars(self.editable)[name], doc=f"`editable.{name}`.")
 
@@ -96,6 +127,7 @@ class Setup:
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
     rollout: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples of rows with images; None for rows of text.
+    features: of images under a tower that does not train; None for rows of text and on several devices.
     """
 
     editable: Editable
@@ -109,6 +141,7 @@ class Setup:
     router_aux_loss_coef: float
     rollout: RolloutSteps | None
     encoder: Encoder | None
+    features: FeatureStore | None
 
     args, task, model = _editable("args"), _editable("task"), _editable("model")
     processing_class, pad_to_multiple_of = _editable("processing_class"), _editable("pad_to_multiple_of")

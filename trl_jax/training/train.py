@@ -34,7 +34,6 @@ from trl_jax.training.checkpoint import (
 )
 from trl_jax.training.data import reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
-from trl_jax.training.hooks import Hooks
 from trl_jax.training.logging import tell_compilation, tell_layout, tell_model, tell_trained
 from trl_jax.training.metrics import (
     begin_state,
@@ -53,7 +52,7 @@ from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.prefetch import AsNeeded, Prefetched
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
-from trl_jax.training.state import Setup
+from trl_jax.training.state import Hooks, Setup
 from trl_jax.training.step import Changes, TrainStep, compiling_ahead, optimizer_of
 
 logger = logging.getLogger(__name__)

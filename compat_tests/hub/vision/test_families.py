@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from compat_tests.effort import usual
 from compat_tests.hub.vision.models import CASES, IMAGE
-from trl_jax.core.outputs import Packed
+from trl_jax.core.outputs import KeptFeatures, Packed
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.native_backend import load_native
@@ -20,6 +20,7 @@ from trl_jax.hub.peft_targets import in_order, modules_of
 from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import layers_gathered_by
 from trl_jax.models.model import merge
+from trl_jax.training.features import tower_of
 
 torch = pytest.importorskip("torch")
 ROWS = ((), (0,), (2, 0, 1))  # the images of each text
@@ -196,6 +197,25 @@ def test_images_of_two_shards_have_the_same_logits(case):
         for each in (images, join_images(parts, at))
     )
     np.testing.assert_allclose(divided, whole, atol=1e-5)
+
+
+@usual("llava_next")
+def test_features_that_are_computed_before_give_the_same_logits(case):
+    case, model, _, native, params, backend = case
+    rows, tower = texts(case)[1:], tower_of(backend, params, "float32")
+    tokens, positions, reads, images = padded(native, case, model, rows)
+    at, every, first = np.full_like(tokens, -1), [], 0
+    for row, (ids, numbers) in enumerate(rows):
+        own = images_of(native, case, numbers, model)
+        at[row, : len(ids)] = feature_index(ids, IMAGE, own, first)
+        first += sum(len(image.groups) for image in own)
+        every += [image._replace(features=(tower.features(image),)) for image in own]
+    kept, module = join_images([every], at), merge(backend.graph, params)
+    assert isinstance(kept, KeptFeatures) and np.array_equal(kept.at, images.at)
+    computed, same = (
+        module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, each)) for each in (images, kept)
+    )
+    np.testing.assert_allclose(same, computed, atol=1e-5)
 
 
 def test_a_mesh_gathers_all_stacked_parameters_layer_by_layer(case):

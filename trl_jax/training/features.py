@@ -1,0 +1,172 @@
+"""Features of images under a vision tower that does not train: computed once, and kept in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.data.images import Features, ImagePatches, TextImages, digest_of, join_images
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.models.model import abstract, merge
+from trl_jax.models.vision import Vision
+from trl_jax.training.devices import available
+from trl_jax.training.mesh import on_device
+from trl_jax.training.reference import PREFIX, ReferenceModel
+
+Arrays = dict[str, Any]
+
+_SHARE = 4  # features take at most one part in this many of the free memory
+_ROOM = 2**30  # bytes, on systems that do not say how much is free
+_TOWER = f"{Vision.NAME}."
+
+
+class FeatureStore:
+    """Computes the features of images under towers that do not train: the policy's and, if it has another one, the
+    reference's.
+
+    Each image is computed alone, so that its features do not depend on which images are computed together: a run that
+    is resumed gets the same bits. Features are kept while they fit into a quarter of the host's free memory; those of
+    the images that come later are computed each time.
+    """
+
+    def __init__(self, args: BaseConfig):
+        self._args, self._towers = args, []
+        self._kept: dict[bytes, tuple[Features, ...]] = {}
+        self._lock = Lock()  # threads lay out batches and compile ahead
+        free = available()
+        self._room = _ROOM if free is None else free // _SHARE
+
+    def follow(self, policy: PreTrainedModel, reference: ReferenceModel | None) -> None:
+        """Take the towers as they are now, and forget the features of other ones.
+
+        Call this before `filled`, while no step runs: a step gives away the arrays of parameters that a script has
+        frozen, so that these are copied.
+        """
+        wanted = _towers(policy, reference, self._args.compute_dtype)
+        if len(wanted) == len(self._towers) and all(map(_same, self._towers, wanted)):
+            return
+        with self._lock:
+            self._room += sum(one.nbytes for kept in self._kept.values() for one in kept)
+            self._kept.clear()
+        self._towers = [tower._replace(arrays=_copied(tower.arrays, policy.params)) for tower in wanted]
+
+    def filled(self, images: Sequence[ImagePatches]) -> tuple[ImagePatches, ...]:
+        """The images with their features; without any if the policy's tower trains."""
+        if not self._towers:
+            return tuple(image._replace(features=()) for image in images)
+        return tuple(image if image.features else image._replace(features=self._of(image)) for image in images)
+
+    def filled_texts(
+        self, texts: Sequence[TextImages | None], policy: PreTrainedModel, reference: ReferenceModel | None
+    ) -> list[TextImages | None]:
+        """`follow`, then the images of texts with their features; equal images are the same objects."""
+        self.follow(policy, reference)
+        unique = {text.key: text for text in texts if text is not None}
+        unique = {key: text._replace(images=self.filled(text.images)) for key, text in unique.items()}
+        return [None if text is None else text._replace(images=unique[text.key].images) for text in texts]
+
+    def _of(self, image: ImagePatches) -> tuple[Features, ...]:
+        key = digest_of([image])
+        if key in self._kept:
+            return self._kept[key]
+        with on_device(self._args):
+            found = tuple(tower.features(image) for tower in self._towers)
+        size = sum(one.nbytes for one in found)
+        with self._lock:
+            if size <= self._room and key not in self._kept:
+                self._room -= size
+                self._kept[key] = found
+        return found
+
+
+class Tower(NamedTuple):
+    """A tower with its connectors.
+
+    arrays: by path within the tower.
+    dtype: of its computation.
+    """
+
+    graph: Any
+    arrays: Arrays
+    dtype: jnp.dtype
+
+    def features(self, image: ImagePatches) -> Features:
+        """In the dtype of the computation, unless learned separators are among them, which have float32."""
+        joined = join_images([[image]], np.zeros((1, 0), np.int32))
+        compute = partial(_computed, self.graph, dtype=self.dtype)
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in self.arrays.values()):  # a plan has shapes alone
+            shapes = jax.eval_shape(compute, self.arrays, joined)
+            values, deep = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
+        else:
+            values, deep = jax.device_get(compute(self.arrays, joined))
+        real = np.r_[: len(image.groups), joined.groups.shape[1] : values.shape[1]]  # without padding
+        return Features(values[0, real], None if deep is None else deep[:, 0, : len(image.groups)])
+
+
+@partial(jax.jit, static_argnames=("graph", "dtype"))
+def _computed(graph: Any, arrays: Arrays, images: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    vision = merge(graph, arrays)
+    found = vision(images, dtype=dtype)
+    kept = jnp.float32 if vision.connector.separators is not None else dtype
+    return found.values.astype(kept), None if found.deep is None else found.deep.astype(kept)
+
+
+def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: str) -> list[Tower]:
+    """The towers that images are computed with; none if features of the policy's or the reference's may change."""
+    masks, trained = policy.trainable_masks, policy.backend.of_vision(policy.params)
+    if any(path not in masks or masks[path].any() for path in trained):
+        return []
+    found = [tower_of(policy.backend, policy.arrays, dtype)]
+    if reference is None:
+        return found
+    own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+    if not any(path.startswith(_TOWER) for path in own):
+        shared = {path.removeprefix(_TOWER) for path in reference.shared}
+        return found if found[0].arrays.keys() <= shared else []
+    if reference.sync is not None or isinstance(reference.backend, AdaptedBackend):
+        return []
+    narrow = reference.dtype is not None and dtype == "float32"
+    return [*found, tower_of(reference.backend, own, reference.dtype if narrow else dtype)]
+
+
+def tower_of(backend: Backend, arrays: Arrays, dtype: str) -> Tower:
+    base = backend.base if isinstance(backend, AdaptedBackend) else backend
+    assert isinstance(base, NativeBackend)
+    own = {path.removeprefix(_TOWER): array for path, array in arrays.items() if path.startswith(_TOWER)}
+    return Tower(_graph(base), own, jnp.dtype(dtype))
+
+
+def _graph(base: NativeBackend) -> Any:
+    return abstract(lambda: base.make().vision)[0]
+
+
+def _same(one: Tower, other: Tower) -> bool:
+    if one.graph != other.graph or one.dtype != other.dtype or one.arrays.keys() != other.arrays.keys():
+        return False
+    changed = [path for path, array in one.arrays.items() if array is not other.arrays[path]]
+    return all(_equal(one.arrays[path], other.arrays[path]) for path in changed)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, jax.ShapeDtypeStruct) or isinstance(other, jax.ShapeDtypeStruct):
+        return one == other
+    return bool(jnp.array_equal(one, other))
+
+
+def _copied(arrays: Arrays, trained: Arrays) -> Arrays:
+    """The arrays, with copies of those that a step gives away."""
+    given = {path.removeprefix(_TOWER) for path in trained}
+    return {
+        path: jnp.copy(array) if path in given and not isinstance(array, jax.ShapeDtypeStruct) else array
+        for path, array in arrays.items()
+    }
