@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ import numpy as np
 
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
-from trl_jax.data.batch import IGNORED, Context, Example, Extras
+from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.losses.advantages import Advantages
@@ -544,6 +545,54 @@ def _with_numbers(task: RolloutTask, row: Completed, weight: float, numbers: Map
     return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens, row.images)
 
 
+def with_rows(
+    arrays: Batch,
+    parts: Sequence[Sequence[Completed]],
+    generations: Sequence[Experience],
+    *,
+    shards: int,
+    longest: int,
+    pad_token_id: int,
+    numbers: Mapping[str, float],
+) -> Batch:
+    """The arrays of a step with the completions as rows, for a script's own loss.
+
+    Args:
+        parts, generations: the step's, as of `step_examples`.
+        shards: that each micro-batch is divided over.
+        longest: rows have room for completions of so many tokens, at least.
+        numbers: of the step, by name.
+    """
+    every = [row for rows in parts for row in rows]
+    prompt, completion = (max(len(row[place]) for row in every) for place in (0, 1))
+    widths = padded_length(prompt, "auto"), padded_length(max(completion, longest), "auto")
+    leading, reads = arrays.weight.shape, arrays.reads.shape[-1]
+
+    def filled(width: int, value: int) -> np.ndarray:
+        return np.full((*leading, width), value, np.int32)
+
+    prompts, completions = (filled(width, pad_token_id) for width in widths)
+    prompt_mask, mask, read = filled(widths[0], 0), filled(widths[1], 0), filled(widths[1], reads)
+    extras = {
+        name: np.zeros((*leading, *(widths[1:] if values.ndim else ())), np.float32)
+        for name, values in (every[0].extras or {}).items()
+    }
+    scalars = {name: np.full((*leading[:-1], 1), value, np.float32) for name, value in numbers.items()}
+    scalars["generated_tokens"] = np.ones((*leading[:-1], 1), np.float32)
+    scalars["micro_batches"] = np.full((*leading[:-1], 1), len(parts), np.float32)
+    runs = zip(np.ndindex(leading[:-1]), by_shard(parts, shards), strict=False)  # a short step has fewer
+    for number, (index, rows) in enumerate(runs):
+        scalars["generated_tokens"][index] = generations[number // shards].num_tokens
+        for slot, row in enumerate(rows):
+            at, length = (*index, slot), len(row.completion)
+            prompts[at][widths[0] - len(row.prompt) :], prompt_mask[at][widths[0] - len(row.prompt) :] = row.prompt, 1
+            completions[at][:length], mask[at][:length] = row.completion, row.completion_mask
+            read[at][:length][row.completion_mask] = np.flatnonzero(arrays.text[index] == slot)
+            for name, values in (row.extras or {}).items():
+                extras[name][(*at, slice(length))[: extras[name].ndim]] = values
+    return arrays._replace(completions=CompletionRows(prompts, prompt_mask, completions, mask, read, scalars, extras))
+
+
 # Entropy bonus
 
 
@@ -620,6 +669,8 @@ class Completed(NamedTuple):
         under the reference; None if not needed.
     sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
     images: of the prompt, or of the text up to the last image in the completion; None without any.
+    extras: what a script added to the outputs of `_generate_and_score_completions`, float32 scalars or one number for
+        each token of the completion, by name; None without any.
     """
 
     prompt: np.ndarray
@@ -630,6 +681,7 @@ class Completed(NamedTuple):
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
     images: TextImages | None = None
+    extras: Mapping[str, np.ndarray] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -712,11 +764,11 @@ class Collected:
     """Metric values by name since the last log, in the order in which names first appeared."""
 
     def __init__(self, values: dict[str, list[float]] | None = None):
-        self.values: dict[str, list[float]] = {} if values is None else values
+        self.values: dict[str, list[float]] = defaultdict(list, values or {})
 
     def add(self, metrics: Iterator[tuple[str, float]]) -> None:
         for name, value in metrics:
-            self.values.setdefault(name, []).append(value)
+            self.values[name].append(value)
 
     def set(self, name: str, value: float) -> None:
         """Set a metric of which only the last value is logged."""
@@ -724,7 +776,7 @@ class Collected:
 
     def taken(self) -> dict[str, float | None]:
         """Return the mean of each metric's non-NaN values (None if there is none), and reset."""
-        values, self.values = self.values, {}
+        values, self.values = self.values, defaultdict(list)
         real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
 

@@ -26,6 +26,7 @@ from trl_jax.data.checks import has_transform
 from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.losses.policy_gradient import entropy_mask
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
@@ -48,6 +49,7 @@ from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WIT
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import RolloutParts, Sampling
 from trl_jax.training.server import ServerParts, default_root
@@ -374,6 +376,100 @@ class OnlineTrainer(RolloutTrainer):
     epsilon_high = argument(
         "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
     )
+
+    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss"}
+    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
+        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
+        loss of the script's own they are arrays of the step."""
+        if self._own_pass is not None:
+            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
+        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
+
+    @property
+    def _own_pass(self) -> Any:
+        """The pass whose loss a script's own method computes now; None outside of it."""
+        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
+        return None if script_loss is None else script_loss.current
+
+    @property
+    def current_gradient_accumulation_steps(self) -> Any:
+        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
+        fewer."""
+        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
+
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
+            return hooks
+        from trl_jax.training.script_loss import OwnLoss
+
+        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+            return self.compute_loss(model, inputs)
+
+        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
+        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> jax.Array:
+        """`_compute_loss`, as in TRL. Scripts override either, in jax.numpy.
+
+        Raises:
+            ValueError: `return_outputs`, in TRL's words.
+        """
+        if return_outputs:
+            raise ValueError(f"The {self._name}Trainer does not support returning outputs")
+        return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+        """The loss of a micro-batch of completions, scaled as TRL's: a step of GRPO adds up these losses, one of RLOO
+        takes their mean. A script's subclass may override it, in jax.numpy: it is compiled, gradient and all.
+
+        Args:
+            model: for `_get_per_token_logps_and_entropies`; it cannot be called.
+            inputs: TRL's, by TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
+                `[B, C]` (0 for the answers of tools, too), `advantages` `[B]`, and those that the arguments ask for of
+                `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`, `importance_sampling_ratio`
+                (GRPO) and `old_logps` `[B]` (RLOO).
+        """
+        del model
+        return self._in_own_loss("_compute_loss").default_loss(inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: jax.Array,
+        attention_mask: Any,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Log-probabilities of the completions' tokens at the sampling temperature, float32 `[B, C]`, 0 where a token
+        does not count, their entropies and the load-balancing loss of the experts, for a loss of the script's own.
+
+        Args:
+            model: the one that the loss was given.
+            input_ids: `prompt_ids` and `completion_ids` of the inputs, side by side; NaN is returned for others.
+            attention_mask, batch_size, images: without an effect, for the step has computed the model.
+        """
+        del attention_mask, batch_size, images
+        one = self._in_own_loss("_get_per_token_logps_and_entropies")
+        return one.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
+
+    def _in_own_loss(self, name: str) -> Any:
+        if self._own_pass is None:
+            raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
+        return self._own_pass
+
+    @staticmethod
+    def get_high_entropy_mask(entropies: jax.Array, mask: jax.Array, threshold: float) -> jax.Array:
+        """Which tokens have an entropy of at least the `threshold` quantile: bool, in the shape of `entropies`."""
+        return entropy_mask(entropies, mask, 1 - threshold)
 
     @property
     def reward_funcs(self) -> list[Any]:

@@ -228,8 +228,7 @@ _LOSS_TYPE = (
     "KTO: choose a loss_type."
 )
 _POLICY_LOSS = (
-    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GRPO and "
-    "RLOO: choose loss_type and the arguments beside it (GRPOConfig), or say it by the rewards."
+    "The step is one compiled function: override _compute_loss(self, model, inputs), in jax.numpy, or choose loss_type."
 )
 _TEACHERS_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
@@ -314,7 +313,7 @@ def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]
     instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
     of_all = (
         ("get_train_dataloader", _OWN_PROMPTS),
-        ("compute_loss prediction_step _compute_loss", own_loss),
+        ("prediction_step", own_loss),
         ("_generate _generate_single_turn _generate_and_score_completions _tool_call_loop _get_tool_suffix_ids",
          own_completions),
         ("_tokenize_prompts", _OWN_TEXTS),
@@ -332,7 +331,7 @@ NEVER_CALLED_WITH_REWARDS = _with_rollout(
 NEVER_CALLED_WITH_TEACHER = _with_rollout(
     _TEACHERS_LOSS,
     "Say how completions are sampled by generation_kwargs.",
-    ("_get_last_hidden_state", _TEACHERS_LOSS),
+    ("compute_loss _compute_loss _get_last_hidden_state", _TEACHERS_LOSS),
 )
 
 
@@ -360,7 +359,7 @@ def check_set(
         raise TypeError(f"{unread[0]} was set on the trainer, and trl_jax never reads it. {never_read[unread[0]]}")
     if unheard := sorted(never_called.keys() & names):
         raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
-    if compiled := sorted({"compute_loss", "prediction_step"} & names):
+    if compiled := sorted(cls._compiled_methods & names):
         raise TypeError(
             f"{compiled[0]} was set on the trainer itself, where it would be passed over: the step is compiled from "
             f"its class. Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."

@@ -41,6 +41,7 @@ from trl_jax.rollout.rollout import (
     all_written,
     example_of,
     step_examples,
+    with_rows,
 )
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.tools import Tools, written_by
@@ -194,7 +195,22 @@ class StepMaker:
         part = len(parts) / task.cycle.parts
         numbers = self._numbers(coef)
         groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._setup.virtual)
-        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+        step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+        if self._setup.script_loss is None:
+            return step
+        return step._replace(arrays=rows_of_script(self._setup, step.arrays, parts, generations))
+
+
+def rows_of_script(
+    setup: Setup, arrays: Batch, parts: Sequence[Sequence[Completed]], generations: Sequence[Experience]
+) -> Batch:
+    """The arrays of a step with the rows that a script's own loss gets; arguments as of `with_rows`."""
+    state = setup.state
+    return with_rows(
+        arrays, parts, generations, shards=setup.shards, longest=setup.args.max_completion_length,
+        pad_token_id=setup.processing_class.pad_token_id,
+        numbers={"global_step": state.global_step, "epoch": state.epoch or 0.0},
+    )  # fmt: skip
 
 
 # Completions of the policy.

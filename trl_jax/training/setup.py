@@ -413,6 +413,7 @@ def build(
         router_aux_loss_coef=balance,
         rollout=None,
         encoder=tokens.encoder,
+        script_loss=hooks.own_loss,
     )
     begin_state(events, setup.train_batch_size)
 

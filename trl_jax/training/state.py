@@ -96,6 +96,7 @@ class Setup:
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
     rollout: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples of rows with images; None for rows of text.
+    script_loss: a script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
     """
 
     editable: Editable
@@ -109,6 +110,7 @@ class Setup:
     router_aux_loss_coef: float
     rollout: RolloutSteps | None
     encoder: Encoder | None
+    script_loss: Any = None
 
     args, task, model = _editable("args"), _editable("task"), _editable("model")
     processing_class, pad_to_multiple_of = _editable("processing_class"), _editable("pad_to_multiple_of")
@@ -137,6 +139,11 @@ class Setup:
     def own_loss(self) -> frozenset[str]:
         """The methods of OWN_LOSS that the script overrides."""
         return OWN_LOSS & self.overridden
+
+    @property
+    def objective(self) -> Any:
+        """What has `loss` and `metrics` of the step: the task, or a script's own loss."""
+        return self.task if self.script_loss is None else self.script_loss
 
     @property
     def virtual(self) -> VirtualTokens:
