@@ -20,7 +20,9 @@ WRITERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"compute_loss", "prediction_step"})  # that others call
 REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), {"prediction_step", "get_train_dataloader"})
 REFUSED |= {"DistillationTrainer": {"compute_loss", "prediction_step", "get_train_dataloader"}}
-OF_POLICIES = {"_compute_loss"}  # that are called in some trainers
+OF_POLICIES = {  # that are called in some trainers
+    "_compute_loss", "_calculate_rewards", "_generate", "_generate_and_score_completions", "_tokenize_prompts",
+}  # fmt: skip
 HONORED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), OF_POLICIES)
 CALLED = frozenset(
     "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
@@ -73,13 +75,12 @@ def test_what_trls_trainers_called_once_is_refused_too(kind, name, instead):
 
 
 REFUSED_OF_POLICIES = {
-    "_calculate_rewards": "Write a reward function",
+    "_log_metric": "Override _calculate_rewards, or write a reward function",
     "training_step": r"override _compute_loss\(self, model, inputs\)",
     "prediction_step": "choose loss_type",
     "_get_per_token_logps_and_entropies": "choose loss_type",
-    "_generate": "rollout_func",
-    "_generate_and_score_completions": "rollout_func",
-    "_tokenize_prompts": "train_dataset.map",
+    "_generate_single_turn": "rollout_func",
+    "_tool_call_loop": r"Override _generate\(self, prompts\)",
     "_prepare_inputs": "order the rows",
 }
 

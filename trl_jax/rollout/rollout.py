@@ -289,6 +289,14 @@ class Writer(Protocol):
         """Texts without special tokens."""
 
 
+class OwnMethods(Protocol):
+    """Methods of a script's own that completions go through; they take and return what those of `Rollout` do."""
+
+    def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
+
+    def written(self, prompts: list, group: int, mode: str) -> Written: ...
+
+
 @dataclass
 class Rollout:
     """Generates completions with the current policy and scores them.
@@ -300,6 +308,7 @@ class Rollout:
     table: logs completions with their rewards; None logs none.
     tell: reports progress to the user.
     begin: resets the environments of a batch of rows and returns the rows with their observations.
+    own: methods of a script's own that completions go through; None without any.
     """
 
     writer: Writer
@@ -310,6 +319,7 @@ class Rollout:
     table: CompletionsLog | None = None
     tell: Callable[[str], None] = lambda text: None
     begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    own: OwnMethods | None = None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
 
     def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
@@ -319,12 +329,15 @@ class Rollout:
             rows: each occurs `group` times in a row.
             mode: "train" or "eval", under which metrics are collected.
         """
+        return (self if self.own is None else self.own).scored(rows, group, mode)
+
+    def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
+        """As `make`, without a script's own `_generate_and_score_completions`."""
         rows = self.begin(rows)
         metrics, prompts = self.collected[mode], self.writer.prompts(rows)
         next_thing = "training" if mode == "train" else "evaluating"
-        made = self.writer.write(prompts, group)
-        truncated = self._measured(made, mode, metrics)
-        dropped = truncated & self.drops_truncated
+        made = (self if self.own is None else self.own).written(prompts, group, mode)
+        dropped = self._truncated(made) & self.drops_truncated
         completion_mask = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
         ids, written = ([np.asarray(own, np.int32) for own in part] for part in (made.prompt_ids, made.completion_ids))
         if self.judge is None:
@@ -344,15 +357,19 @@ class Rollout:
         of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps, made.images_of_each
         return Experience(list(map(Completed, *of_each)))
 
-    def _measured(self, made: Written, mode: str, metrics: Collected) -> np.ndarray:
-        """Which completions were truncated, bool `[B]`. Adds length and token metrics."""
+    def written(self, prompts: list, group: int, mode: str) -> Written:
+        """One completion per prompt. Adds length and token metrics."""
+        made, metrics = self.writer.write(prompts, group), self.collected[mode]
         lengths = [int(own.sum()) for own in made.by_model]
-        truncated = np.asarray([int(own[-1]) not in self.ends for own in made.completion_ids])
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
-        metrics.add(length_metrics(lengths, truncated))
+        metrics.add(length_metrics(lengths, self._truncated(made)))
         metrics.add(iter(made.metrics.items()))
-        return truncated
+        return made
+
+    def _truncated(self, made: Written) -> np.ndarray:
+        """Which completions were truncated, bool `[B]`."""
+        return np.asarray([int(own[-1]) not in self.ends for own in made.completion_ids])
 
     def logged(self, mode: str, step: int) -> dict[str, float | None]:
         """Show the completions table and return the metrics since the last log, under TRL's names."""
@@ -690,8 +707,11 @@ class Completed(NamedTuple):
 
 
 _LOGPS = ("old_logps", "ref_logps", "sampling_logps")
+_OF_TRL = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+TRL_LOGPS = dict(zip(_OF_TRL, _LOGPS, strict=True))
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
 _IMAGES = "images/"  # prefix of the arrays of images
+_EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of a script's own numbers, and of whether tokens have them
 
 
 @dataclass(frozen=True)
@@ -736,6 +756,10 @@ class Experience:
         if any(row.images is not None for row in rows):
             images = images_to_arrays([row.images for row in rows])
             arrays |= {f"{_IMAGES}{name}": array for name, array in images.items()}
+        for name, values in (rows[0].extras or {}).items():
+            every = [row.extras[name] for row in rows]
+            arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every, np.float32)
+            arrays[f"{_OF_TOKENS}{name}"] = np.bool_(values.ndim)
         return arrays
 
     @classmethod
@@ -752,9 +776,15 @@ class Experience:
         logps = [split(name, "completion") for name in _LOGPS]
         images = {name.removeprefix(_IMAGES): array for name, array in arrays.items() if name.startswith(_IMAGES)}
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
-        return cls(
-            [Completed(*row) for row in zip(*columns, arrays["advantage"].tolist(), *logps, images, strict=True)]
-        )
+        extras = [{} for _ in arrays["advantage"]]
+        for name in (name.removeprefix(_OF_TOKENS) for name in arrays if name.startswith(_OF_TOKENS)):
+            saved = arrays[f"{_EXTRAS}{name}"]
+            each = split(f"{_EXTRAS}{name}", "completion") if arrays[f"{_OF_TOKENS}{name}"] else list(saved)
+            for own, values in zip(extras, each, strict=True):
+                own[name] = np.asarray(values)
+        extras = [own or None for own in extras]
+        of_each = *columns, arrays["advantage"].tolist(), *logps, images, extras
+        return cls([Completed(*row) for row in zip(*of_each, strict=True)])
 
 
 # Metrics, with TRL's names and order

@@ -23,6 +23,7 @@ from trl_jax.losses.policy_gradient import sampler_ratio
 from trl_jax.losses.supervised import load_balancing_loss, of_texts, real_examples
 from trl_jax.models.model import merge
 from trl_jax.nn.head import outputs_of_logits
+from trl_jax.rollout.rollout import TRL_LOGPS
 from trl_jax.tasks.policy import means
 from trl_jax.tasks.task import Task, TokenTask, joined
 from trl_jax.training.data import inputs_of
@@ -493,7 +494,7 @@ class OwnPass:
             of_reads["ref_logps"] = jnp.where(
                 itself, jax.lax.stop_gradient(self._outputs["logps"]), of_reads["ref_logps"]
             )
-        inputs |= {name: self._by_row(of_reads[key]) for name, key in _OF_READS.items() if key in of_reads}
+        inputs |= {name: self._by_row(of_reads[key]) for name, key in TRL_LOGPS.items() if key in of_reads}
         if task.correction is not None:
             old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
             ratio = sampler_ratio(old, sampling, mask, settings=task.correction)
@@ -556,6 +557,7 @@ class OwnPass:
         """
         batch, task = self._batch, self._setup.task
         changed = {name for name in inputs if name in self._given and inputs[name] is not self._given[name]}
+        changed |= batch.completions.extras.keys() & {"advantages"}  # of tokens
         example, read = dict(batch.extras.example), dict(batch.extras.read)
         for name, key in (("advantages", "advantage"), ("old_logps", "old_logps")):
             if name in changed:
@@ -565,7 +567,7 @@ class OwnPass:
                         f"{name} has the shape {list(example[key].shape)}; super()._compute_loss takes one number for "
                         f"each completion, {list(batch.weight.shape)}. Write the loss of tokens in the method itself."
                     )
-        read |= {key: self._by_read(inputs[name], name) for name, key in _OF_READS.items() if name in changed}
+        read |= {key: self._by_read(inputs[name], name) for name, key in TRL_LOGPS.items() if name in changed}
         if "completion_mask" in changed:
             kept = self._by_read(jnp.asarray(inputs["completion_mask"], jnp.float32), "completion_mask") > 0
             batch = batch._replace(text=jnp.where(kept, batch.text, len(batch.weight)))
@@ -576,7 +578,7 @@ class OwnPass:
                 example["token_weight"] = task.token_weights(
                     lengths, batch.weight, micro_batch, generated_tokens=inputs["num_items_in_batch"], part=part
                 )
-        if other := sorted(changed - {"advantages", "old_logps", "completion_mask", *_OF_READS}):
+        if other := sorted(changed - {"advantages", "old_logps", "completion_mask", *TRL_LOGPS}):
             raise TypeError(
                 f"super()._compute_loss got another {', '.join(other)} than the inputs have. It takes other "
                 "advantages, log-probabilities and another completion_mask; write the rest in the method itself."
@@ -595,14 +597,6 @@ class OwnPass:
             value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
             own[_OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
         return (self.default_sums or {}) | own
-
-
-# TRL's names of numbers of tokens, by ours.
-_OF_READS = {
-    "old_per_token_logps": "old_logps",
-    "ref_per_token_logps": "ref_logps",
-    "sampling_per_token_logps": "sampling_logps",
-}
 
 
 class PolicyInPass:
