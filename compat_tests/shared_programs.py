@@ -58,7 +58,7 @@ HOST_OF_TASK = frozenset(
 # Fields of a setup that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset(
     """
-    editable batch_size reference rollout sharding_plan events progress vocab_size
+    editable batch_size reference rollout sharding_plan events progress vocab_size script_loss
 """.split()
 )
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
@@ -197,6 +197,8 @@ def _shared_or(make: Callable[[], Any], setup: Any, *more: Any) -> Any:
 def _key(setup: Any, *more: Any) -> Any:
     """All that a program is traced from; None where that cannot be told, or is patched."""
     if setup.model.trainable_masks or setup.own_loss or _is_patched() or _alone:
+        return None
+    if setup.script_loss is not None and "_of" not in more:  # log-probabilities are without the loss
         return None
     reference, backends = None, [setup.model.backend]
     if setup.reference is not None:

@@ -46,6 +46,7 @@ class Batch(NamedTuple):
         `[N]`.
     packed: attention ranges of packed rows; None in the padded layout.
     images: the images of the pass, as one shard; None in steps without images.
+    completions: the completions as rows, for a script's own loss; None without one.
 
     In a step, every array has a leading axis of passes, which run one after another.
     """
@@ -64,6 +65,7 @@ class Batch(NamedTuple):
     router_token_count: np.ndarray | None = None
     first_labels: np.ndarray | None = None
     images: Images | None = None
+    completions: CompletionRows | None = None
 
     def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
         """Write an example's weight and its example and text extras into a slot of the pass at `index`."""
@@ -147,6 +149,26 @@ def padded_length(longest: int, pad_to_multiple_of: int | str | None) -> int:
     else:
         step = int(pad_to_multiple_of)
     return -(-longest // step) * step
+
+
+class CompletionRows(NamedTuple):
+    """The E completions of a pass as TRL lays them out, for a script's own loss. In a step there are leading axes of
+    passes and shards.
+
+    prompt_ids, prompt_mask: int32 `[E, P]`, padded on the left.
+    completion_ids, completion_mask: int32 `[E, C]`, padded on the right; the mask is 1 for tokens that count.
+    read: int32 `[E, C]`, the read that predicts each token; N where a token does not count.
+    numbers: float32 `[1]` each, by name: `generated_tokens`, `micro_batches` (of the step), `global_step`, `epoch`.
+    extras: float32 `[E]` or `[E, C]`, what a script added to the completions, by name.
+    """
+
+    prompt_ids: np.ndarray
+    prompt_mask: np.ndarray
+    completion_ids: np.ndarray
+    completion_mask: np.ndarray
+    read: np.ndarray
+    numbers: dict[str, np.ndarray]
+    extras: dict[str, np.ndarray]
 
 
 # Extras

@@ -316,7 +316,7 @@ class Accelerator(ProcessState):
         return value
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return np.asarray(value) * scale
+        return (value if isinstance(value, jax.Array) else np.asarray(value)) * scale
 
     def free_memory(self, *objects: Any) -> tuple:
         return objects

@@ -160,7 +160,8 @@ def trainer_of(
     )
     if writes:
         generation.with_longest_completions(trainer, made_up=made_up)
-    if own := sorted(trainer.parts.setup.own_loss):
+    script_loss = trainer.parts.setup.script_loss is not None
+    if own := sorted(trainer.parts.setup.own_loss | ({"_compute_loss"} if script_loss else set())):
         raise ValueError(
             f"{kind.__name__} overrides {', '.join(own)}, which a plan cannot include. Plan the trainer without it."
         )

@@ -265,6 +265,7 @@ class RewardFunctions:
         given: the user's own list of functions, whose entries may be replaced at any time, as in TRL; None if the user
             passed no list.
         metrics_of_run: names that the trainer logs in this run only, in addition to `_METRICS`.
+        own: a script's own `_calculate_rewards`, with the arguments and the result of `calculated`; None without one.
     """
 
     names: list[str]
@@ -273,6 +274,7 @@ class RewardFunctions:
     timeout: float | None = None
     given: list[Any] | None = None
     metrics_of_run: tuple[str, ...] = ()
+    own: Callable[..., Any] | None = None
     _taken: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -289,7 +291,27 @@ class RewardFunctions:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
-        """Compute rewards, float32 `[B, F]`; NaN where a function does not apply.
+        """Compute rewards, float32 `[B, F]`; NaN where a function does not apply. A script's own `_calculate_rewards`
+        may change those of `calculated`.
+
+        Raises:
+            TypeError: the script's own method did not return `[B, F]` numbers.
+        """
+        if self.own is None:
+            return self.calculated(rows, prompts, completions, completion_ids)
+        found = np.asarray(self.own(rows, prompts, completions, completion_ids), np.float32)
+        if found.shape != (len(prompts), len(self.functions)) or np.isinf(found).any():
+            raise TypeError(
+                f"The trainer's own _calculate_rewards returned {'infinite ' * bool(np.isinf(found).any())}numbers "
+                f"{list(found.shape)}; expected [{len(prompts)}, {len(self.functions)}], a row for each completion and "
+                "a column for each reward function."
+            )
+        return found
+
+    def calculated(
+        self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
+    ) -> np.ndarray:
+        """Call the reward functions: float32 `[B, F]`, NaN where one does not apply.
 
         Sync functions run one after another, then the async ones concurrently. Each gets its own copies of the lists,
         which it may modify.

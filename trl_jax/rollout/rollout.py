@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ import numpy as np
 
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
-from trl_jax.data.batch import IGNORED, Context, Example, Extras
+from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.losses.advantages import Advantages
@@ -343,6 +344,14 @@ class Writer(Protocol):
         """Texts without special tokens."""
 
 
+class OwnMethods(Protocol):
+    """Methods of a script's own that completions go through; they take and return what those of `Rollout` do."""
+
+    def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
+
+    def written(self, prompts: list, group: int, mode: str) -> Written: ...
+
+
 @dataclass
 class Rollout:
     """Generates completions with the current policy and scores them.
@@ -354,6 +363,7 @@ class Rollout:
     table: logs completions with their rewards; None logs none.
     tell: reports progress to the user.
     begin: resets the environments of a batch of rows and returns the rows with their observations.
+    own: methods of a script's own that completions go through; None without any.
     """
 
     writer: Writer
@@ -364,7 +374,9 @@ class Rollout:
     table: CompletionsLog | None = None
     tell: Callable[[str], None] = lambda text: None
     begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    own: OwnMethods | None = None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
+    _ready: Written | None = None  # completions of the rows that are scored next
 
     def begin_ahead(self, rows: Sequence[Row], group: int) -> Callable[[], Written]:
         """Begin the completions of rows; the function that it returns waits for them."""
@@ -378,12 +390,16 @@ class Rollout:
             mode: "train" or "eval", under which metrics are collected.
             written: the completions, if there are some already.
         """
+        self._ready = written
+        return (self if self.own is None else self.own).scored(rows, group, mode)
+
+    def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
+        """As `make`, without a script's own `_generate_and_score_completions`."""
         rows = self.begin(rows)
         metrics, prompts = self.collected[mode], self.writer.prompts(rows)
         next_thing = "training" if mode == "train" else "evaluating"
-        made = self.writer.write(prompts, group) if written is None else written
-        truncated = self._measured(made, mode, metrics)
-        dropped = truncated & self.drops_truncated
+        made = (self if self.own is None else self.own).written(prompts, group, mode)
+        dropped = self._truncated(made) & self.drops_truncated
         completion_mask = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
         ids, written = ([np.asarray(own, np.int32) for own in part] for part in (made.prompt_ids, made.completion_ids))
         if self.judge is None:
@@ -403,15 +419,20 @@ class Rollout:
         of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps, made.images_of_each
         return Experience(list(map(Completed, *of_each)))
 
-    def _measured(self, made: Written, mode: str, metrics: Collected) -> np.ndarray:
-        """Which completions were truncated, bool `[B]`. Adds length and token metrics."""
+    def written(self, prompts: list, group: int, mode: str) -> Written:
+        """One completion per prompt. Adds length and token metrics."""
+        ready, self._ready = self._ready, None
+        made, metrics = self.writer.write(prompts, group) if ready is None else ready, self.collected[mode]
         lengths = [int(own.sum()) for own in made.by_model]
-        truncated = np.asarray([int(own[-1]) not in self.ends for own in made.completion_ids])
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
-        metrics.add(length_metrics(lengths, truncated))
+        metrics.add(length_metrics(lengths, self._truncated(made)))
         metrics.add(iter(made.metrics.items()))
-        return truncated
+        return made
+
+    def _truncated(self, made: Written) -> np.ndarray:
+        """Which completions were truncated, bool `[B]`."""
+        return np.asarray([int(own[-1]) not in self.ends for own in made.completion_ids])
 
     def logged(self, mode: str, step: int) -> dict[str, float | None]:
         """Show the completions table and return the metrics since the last log, under TRL's names."""
@@ -604,6 +625,54 @@ def _with_numbers(task: RolloutTask, row: Completed, weight: float, numbers: Map
     return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens, row.images)
 
 
+def with_rows(
+    arrays: Batch,
+    parts: Sequence[Sequence[Completed]],
+    generations: Sequence[Experience],
+    *,
+    shards: int,
+    longest: int,
+    pad_token_id: int,
+    numbers: Mapping[str, float],
+) -> Batch:
+    """The arrays of a step with the completions as rows, for a script's own loss.
+
+    Args:
+        parts, generations: the step's, as of `step_examples`.
+        shards: that each micro-batch is divided over.
+        longest: rows have room for completions of so many tokens, at least.
+        numbers: of the step, by name.
+    """
+    every = [row for rows in parts for row in rows]
+    prompt, completion = (max(len(row[place]) for row in every) for place in (0, 1))
+    widths = padded_length(prompt, "auto"), padded_length(max(completion, longest), "auto")
+    leading, reads = arrays.weight.shape, arrays.reads.shape[-1]
+
+    def filled(width: int, value: int) -> np.ndarray:
+        return np.full((*leading, width), value, np.int32)
+
+    prompts, completions = (filled(width, pad_token_id) for width in widths)
+    prompt_mask, mask, read = filled(widths[0], 0), filled(widths[1], 0), filled(widths[1], reads)
+    extras = {
+        name: np.zeros((*leading, *(widths[1:] if values.ndim else ())), np.float32)
+        for name, values in (every[0].extras or {}).items()
+    }
+    scalars = {name: np.full((*leading[:-1], 1), value, np.float32) for name, value in numbers.items()}
+    scalars["generated_tokens"] = np.ones((*leading[:-1], 1), np.float32)
+    scalars["micro_batches"] = np.full((*leading[:-1], 1), len(parts), np.float32)
+    runs = zip(np.ndindex(leading[:-1]), by_shard(parts, shards), strict=False)  # a short step has fewer
+    for number, (index, rows) in enumerate(runs):
+        scalars["generated_tokens"][index] = generations[number // shards].num_tokens
+        for slot, row in enumerate(rows):
+            at, length = (*index, slot), len(row.completion)
+            prompts[at][widths[0] - len(row.prompt) :], prompt_mask[at][widths[0] - len(row.prompt) :] = row.prompt, 1
+            completions[at][:length], mask[at][:length] = row.completion, row.completion_mask
+            read[at][:length][row.completion_mask] = np.flatnonzero(arrays.text[index] == slot)
+            for name, values in (row.extras or {}).items():
+                extras[name][(*at, slice(length))[: extras[name].ndim]] = values
+    return arrays._replace(completions=CompletionRows(prompts, prompt_mask, completions, mask, read, scalars, extras))
+
+
 # Entropy bonus
 
 
@@ -680,6 +749,8 @@ class Completed(NamedTuple):
         under the reference; None if not needed.
     sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
     images: of the prompt, or of the text up to the last image in the completion; None without any.
+    extras: what a script added to the outputs of `_generate_and_score_completions`, float32 scalars or one number for
+        each token of the completion, by name; None without any.
     """
 
     prompt: np.ndarray
@@ -690,6 +761,7 @@ class Completed(NamedTuple):
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
     images: TextImages | None = None
+    extras: Mapping[str, np.ndarray] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -698,8 +770,11 @@ class Completed(NamedTuple):
 
 
 _LOGPS = ("old_logps", "ref_logps", "sampling_logps")
+_OF_TRL = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+TRL_LOGPS = dict(zip(_OF_TRL, _LOGPS, strict=True))
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
 _IMAGES = "images/"  # prefix of the arrays of images
+_EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of a script's own numbers, and of whether tokens have them
 
 
 @dataclass(frozen=True)
@@ -744,6 +819,10 @@ class Experience:
         if any(row.images is not None for row in rows):
             images = images_to_arrays([row.images for row in rows])
             arrays |= {f"{_IMAGES}{name}": array for name, array in images.items()}
+        for name, values in (rows[0].extras or {}).items():
+            every = [row.extras[name] for row in rows]
+            arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every, np.float32)
+            arrays[f"{_OF_TOKENS}{name}"] = np.bool_(values.ndim)
         return arrays
 
     @classmethod
@@ -760,9 +839,15 @@ class Experience:
         logps = [split(name, "completion") for name in _LOGPS]
         images = {name.removeprefix(_IMAGES): array for name, array in arrays.items() if name.startswith(_IMAGES)}
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
-        return cls(
-            [Completed(*row) for row in zip(*columns, arrays["advantage"].tolist(), *logps, images, strict=True)]
-        )
+        extras = [{} for _ in arrays["advantage"]]
+        for name in (name.removeprefix(_OF_TOKENS) for name in arrays if name.startswith(_OF_TOKENS)):
+            saved = arrays[f"{_EXTRAS}{name}"]
+            each = split(f"{_EXTRAS}{name}", "completion") if arrays[f"{_OF_TOKENS}{name}"] else list(saved)
+            for own, values in zip(extras, each, strict=True):
+                own[name] = np.asarray(values)
+        extras = [own or None for own in extras]
+        of_each = *columns, arrays["advantage"].tolist(), *logps, images, extras
+        return cls([Completed(*row) for row in zip(*of_each, strict=True)])
 
 
 # Metrics, with TRL's names and order
@@ -772,11 +857,11 @@ class Collected:
     """Metric values by name since the last log, in the order in which names first appeared."""
 
     def __init__(self, values: dict[str, list[float]] | None = None):
-        self.values: dict[str, list[float]] = {} if values is None else values
+        self.values: dict[str, list[float]] = defaultdict(list, values or {})
 
     def add(self, metrics: Iterator[tuple[str, float]]) -> None:
         for name, value in metrics:
-            self.values.setdefault(name, []).append(value)
+            self.values[name].append(value)
 
     def set(self, name: str, value: float) -> None:
         """Set a metric of which only the last value is logged."""
@@ -784,7 +869,7 @@ class Collected:
 
     def taken(self) -> dict[str, float | None]:
         """Return the mean of each metric's non-NaN values (None if there is none), and reset."""
-        values, self.values = self.values, {}
+        values, self.values = self.values, defaultdict(list)
         real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
 

@@ -113,6 +113,7 @@ class BaseTrainer(abc.ABC):
     _saving: LoopProgress | None = None  # of the checkpoint that is being saved
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
     _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
+    _compiled_methods: ClassVar[frozenset[str]] = frozenset({"compute_loss", "prediction_step"})  # only of a class
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
     _editable: Editable
     _setup: Setup

@@ -26,6 +26,7 @@ from trl_jax.data.checks import has_transform
 from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.losses.policy_gradient import entropy_mask
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
@@ -48,8 +49,9 @@ from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WIT
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.reference import ReferenceModel
-from trl_jax.training.rollout import RolloutParts, Sampling
+from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
 from trl_jax.training.server import ServerParts, default_root
 
 # Tools and environments, and how the tokenizer tells tool calls from text.
@@ -150,6 +152,7 @@ class RolloutTrainer(BaseTrainer):
 
     tools: Sequence[Callable] = ()
     _environments: Environments | None = None
+    _own_methods: OwnRollout | None = None
     _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
     _writes_completions: ClassVar[bool] = True
@@ -219,10 +222,15 @@ class RolloutTrainer(BaseTrainer):
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None
+        self._own_methods = self._own_rollout(run)
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
-            rollout_func, server,
+            rollout_func, server, self._own_methods,
         )  # fmt: skip
+
+    def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
+        """The methods of the script's own that completions go through; None without any."""
+        return None
 
     def _server(self, run: setup.Setup) -> ServerParts:
         """The vLLM servers of the arguments, which answer and fit the run.
@@ -381,6 +389,155 @@ class OnlineTrainer(RolloutTrainer):
         "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
     )
 
+    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss", "_calculate_rewards", *OWN_METHODS}
+    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
+        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
+        loss of the script's own they are arrays of the step."""
+        if self._own_pass is not None:
+            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
+        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
+
+    @property
+    def _own_pass(self) -> Any:
+        """The pass whose loss a script's own method computes now; None outside of it."""
+        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
+        return None if script_loss is None else script_loss.current
+
+    @property
+    def current_gradient_accumulation_steps(self) -> Any:
+        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
+        fewer."""
+        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
+
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
+            return hooks
+        from trl_jax.training.script_loss import OwnLoss
+
+        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+            return self.compute_loss(model, inputs)
+
+        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
+        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> jax.Array:
+        """`_compute_loss`, as in TRL. Scripts override either, in jax.numpy.
+
+        Raises:
+            ValueError: `return_outputs`, in TRL's words.
+        """
+        if return_outputs:
+            raise ValueError(f"The {self._name}Trainer does not support returning outputs")
+        return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+        """The loss of a micro-batch of completions, scaled as TRL's: a step of GRPO adds up these losses, one of RLOO
+        takes their mean. A script's subclass may override it, in jax.numpy: it is compiled, gradient and all.
+
+        Args:
+            model: for `_get_per_token_logps_and_entropies`; it cannot be called.
+            inputs: TRL's, by TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
+                `[B, C]` (0 for the answers of tools, too), `advantages` `[B]`, and those that the arguments ask for of
+                `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`, `importance_sampling_ratio`
+                (GRPO) and `old_logps` `[B]` (RLOO).
+        """
+        del model
+        return self._in_own_loss("_compute_loss").default_loss(inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: jax.Array,
+        attention_mask: Any,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Log-probabilities of the completions' tokens at the sampling temperature, float32 `[B, C]`, 0 where a token
+        does not count, their entropies and the load-balancing loss of the experts, for a loss of the script's own.
+
+        Args:
+            model: the one that the loss was given.
+            input_ids: `prompt_ids` and `completion_ids` of the inputs, side by side; NaN is returned for others.
+            attention_mask, batch_size, images: without an effect, for the step has computed the model.
+        """
+        del attention_mask, batch_size, images
+        one = self._in_own_loss("_get_per_token_logps_and_entropies")
+        return one.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
+
+    def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
+        methods = self._generate_and_score_completions, self._generate, self._tokenize_prompts
+        own = {name: method for name, method in zip(OWN_METHODS, methods, strict=True) if name in run.overridden}
+        if not own:
+            return None
+        if several():
+            raise ValueError(
+                f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax on several "
+                "processes. Train in one process, or override _calculate_rewards."
+            )
+        return OwnRollout(
+            type(self).__name__, *map(own.get, OWN_METHODS),
+            whole=not self._averages_losses, keeps_extras=run.script_loss is not None,
+            pad_token_id=run.processing_class.pad_token_id,
+        )  # fmt: skip
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> np.ndarray:
+        """The rewards, float32 `[N, F]`, NaN where a function does not apply. A script's subclass may override it and
+        change those of `super()`; what it returns is weighted, logged and trained on. On several processes it gets the
+        completions of one.
+
+        Args:
+            inputs: the rows of the dataset, one for each completion.
+        """
+        return self._calls_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's outputs for the prompts of a generation, as NumPy arrays: `prompt_ids`, `prompt_mask` `[N, P]`,
+        `completion_ids`, `completion_mask` `[N, C]`, `advantages` `[N]`, `num_items_in_batch` and the log-probabilities
+        that there are. A script's subclass may override it: what it changes of the advantages, the mask and the
+        log-probabilities of `super()` is trained on, and further numbers `[N]` or `[N, C]` reach its `_compute_loss`.
+
+        Args:
+            inputs: the rows of the dataset, each as often as its prompt is completed.
+        """
+        return self._own_method("_generate_and_score_completions").default_score(inputs)
+
+    def _generate(self, prompts: list) -> tuple:
+        """TRL's lists: the ids of prompts and of completions, in GRPO the mask of tools, the completions as reward
+        functions see them, and in GRPO log-probabilities of the sampler, further columns, None and []. A script's
+        subclass may override it and change those of `super()`."""
+        return self._own_method("_generate").default_generate(prompts)
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """The ids of prompts, None and {}, as TRL has it for texts. A script's subclass may override it and change the
+        ids of `super()`."""
+        return self._own_method("_tokenize_prompts").default_tokenize(prompts)
+
+    def _own_method(self, name: str) -> OwnRollout:
+        if self._own_methods is None:
+            raise RuntimeError(f"{name} of {type(self).__name__} can be called by a method of the same name alone.")
+        return self._own_methods
+
+    def _in_own_loss(self, name: str) -> Any:
+        if self._own_pass is None:
+            raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
+        return self._own_pass
+
+    @staticmethod
+    def get_high_entropy_mask(entropies: jax.Array, mask: jax.Array, threshold: float) -> jax.Array:
+        """Which tokens have an entropy of at least the `threshold` quantile: bool, in the shape of `entropies`."""
+        return entropy_mask(entropies, mask, 1 - threshold)
+
     @property
     def reward_funcs(self) -> list[Any]:
         """The reward functions, as a list. Others may be put into it at any time, and count from the next generation
@@ -481,6 +638,9 @@ class OnlineTrainer(RolloutTrainer):
             metrics_of_run=("kl",) if args.beta else (),
             columns=None if open_ended or has_transform(rows) else rows.column_names,
         )  # fmt: skip
+        if "_calculate_rewards" in run.overridden:
+            rewards.own = self._calculate_rewards
+        self._calls_rewards = rewards.calculated
         self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
         return rewards
 

@@ -228,21 +228,21 @@ _LOSS_TYPE = (
     "KTO: choose a loss_type."
 )
 _POLICY_LOSS = (
-    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GRPO and "
-    "RLOO: choose loss_type and the arguments beside it (GRPOConfig), or say it by the rewards."
+    "The step is one compiled function: override _compute_loss(self, model, inputs), in jax.numpy, or choose loss_type."
 )
 _TEACHERS_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
     "distillation: choose beta, and say by temperature how soft the distributions are."
 )
 _OWN_REWARDS = (
-    "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows, log_metric and "
-    "log_extra, and its numbers are weighed by reward_weights."
+    "Override _calculate_rewards, or write a reward function: it gets prompts, completions, completion_ids and all "
+    "columns of the rows, log_metric and log_extra, and its numbers are weighed by reward_weights."
 )
 _OWN_COMPLETIONS = (
-    "Say how completions are sampled by generation_kwargs, or give GRPOTrainer a rollout_func(prompts, trainer) that "
-    "returns them."
+    "Override _generate(self, prompts) and change what super() returns, say how completions are sampled by "
+    "generation_kwargs, or give GRPOTrainer a rollout_func(prompts, trainer) that returns them."
 )
+_OWN_SAMPLED = "Say how completions are sampled by generation_kwargs."
 _OWN_TEXTS = "Render prompts beforehand, by train_dataset.map, or say chat_template_path and chat_template_kwargs."
 NEVER_CALLED = {
     name: instead
@@ -314,11 +314,9 @@ def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]
     instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
     of_all = (
         ("get_train_dataloader", _OWN_PROMPTS),
-        ("compute_loss prediction_step _compute_loss", own_loss),
-        ("_generate _generate_single_turn _generate_and_score_completions _tool_call_loop _get_tool_suffix_ids",
-         own_completions),
-        ("_tokenize_prompts", _OWN_TEXTS),
-    )  # fmt: skip
+        ("prediction_step", own_loss),
+        ("_generate_single_turn _tool_call_loop _get_tool_suffix_ids", own_completions),
+    )
     table = {name: instead.get(found, found) for name, found in NEVER_CALLED.items()}
     return table | {name: found for names, found in (*of_all, *further) for name in names.split()}
 
@@ -327,12 +325,14 @@ NEVER_CALLED_WITH_REWARDS = _with_rollout(
     _POLICY_LOSS,
     _OWN_COMPLETIONS,
     ("_get_per_token_logps_and_entropies get_high_entropy_mask get_off_policy_mask get_gamma_weights", _POLICY_LOSS),
-    ("_calculate_rewards _log_completion_extra _log_metric", _OWN_REWARDS),
+    ("_log_completion_extra _log_metric", _OWN_REWARDS),
 )
 NEVER_CALLED_WITH_TEACHER = _with_rollout(
     _TEACHERS_LOSS,
-    "Say how completions are sampled by generation_kwargs.",
-    ("_get_last_hidden_state", _TEACHERS_LOSS),
+    _OWN_SAMPLED,
+    ("compute_loss _compute_loss _get_last_hidden_state", _TEACHERS_LOSS),
+    ("_generate _generate_and_score_completions", _OWN_SAMPLED),
+    ("_tokenize_prompts", _OWN_TEXTS),
 )
 
 
@@ -360,10 +360,10 @@ def check_set(
         raise TypeError(f"{unread[0]} was set on the trainer, and trl_jax never reads it. {never_read[unread[0]]}")
     if unheard := sorted(never_called.keys() & names):
         raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
-    if compiled := sorted({"compute_loss", "prediction_step"} & names):
+    if compiled := sorted(cls._compiled_methods & names):
         raise TypeError(
-            f"{compiled[0]} was set on the trainer itself, where it would be passed over: the step is compiled from "
-            f"its class. Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
+            f"{compiled[0]} was set on the trainer itself, where it would be passed over: its class's is called. "
+            f"Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
         )
 
 

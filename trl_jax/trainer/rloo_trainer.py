@@ -30,6 +30,7 @@ class RLOOTrainer(OnlineTrainer):
     )
     config_class, _old_arguments = RLOOConfig, OLD_ARGUMENTS
     _writes_completions: ClassVar[bool] = False
+    _averages_losses: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = False
     normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))
 

@@ -35,7 +35,7 @@ from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_su
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.prefetch import Prefetched
-from trl_jax.training.rollout import CommonNumbers, RowReader
+from trl_jax.training.rollout import CommonNumbers, RowReader, rows_of_script
 from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
 from trl_jax.training.state import Setup
 
@@ -52,7 +52,13 @@ class CompletionEvaluator:
             loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
             return sums | {"loss": loss}
 
-        self.sums = jax.jit(first if sharded_step is None else sharded_step.scores(first))
+        of_pass = first if sharded_step is None else sharded_step.scores(first)
+
+        def sums(params: dict, batch: Any, values: Any = None) -> dict[str, jax.Array]:
+            del values  # of the trainer, which a script's own loss reads while this is traced
+            return of_pass(params, batch)
+
+        self.sums = jax.jit(sums, static_argnames="values")
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Loss, speed and metrics over the prompts of a dataset, by name with `prefix`."""
@@ -72,7 +78,7 @@ class CompletionEvaluator:
         total = sum(counts)
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
-        measured = self._source.rollout.logged("eval", setup.state.global_step) | setup.task.metrics(sums, "eval")
+        measured = self._source.rollout.logged("eval", setup.state.global_step) | setup.objective.metrics(sums, "eval")
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
@@ -101,14 +107,19 @@ class CompletionEvaluator:
         setup, task = self._setup, self._setup.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(setup, training=False), accumulation=1)
+        if setup.script_loss is not None:  # which takes means over rows
+            layout = replace(layout, batch_size=-(-len(rows) // layout.shards) * layout.shards)
         bonus = None if self._source.bonus is None else self._source.bonus.next()
         numbers = self._numbers(bonus)
         groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, setup.virtual)
-        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
+        arrays = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
+        return arrays if setup.script_loss is None else rows_of_script(setup, arrays, [experience.rows], [experience])
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         setup = self._setup
-        return jax.tree.map(fetched, self.sums(setup.arrays, data.placed_pass(self.arrays(rows), setup.sharding_plan)))
+        values = {} if setup.script_loss is None else {"values": setup.script_loss.values()}
+        batch = data.placed_pass(self.arrays(rows), setup.sharding_plan)
+        return jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
 
 
 # Evaluation and prediction over prepared datasets.
@@ -163,6 +174,7 @@ class Evaluator:
         metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
         measured = task_metrics(
             setup.task,
+            setup.objective,
             evaluated.sums,
             "eval",
             tokens_seen=setup.progress.tokens_seen,

@@ -134,8 +134,8 @@ class Forward:
 
     def _loss(self, outputs: Any, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         setup = self._setup
-        loss, sums = setup.task.loss(outputs, batch)
-        if not setup.router_aux_loss_coef:
+        loss, sums = setup.objective.loss(outputs, batch)
+        if not setup.router_aux_loss_coef or setup.script_loss is not None:  # a script's own adds it, as in TRL
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, setup.router_aux_loss_coef)
 

@@ -399,6 +399,7 @@ def _bytes(count: int) -> str:
 
 def task_metrics(
     task: Task,
+    objective: Any,
     sums: list[dict[str, np.ndarray]],
     split: str,
     *,
@@ -406,11 +407,15 @@ def task_metrics(
     rollout: RolloutSteps | None,
     step: int,
 ) -> dict[str, float]:
-    """The task's metrics, and `num_tokens` where TRL logs it: the real tokens of all steps so far."""
+    """The metrics of the objective, and `num_tokens` where TRL logs it: the real tokens of all steps so far.
+
+    Args:
+        objective: the task, or a script's own loss in its place.
+    """
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
     if rollout is not None:
-        return rollout.logged(task.metrics(sums, split), step)
-    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(tokens_seen)}
+        return rollout.logged(objective.metrics(sums, split), step)
+    metrics, tokens = objective.metrics(sums, split), {"num_tokens": float(tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
     names = list(metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import raised_by
 from trl_jax.rollout.rollout import (
+    TRL_LOGPS,
     Completed,
     EntropyBonus,
     Experience,
@@ -41,6 +42,7 @@ from trl_jax.rollout.rollout import (
     all_written,
     example_of,
     step_examples,
+    with_rows,
 )
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.tools import Tools, written_by
@@ -82,6 +84,8 @@ def rollout_steps(
             {} if environments is None else {"begin": partial(begin_own, environments) if alone else environments.begin}
         ),
     )
+    if parts.own is not None:
+        parts.own.rollout, parts.own.writer, rollout.own = rollout, writer, parts.own
 
     def sampler() -> Sampler:
         return _sampler(setup.train_dataset, setup.task.cycle, setup.args.seed, shuffle=parts.shuffle)
@@ -196,7 +200,22 @@ class StepMaker:
         part = len(parts) / task.cycle.parts
         numbers = self._numbers(coef)
         groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._setup.virtual)
-        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+        step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+        if self._setup.script_loss is None:
+            return step
+        return step._replace(arrays=rows_of_script(self._setup, step.arrays, parts, generations))
+
+
+def rows_of_script(
+    setup: Setup, arrays: Batch, parts: Sequence[Sequence[Completed]], generations: Sequence[Experience]
+) -> Batch:
+    """The arrays of a step with the rows that a script's own loss gets; arguments as of `with_rows`."""
+    state = setup.state
+    return with_rows(
+        arrays, parts, generations, shards=setup.shards, longest=setup.args.max_completion_length,
+        pad_token_id=setup.processing_class.pad_token_id,
+        numbers={"global_step": state.global_step, "epoch": state.epoch or 0.0},
+    )  # fmt: skip
 
     def _seen(self, rows: list[Completed]) -> list[Completed]:
         """The same with the features of their images, which checkpoints lack."""
@@ -226,7 +245,7 @@ class PolicyWriter:
     def __init__(self, setup: Setup, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
         self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
         self._alone, self._copy = alone, None
-        self._rollout_func, self._rewards = parts.rollout_func, parts.rewards
+        self._rollout_func, self._rewards, self._own = parts.rollout_func, parts.rewards, parts.own
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
@@ -315,15 +334,15 @@ class PolicyWriter:
         return self._by_servers(self._checked_ids(prompts)[0], group, None)
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
-        return self._encoded(prompts)[0]
+        return self.encoded(prompts)[0]
 
     def _checked_ids(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
-        ids, images = self._encoded(prompts)
+        ids, images = self.encoded(prompts) if self._own is None else self._own.encoded(prompts)
         for prompt, own in zip(prompts, ids, strict=True):
             token_ids(own, self._setup.vocab_size, f"The prompt {brief(prompt)}")
         return ids, images
 
-    def _encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
+    def encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         """The ids of prompts, and their images if the run has any."""
         sampling = self._sampling
         own = None if sampling.tools is None else sampling.tools.of_each
@@ -431,6 +450,223 @@ def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
     return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
 
 
+# Methods of a script's own that completions go through, with TRL's arguments and results, as NumPy arrays and lists.
+
+
+OWN_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts"
+
+
+@dataclass
+class OwnRollout:
+    """Calls a script's own methods in the place of ours, whose results `super()` gives them.
+
+    name: of the trainer's class.
+    score, generate, tokenize: the methods of OWN_METHODS of the script; None where it has none.
+    whole: whether the results are GRPO's, or RLOO's.
+    keeps_extras: whether further numbers of completions are kept for a loss of the script's own.
+    rollout, writer: set with the run.
+    """
+
+    name: str
+    score: Callable[[list[dict[str, Any]]], dict[str, Any]] | None
+    generate: Callable[[list], tuple] | None
+    tokenize: Callable[[list], tuple] | None
+    whole: bool
+    keeps_extras: bool
+    pad_token_id: int
+    rollout: Rollout | None = None
+    writer: Any = None
+    _now: tuple[int, str] | None = None
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    # As the rollout calls them.
+
+    def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
+        self._now = group, mode
+        if self.score is None:
+            return self.rollout.scored(rows, group, mode)
+        outputs = self.score([dict(row) for row in rows])
+        experience, given = self._taken("_generate_and_score_completions")
+        return self._changed(experience, given, outputs)
+
+    def written(self, prompts: list, group: int, mode: str) -> Written:
+        if self.generate is None:
+            return self.rollout.written(prompts, group, mode)
+        outputs = self.generate(prompts)
+        made, given = self._taken("_generate")
+        if not isinstance(outputs, tuple) or len(outputs) != len(given):
+            raise TypeError(
+                f"{self.name}._generate returned {brief(outputs)}; expected a tuple of {len(given)}, as TRL's."
+            )
+        ids = [list(map(int, own)) for own in outputs[0]]
+        written = [np.asarray(own, np.int32) for own in outputs[1]]
+        if ids != given[0] and made.images is not None:
+            raise ValueError(
+                f"{self.name}._generate changed the ids of prompts with images, which belong to their places."
+            )
+        found = {"prompt_ids": ids, "completion_ids": written, "messages": outputs[3 if self.whole else 2]}
+        by_model, logps = all_written(written), None
+        if self.whole:
+            if outputs[2] is not None:
+                by_model = [np.asarray(own, bool) for own in outputs[2]]
+            if outputs[4] is not None:
+                logps = [np.asarray([np.nan if x is None else x for x in own], np.float32) for own in outputs[4]]
+            found |= {"columns": outputs[5], "sampling_logps": logps}
+        for number, own in enumerate(written):
+            lengths = {len(own), len(by_model[number]), len(own if logps is None else logps[number])}
+            if len(own) == 0 or len(lengths) > 1:
+                raise ValueError(
+                    f"{self.name}._generate returned completion {number} with {len(own)} tokens and a mask or logprobs "
+                    f"of {sorted(lengths)}: each needs at least one token, and a number for each."
+                )
+        return replace(made, by_model=by_model, **found)
+
+    def encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
+        if self.tokenize is None:
+            return self.writer.encoded(prompts)
+        outputs = self.tokenize(prompts)
+        (given, images), _ = self._taken("_tokenize_prompts")
+        ids = [list(map(int, own)) for own in outputs[0]]
+        if len(ids) != len(prompts) or (images is not None and ids != given):
+            raise ValueError(
+                f"{self.name}._tokenize_prompts returned {len(ids)} prompts for {len(prompts)}; expected the ids of "
+                "each, and of prompts with images those that super() gave."
+            )
+        return ids, images
+
+    # As `super()` of the script's methods calls them.
+
+    def default_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        group, mode = self._within("_generate_and_score_completions")
+        experience = self.rollout.scored(inputs, group, mode)
+        outputs = self._outputs(experience)
+        self._made["_generate_and_score_completions"] = experience, dict(outputs)
+        return outputs
+
+    def default_generate(self, prompts: list) -> tuple:
+        group, mode = self._within("_generate")
+        made = self.rollout.written(prompts, group, mode)
+        texts = made.messages
+        if texts is None:
+            texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
+        ids, written = ([list(map(int, own)) for own in part] for part in (made.prompt_ids, made.completion_ids))
+        outputs = ids, written, texts
+        if self.whole:
+            alone = all(own.all() for own in made.by_model)
+            mask = None if alone else [own.astype(int).tolist() for own in made.by_model]
+            logps = None if made.sampling_logps is None else [own.tolist() for own in made.sampling_logps]
+            outputs = ids, written, mask, texts, logps, dict(made.columns), None, []
+        self._made["_generate"] = made, outputs
+        return outputs
+
+    def default_tokenize(self, prompts: list) -> tuple:
+        self._within("_tokenize_prompts")
+        ids, images = self.writer.encoded(prompts)
+        self._made["_tokenize_prompts"] = (ids, images), None
+        return [list(own) for own in ids], None, {}
+
+    def _within(self, name: str) -> tuple[int, str]:
+        if self._now is None:
+            raise RuntimeError(
+                f"{name} of {self.name} can be called by the method of the same name alone, as super()'s."
+            )
+        return self._now
+
+    def _taken(self, name: str) -> tuple[Any, Any]:
+        """What `super()` of the method made."""
+        if name not in self._made:
+            raise RuntimeError(
+                f"{self.name}.{name} did not call super().{name}(...), which completions come from. Call it and change "
+                "its result, or pass GRPOTrainer a rollout_func."
+            )
+        return self._made.pop(name)
+
+    def _outputs(self, experience: Experience) -> dict[str, Any]:
+        """TRL's outputs, padded: prompts on the left, numbers of completions on the right."""
+        rows = experience.rows
+        prompts = padded([row.prompt for row in rows], self.pad_token_id, left=True)
+        outputs = {
+            "prompt_ids": prompts,
+            "prompt_mask": padded([np.ones_like(row.prompt) for row in rows], 0, left=True),
+            "completion_ids": padded([row.completion for row in rows], self.pad_token_id),
+            "completion_mask": padded([row.completion_mask.astype(np.int32) for row in rows], 0),
+            "advantages": np.asarray([row.advantage for row in rows], np.float32),
+        }
+        if not self.whole:
+            old = [np.sum(row.old_logps[row.completion_mask], dtype=np.float32) for row in rows]
+            return outputs | {"old_logps": np.asarray(old)}
+        outputs["num_items_in_batch"] = np.int32(experience.num_tokens)
+        there = {name: [row._asdict()[key] for row in rows] for name, key in TRL_LOGPS.items()}
+        return outputs | {name: padded(values, 0.0) for name, values in there.items() if values[0] is not None}
+
+    def _changed(self, experience: Experience, given: dict[str, Any], outputs: Any) -> Experience:
+        """The completions with what the script has changed of their outputs.
+
+        Raises:
+            TypeError: something that cannot be changed there.
+        """
+        where = f"{self.name}._generate_and_score_completions returned"
+        if not isinstance(outputs, Mapping) or given.keys() - outputs.keys():
+            missing = sorted(given.keys() - outputs.keys()) if isinstance(outputs, Mapping) else brief(outputs)
+            raise TypeError(f"{where} outputs without {missing}; expected those of super(), with changes.")
+        found = {name: np.asarray(value) for name, value in outputs.items() if value is not None}
+        free = {"advantages", "completion_mask", *(TRL_LOGPS if self.whole else ())}
+        for name in given.keys() - free:
+            if not np.array_equal(found[name], given[name]):
+                raise TypeError(f"{where} other {name} than super(): these are what was generated. Leave them.")
+        mask, shape = found["completion_mask"].astype(bool), given["completion_mask"].shape
+        if mask.shape != shape or (mask & ~given["completion_mask"].astype(bool)).any():
+            raise TypeError(
+                f"{where} a completion_mask with other tokens than super()'s: it may only leave tokens out."
+            )
+        changes: dict[str, Any] = {"completion_mask": mask, "advantage": self._advantages(found["advantages"], shape)}
+        changes |= {TRL_LOGPS[name]: found[name].astype(np.float32) for name in TRL_LOGPS.keys() & given.keys()}
+        extras = {name: values for name, values in found.items() if name not in given}
+        if found["advantages"].ndim == 2:
+            extras["advantages"] = found["advantages"]
+        extras = self._checked(extras, shape) if self.keeps_extras else {}
+        rows = []
+        for number, row in enumerate(experience.rows):
+            own = {name: values[number] for name, values in changes.items()}
+            own = {
+                name: values[: len(row.completion)] if np.ndim(values) else float(values)
+                for name, values in own.items()
+            }
+            of_row = {name: values[number][..., : len(row.completion)] if values.ndim == 2 else values[number]
+                      for name, values in extras.items()}  # fmt: skip
+            rows.append(row._replace(**own, extras=of_row or None))
+        return Experience(rows)
+
+    def _advantages(self, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+        """Numbers of completions, float32 `[B]`; 0 where the script has one for each token."""
+        if values.shape == shape and self.keeps_extras:
+            return np.zeros(shape[0], np.float32)
+        if values.shape != shape[:1] or not np.isfinite(values).all():
+            raise TypeError(
+                f"{self.name}._generate_and_score_completions returned advantages {list(values.shape)}; expected "
+                f"[{shape[0]}] finite numbers. Advantages of tokens need a _compute_loss of the script's own, too."
+            )
+        return values.astype(np.float32)
+
+    def _checked(self, extras: dict[str, np.ndarray], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+        for name, values in extras.items():
+            if values.shape not in (shape, shape[:1]) or values.dtype == object:
+                raise TypeError(
+                    f"{self.name}._generate_and_score_completions returned {name}, {list(values.shape)}; expected "
+                    f"numbers of completions, [{shape[0]}], or of their tokens, {list(shape)}."
+                )
+        return {name: values.astype(np.float32) for name, values in extras.items()}
+
+
+def padded(rows: Sequence[np.ndarray], filler: float, *, left: bool = False) -> np.ndarray:
+    """Rows of numbers as an array, filled up on one side."""
+    longest = max(map(len, rows))
+    found = np.full((len(rows), longest), filler, np.asarray(rows[0]).dtype)
+    for out, row in zip(found, rows, strict=True):
+        out[slice(longest - len(row), None) if left else slice(len(row))] = row
+    return found
+
+
 # The parts of a rollout that its trainer decides.
 
 
@@ -466,6 +702,7 @@ class RolloutParts:
     bonus: the coefficient of the entropy bonus; None without one.
     rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
     server: the vLLM servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
+    own: methods of a script's own that completions go through; None without any.
     """
 
     sampling: Sampling
@@ -476,3 +713,4 @@ class RolloutParts:
     table: CompletionsLog | None
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
     server: ServerParts | None = None
+    own: OwnRollout | None = None

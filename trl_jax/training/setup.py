@@ -409,6 +409,7 @@ def build(
         rollout=None,
         encoder=tokens.encoder,
         features=FeatureStore(args) if sees and sharding_plan is None and not several() else None,
+        script_loss=hooks.own_loss,
     )
     begin_state(events, setup.train_batch_size)
 

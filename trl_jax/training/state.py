@@ -128,6 +128,7 @@ class Setup:
     rollout: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples of rows with images; None for rows of text.
     features: of images under a tower that does not train; None for rows of text and on several devices.
+    script_loss: a script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
     """
 
     editable: Editable
@@ -142,6 +143,7 @@ class Setup:
     rollout: RolloutSteps | None
     encoder: Encoder | None
     features: FeatureStore | None
+    script_loss: Any = None
 
     args, task, model = _editable("args"), _editable("task"), _editable("model")
     processing_class, pad_to_multiple_of = _editable("processing_class"), _editable("pad_to_multiple_of")
@@ -170,6 +172,11 @@ class Setup:
     def own_loss(self) -> frozenset[str]:
         """The methods of OWN_LOSS that the script overrides."""
         return OWN_LOSS & self.overridden
+
+    @property
+    def objective(self) -> Any:
+        """What has `loss` and `metrics` of the step: the task, or a script's own loss."""
+        return self.task if self.script_loss is None else self.script_loss
 
     @property
     def virtual(self) -> VirtualTokens:

@@ -19,7 +19,6 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.data.layout_plan import EARLY
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.backend import Backend, check_unfrozen, stop_frozen_gradients, zero_frozen_updates
-from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import distributed
 from trl_jax.tasks.task import Task
 from trl_jax.training.checkpoint import LoopProgress
@@ -80,20 +79,26 @@ class StepParts(NamedTuple):
 
     loss: the task.
     frozen: names on disk of the parameters that a script has frozen.
+    values: the numbers and strings on the trainer, where the step contains a loss of the script's own.
     """
 
     loss: Task
     max_grad_norm: float | None
     frozen: frozenset[str]
     accumulation: int
+    values: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def now(cls, task: Task, args: BaseConfig, model: PreTrainedModel) -> StepParts:
-        return cls(task, args.max_grad_norm, frozenset(model.frozen_names), args.gradient_accumulation_steps)
+    def now(cls, setup: Setup) -> StepParts:
+        args, script_loss = setup.args, setup.script_loss
+        values = () if script_loss is None else script_loss.values()
+        frozen = frozenset(setup.model.frozen_names)
+        return cls(setup.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps, values)
 
     def changed_since(self, before: StepParts) -> str:
         """The differences, in words."""
         words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
+        words = *words, ", ".join(sorted({f"trainer.{name}" for name, _ in {*self.values} ^ {*before.values}}))
         return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
@@ -105,7 +110,7 @@ class Changes:
 
     def __init__(self, setup: Setup, settle: Callable[[], None], made_optimizer: Callable[[], Optimizer]):
         self._setup, self._settle, self._made_optimizer = setup, settle, made_optimizer
-        self._before = StepParts.now(setup.task, setup.args, setup.model)
+        self._before = StepParts.now(setup)
 
     def __call__(self) -> Optimizer | None:
         """None if nothing has changed since the last step was compiled.
@@ -115,7 +120,7 @@ class Changes:
         """
         setup, before = self._setup, self._before
         self._settle()
-        found = self._before = StepParts.now(setup.task, setup.args, setup.model)
+        found = self._before = StepParts.now(setup)
         if found == before:
             return None
         if found.accumulation != before.accumulation:

@@ -54,10 +54,13 @@ class NotGiven(AttributeError):
 
 
 @contextlib.contextmanager
-def torch_explained() -> Iterator[None]:
+def torch_explained(*, logs: bool = False) -> Iterator[None]:
     """Explain errors of a loss: of torch about a JAX array, and of an array about torch's words, with the script's line
     translated to jax.numpy; of JAX about a value that does not exist while the loss is compiled, with the line and the
     way out.
+
+    Args:
+        logs: whether the loss may append arrays to `self._metrics`.
 
     Raises:
         WrittenInTorch: the script's line has words of torch's.
@@ -72,7 +75,12 @@ def torch_explained() -> Iterator[None]:
             f"compute_loss is compiled once and has no values while it is: `{error if line is None else line}`. "
             "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
             "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
-            "model(...), not self.model(...). What is to be logged is for a callback or compute_metrics."
+            "model(...), not self.model(...). "
+            + (
+                "What is to be logged is appended to self._metrics[mode][name] as an array."
+                if logs
+                else "What is to be logged is for a callback or compute_metrics."
+            )
         ) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         line = _line_of_script(error)

@@ -267,7 +267,7 @@ class Training:
             return {}
         setup = self._setup
         numbers = {"tokens_seen": setup.progress.tokens_seen, "step": setup.state.global_step}
-        return task_metrics(setup.task, steps, "train", rollout=setup.rollout, **numbers)
+        return task_metrics(setup.task, setup.objective, steps, "train", rollout=setup.rollout, **numbers)
 
     def _closing_metrics(
         self, train_loss: float, unreported: list, start: float, max_steps: int, first: int

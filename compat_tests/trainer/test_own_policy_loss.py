@@ -1,0 +1,188 @@
+"""A loss of the script's own on completions: `_compute_loss` of subclasses of GRPOTrainer and RLOOTrainer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.effort import only_thorough
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from compat_tests.parity.marks import timeless
+from compat_tests.parity.reference import BASE, read_weights
+from trl_jax.trainer.grpo_trainer import GRPOTrainer
+from trl_jax.trainer.rloo_trainer import RLOOTrainer
+
+CONFIG = {
+    "max_steps": 2, "learning_rate": 3e-3, "num_generations": 2, "max_completion_length": 6, "pad_to_multiple_of": None,
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2,
+    "num_iterations": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(checkpoint, tmp_path):
+    def run(kind, name="out", *, resume=None, rows=4, evaluated=None, peft_config=None, **config):
+        args = kind.config_class(str(tmp_path / name), **BASE | CONFIG | config)
+        own = Dataset.from_list(prompt_rows(rows))
+        evaluation = None if evaluated is None else Dataset.from_list(prompt_rows(evaluated))
+        trainer = kind(
+            str(checkpoint(**SMALL)), length_reward, args, own, eval_dataset=evaluation, peft_config=peft_config
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        return trainer, read_weights(tmp_path / name)
+
+    return run
+
+
+def logps_of(trainer, model, inputs):
+    ids = jnp.concatenate([inputs["prompt_ids"], inputs["completion_ids"]], axis=1)
+    mask = jnp.concatenate([inputs["prompt_mask"], inputs["completion_mask"]], axis=1)
+    return trainer._get_per_token_logps_and_entropies(
+        model, ids, mask, inputs["completion_ids"].shape[1], compute_entropy=True
+    )
+
+
+class Dapo(GRPOTrainer):
+    """TRL's GRPOTrainer._compute_loss with loss_type="dapo", torch replaced by jax.numpy."""
+
+    def _compute_loss(self, model, inputs):
+        mask = inputs["completion_mask"]
+        per_token_logps, entropies, aux_loss = logps_of(self, model, inputs)
+        assert aux_loss is None
+        advantages = inputs["advantages"][:, None]
+        old_per_token_logps = inputs.get("old_per_token_logps")
+        if old_per_token_logps is None:
+            old_per_token_logps = jax.lax.stop_gradient(per_token_logps)
+        coef_1 = jnp.exp(per_token_logps - old_per_token_logps)
+        coef_2 = jnp.clip(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)
+        per_token_loss = -jnp.minimum(coef_1 * advantages, coef_2 * advantages)
+        log_ratio = inputs["ref_per_token_logps"] - per_token_logps
+        per_token_kl = jnp.exp(log_ratio) - log_ratio - 1
+        if self.args.use_bias_correction_kl:
+            per_token_kl = per_token_kl * coef_1
+        per_token_loss = per_token_loss + self.beta * per_token_kl
+        mode = "train" if self.model.training else "eval"
+        normalizer = jnp.maximum(inputs["num_items_in_batch"], 1.0) / self.accelerator.num_processes
+        if mode == "train":
+            normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        self._metrics[mode]["own/kl"].append((per_token_kl * mask).sum() / mask.sum())
+        self._metrics[mode]["own/entropy"].append(self.accelerator.gather((entropies * mask).sum() / mask.sum()))
+        return (per_token_loss * mask).sum() / normalizer
+
+
+class Quarter(GRPOTrainer):
+    """Half of the loss of half of the advantages, which replace those of the step, as an equal mask does."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = inputs | {"advantages": inputs["advantages"] * 0.5, "completion_mask": inputs["completion_mask"] * 1}
+        return 0.5 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Gmpo(GRPOTrainer):
+    """The geometric mean of the clipped ratios of a completion (https://huggingface.co/papers/2507.20673)."""
+
+    def _compute_loss(self, model, inputs):
+        mask, advantages = inputs["completion_mask"], inputs["advantages"]
+        logps, _, _ = logps_of(self, model, inputs)
+        log_ratio = logps - inputs.get("old_per_token_logps", jax.lax.stop_gradient(logps))
+        bounded = jnp.clip(log_ratio, -self.epsilon_low, self.epsilon_high)
+        chosen = jnp.where(advantages[:, None] > 0, jnp.minimum(log_ratio, bounded), jnp.maximum(log_ratio, bounded))
+        lengths = jnp.maximum(mask.sum(axis=-1), 1)
+        coef = jnp.exp((chosen * mask).sum(axis=-1) / lengths)
+        return (-coef * advantages).mean() / self.current_gradient_accumulation_steps
+
+
+class Rloo(RLOOTrainer):
+    """TRL's RLOOTrainer._compute_loss, torch replaced by jax.numpy."""
+
+    def _compute_loss(self, model, inputs):
+        per_token_logps, _, _ = logps_of(self, model, inputs)
+        logps = (per_token_logps * inputs["completion_mask"]).sum(axis=1)
+        coef_1 = jnp.exp(logps - inputs["old_logps"])
+        coef_2 = jnp.clip(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)
+        return -jnp.minimum(coef_1 * inputs["advantages"], coef_2 * inputs["advantages"]).mean()
+
+
+def same(found, wanted, rtol=1e-5):
+    for name, value in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=rtol, atol=1e-6, err_msg=name)
+    for one, other in zip(found[0].state.log_history, wanted[0].state.log_history, strict=True):
+        for name in set(one) & set(other) & {"loss", "grad_norm", "eval_loss", "reward", "num_tokens"}:
+            assert one[name] == pytest.approx(other[name], rel=rtol, abs=1e-6), name
+
+
+def test_the_surrogate_in_jax_numpy_is_the_built_in_one(trained):
+    config = {"beta": 0.1, "evaluated": 3, "eval_strategy": "steps", "eval_steps": 2}  # a short last batch
+    wanted, found = trained(GRPOTrainer, "built-in", **config), trained(Dapo, "own", **config)
+    same(found, wanted)
+    logged, history = found[0].state.log_history, wanted[0].state.log_history
+    for own, other in zip(logged, history, strict=True):
+        for name in {"kl", "eval_kl", "entropy", "eval_entropy"} & set(other):
+            prefix = "eval_" if name.startswith("eval_") else ""
+            assert own[f"{prefix}own/{name.removeprefix('eval_')}"] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+            assert name not in own
+    assert sum("own/kl" in entry for entry in logged) == 2 and sum("eval_own/kl" in entry for entry in logged) == 1
+
+    quarter = trained(Quarter, "quarter", **config | {"max_steps": 1, "eval_strategy": "no"})[0].state.log_history[0]
+    assert quarter["grad_norm"] == pytest.approx(0.25 * history[0]["grad_norm"], rel=1e-5)
+    assert quarter["grad_norm"] > 0.01 and set(quarter) == set(history[0])
+    assert quarter["entropy"] == pytest.approx(history[0]["entropy"])
+
+
+def test_the_loss_of_rloo_is_averaged_over_micro_batches(trained):
+    same(trained(Rloo, "own"), trained(RLOOTrainer, "built-in"))
+
+
+@only_thorough
+def test_a_geometric_mean_trains_an_adapter_and_resumes_bit_for_bit(trained, tmp_path):
+    config = {"peft_config": trl_jax.LoraConfig(r=2, task_type="CAUSAL_LM"), "save_strategy": "steps", "save_steps": 1}
+    whole, weights = trained(Gmpo, "whole", **config)
+    history = whole.state.log_history
+    assert all(np.isfinite(entry["grad_norm"]) for entry in history[:2])
+    again, resumed = trained(Gmpo, "whole", resume=str(tmp_path / "whole" / "checkpoint-1"), **config)
+    assert list(map(timeless, again.state.log_history[1:2])) == list(map(timeless, history[1:2]))
+    for name, value in weights.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
+REFUSED = {
+    "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "another model"),
+    "a call": (
+        lambda self, model, inputs: model(inputs["prompt_ids"]).logits.sum(),
+        "logits are never there as a whole",
+    ),
+    "no scalar": (lambda self, model, inputs: logps_of(self, model, inputs)[0], r"an array \[4, 32\]; expected a JAX"),
+    "a number": (
+        lambda self, model, inputs: float(inputs["advantages"].sum()),
+        r"has no values while it is.*self\._metrics",
+    ),
+    "torch": (lambda self, model, inputs: inputs["advantages"].sum(dim=0), "which torch cannot take"),
+    "other ids": (
+        lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs | {"prompt_ids": 0}),
+        "got another prompt_ids than the inputs have",
+    ),
+}
+
+
+def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
+    class Own(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return self.chosen(model, inputs)
+
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | CONFIG | {"max_steps": 1})
+    trainer = Own(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(4)))
+    for chosen, words in REFUSED.values():
+        Own.chosen = chosen
+        with pytest.raises(TypeError, match=words):
+            trainer.train()
+    with pytest.raises(RuntimeError, match="_compute_loss of Own can be called within its own _compute_loss only"):
+        GRPOTrainer._compute_loss(trainer, None, {})
+    trainer._compute_loss = None
+    with pytest.raises(TypeError, match="_compute_loss was set on the trainer itself"):
+        trainer.train()
