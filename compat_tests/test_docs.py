@@ -153,6 +153,10 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
             assert (ROOT / script).is_file(), f"there is no {script}"
         case ["mkdocs", "build" | "serve", *_, "-f", file]:
             assert (ROOT / file).is_file()
+        case ["docker", "build", "-f", file, *_]:
+            assert (ROOT / file).is_file(), f"there is no {file}"
+        case ["docker", "run", *_, image, command] if image.startswith("trl_jax:"):
+            assert (ROOT / "docker" / f"{image.partition(':')[2]}.Dockerfile").is_file() and command in main.COMMANDS
         case ["ls", _]:
             pass
         case _:
@@ -188,6 +192,32 @@ def test_every_screen_has_something_to_look_at(page):
         code ^= line.startswith("```")
         plain = 0 if code or line.startswith(("|", "```", "![", ":::")) else plain + 1
         assert plain <= 30 or page.name == "api.md", f"{page.name} is nothing but text up to line {number}"
+
+
+WIDEST = 88  # columns of code that fit beside the navigation, without scrolling
+
+
+@EVERY
+def test_code_fits_the_column(page):
+    languages = ("python", "diff", "bash", "json", "yaml", "text", "pycon")
+    lines = [
+        (block.line + number, line)
+        for block in pages.blocks(page, *languages)
+        for number, line in enumerate(block.code.splitlines())
+    ]
+    assert [(number, len(line)) for number, line in lines if len(line) > WIDEST] == [], page.name
+
+
+@EVERY
+def test_tables_are_whole(page):
+    """A head with names, a rule below it, rows of as many cells, and no blank line within."""
+    lines = pages.prose(page).splitlines()
+    tables = [list(rows) for is_table, rows in itertools.groupby(lines, lambda line: line.startswith("|")) if is_table]
+    for head, *rest in tables:
+        assert rest and re.fullmatch(r"\|( ?:?-+:? ?\|)+", rest[0]), f"{page.name}: not the head of a table: {head}"
+        assert all(cell.strip() for cell in head.strip("|").split("|")), f"{page.name}: a column without a name: {head}"
+        cells = {len(re.findall(r"(?<!\\)\|", row)) for row in (head, *rest)}
+        assert len(cells) == 1, f"{page.name}: rows of different lengths below {head}"
 
 
 @EVERY
@@ -228,7 +258,7 @@ def test_extras_are_all_told():
 
 
 def test_scripts_of_other_people_are_counted():
-    text = (FOLDER / "porting.md").read_text(encoding="utf-8")
+    text = (FOLDER / "public-scripts.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (reward|SFT|DPO|KTO|GRPO|RLOO) \| .* \| (.*) \| (.*) \|$", text, re.MULTILINE)
     unchanged = sum(row[1].startswith("unchanged") for row in rows)
     with_trl = sum(row[2].startswith("runs,") for row in rows)
@@ -239,6 +269,6 @@ def test_scripts_of_other_people_are_counted():
     assert len(counts) == 12 and all(row[0] == sum(row[1:]) for row in counts)
     second, third = (sum(row[0] for row in counts[part]) for part in (slice(6), slice(6, 12)))
     assert f"Another {second}," in text and f"A third round, of {third} scripts" in text
-    assert f"## {len(rows) + second + third} public scripts" in text
+    assert f"# {len(rows) + second + third} public scripts" in text
     of_each = [row[0] for row in rows]
     assert min(of_each.count(name) for name in set(of_each)) >= 5

@@ -197,6 +197,14 @@ def _readme_speeds() -> dict[tuple[str, str], tuple[str, str]]:
     return {(row["hardware"], row["task"]): (row["vs TRL default"], row["vs TRL tuned"]) for row in shown}
 
 
+def test_the_home_page_shows_the_speeds_of_the_readme():
+    [here], [there] = (
+        [found for found in pages.tables(text) if "hardware" in found[0]]
+        for text in (pages.read(FOLDER / "index.md"), pages.read(README))
+    )
+    assert here == there
+
+
 def test_every_measured_speed_names_its_hardware_and_dtype():
     [shown] = pages.tables(pages.sections(README)["Speed"])
     assert {"hardware", "dtype", "task", "vs TRL default", "vs TRL tuned"} == set(shown[0])
@@ -297,8 +305,8 @@ def _imported(code: str) -> set[tuple[str, str]]:
     return {(node.module if isinstance(node, ast.ImportFrom) else "", one.name) for node in nodes for one in node.names}
 
 
-# The numbers of releases.md are versions.
-MEASURED = [page for page in PAGES if page.name != "releases.md"]
+# The numbers of releases.md are versions, and those of the other two are defaults.
+MEASURED = [page for page in PAGES if page.name not in ("releases.md", "from-easydel.md", "from-tunix.md")]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=[page.name for page in MEASURED])

@@ -1,4 +1,6 @@
-"""Griffe extension: list the arguments of config classes on the API page, from the `help=` of their fields.
+"""Griffe extension: list the arguments of config classes on the API page, from the fields themselves.
+
+Each has its type, default and `help=`, and an anchor: `api.md#trl_jax.DPOConfig--beta`.
 
 Read from the source, which is not imported.
 """
@@ -20,13 +22,23 @@ PACKAGE = Path(__file__).parent.parent / "trl_jax"
 class Arguments(griffe.Extension):
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         if cls.name in configs():
-            lines = [f"    {name}: {text}" for name, text in arguments(cls.name).items()]
-            cls.docstring = griffe.Docstring("\n".join([cls.docstring.value, "", "Attributes:", *lines]), parent=cls)
+            lines = [entry(name, *facts) for name, facts in arguments(cls.name).items()]
+            cls.docstring = griffe.Docstring("\n".join([cls.docstring.value, "", *lines]), parent=cls)
+
+
+def entry(name: str, kind: str, text: str, default: str) -> str:
+    """A list item of the argument, whose name links to itself; mkdocstrings puts the class in front of the anchor."""
+    return f"- [`{name}`](#{name}){{ #{name} }} (`{kind}`, default `{default}`): {text}"
 
 
 @cache
 def configs() -> dict[str, ast.ClassDef]:
-    return classes([PACKAGE / "config" / "base.py", *(PACKAGE / "trainer").glob("*_config.py")])
+    paths = [
+        PACKAGE / "config" / "base.py",
+        PACKAGE / "trainer" / "reference.py",
+        *(PACKAGE / "trainer").glob("*_config.py"),
+    ]
+    return classes(paths)
 
 
 def classes(paths: Iterable[Path]) -> dict[str, ast.ClassDef]:
@@ -35,22 +47,22 @@ def classes(paths: Iterable[Path]) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and own_arguments(node)}
 
 
-def arguments(name: str) -> dict[str, str]:
-    """field -> help and default, with those of base classes, but for those of BaseConfig, which has its own entry."""
+def arguments(name: str) -> dict[str, tuple[str, str, str]]:
+    """field -> type, help and default, with those of base classes, but for BaseConfig's, which has its own entry."""
     node, found = configs()[name], {}
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id in configs() and base.id != "BaseConfig":
             found |= arguments(base.id)
     return found | {
-        name: f"{text.replace('%%', '%')} Default: `{default}`."  # argparse wants %%
-        for name, (text, default) in own_arguments(node).items()
+        name: (kind, text.replace("%%", "%"), default)  # argparse wants %%
+        for name, (kind, text, default) in own_arguments(node).items()
     }
 
 
-def own_arguments(node: ast.ClassDef) -> dict[str, tuple[str, str]]:
+def own_arguments(node: ast.ClassDef) -> dict[str, tuple[str, str, str]]:
     fields = [line for line in node.body if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Call)]
-    found = {line.target.id: help_and_default(line.value) for line in fields}
-    return {name: pair for name, pair in found.items() if None not in pair}
+    found = {line.target.id: (ast.unparse(line.annotation), *help_and_default(line.value)) for line in fields}
+    return {name: facts for name, facts in found.items() if None not in facts}
 
 
 def help_and_default(call: ast.Call) -> tuple[str | None, str | None]:
@@ -61,7 +73,7 @@ def help_and_default(call: ast.Call) -> tuple[str | None, str | None]:
         case ast.Name("arg"):
             default = ast.unparse(call.args[0])
         case ast.Name("shared" | "online"):
-            text, default = shared()[ast.literal_eval(call.args[0])]
+            _, text, default = shared()[ast.literal_eval(call.args[0])]
     if "help" in keywords:
         text = ast.literal_eval(keywords["help"])
     if "default" in keywords:
@@ -70,9 +82,9 @@ def help_and_default(call: ast.Call) -> tuple[str | None, str | None]:
 
 
 @cache
-def shared() -> dict[str, tuple[str | None, str | None]]:
+def shared() -> dict[str, tuple[str | None, str | None, str | None]]:
     """The fields that several configs have. Those that only say how a field of BaseConfig is handled have no help."""
-    found = defaultdict(lambda: (None, None))
+    found = defaultdict(lambda: (None, None, None))
     for node in classes(PACKAGE / "config" / file for file in ("shared.py", "generation.py")).values():
         found |= own_arguments(node)
     return found

@@ -22,7 +22,7 @@ from trl_jax.tasks import Batch, OnlineTask, weighted_loss
 
 @dataclass(frozen=True)
 class SpoTask(OnlineTask):
-    """SPO: the objective is best where the ratio is `epsilon` away from 1, and falls beyond that."""
+    """SPO: the objective is best where the ratio is `epsilon` away from 1."""
 
     epsilon: float = 0.2
 

@@ -21,7 +21,7 @@ from trl_jax.tasks import Batch, LossBatch, PairTask, weighted_loss
 
 @dataclass(frozen=True)
 class DpoPositiveTask(PairTask):
-    """DPO whose margin shrinks by `penalty` times what a chosen answer lost against the reference."""
+    """DPO, less `penalty` times what a chosen answer loses to the reference."""
 
     beta: float = 0.1
     penalty: float = 5.0

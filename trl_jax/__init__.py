@@ -78,8 +78,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.online_config import OnlineConfig
     from trl_jax.trainer.orpo_config import ORPOConfig
     from trl_jax.trainer.orpo_trainer import ORPOTrainer
-    from trl_jax.trainer.reference import ReferenceTrainer
-    from trl_jax.trainer.reference_config import ReferenceConfig
+    from trl_jax.trainer.reference import ReferenceConfig, ReferenceTrainer
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
     from trl_jax.trainer.rloo_config import RLOOConfig
@@ -123,7 +122,7 @@ _WHERE = WHERE | {
     "PromptEncoderReparameterizationType": "trl_jax.hub.peft_config",
     "PromptTuningConfig": "trl_jax.hub.peft_config",
     "PromptTuningInit": "trl_jax.hub.peft_config",
-    "ReferenceConfig": "trl_jax.trainer.reference_config",
+    "ReferenceConfig": "trl_jax.trainer.reference",
     "ReferenceTrainer": "trl_jax.trainer.reference",
     "RewardDataCollatorWithPadding": "trl_jax.legacy.collators",
     "RichProgressCallback": "trl_jax.trainer.callbacks",

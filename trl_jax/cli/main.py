@@ -25,6 +25,7 @@ COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
     "generate": "complete the prompts of a file with a language model",
     "chat": "chat with a language model",
     "score": "score the completions of a file with a reward model",
+    "example": "list the examples, or copy one into the current folder",
     "env": "print versions and devices",
 }
 _IN_CLI = ("check", "compare")  # these modules are in cli/, the others in scripts/

@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.config.base import BaseConfig
+from trl_jax.config.shared import shared
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
@@ -25,7 +26,6 @@ from trl_jax.trainer.overrides import (
     check_lengths,
     refuse,
 )
-from trl_jax.trainer.reference_config import ReferenceConfig
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
@@ -147,6 +147,26 @@ def check_image_arguments(args: BaseConfig) -> None:
             f"max_prompt_length={args.max_prompt_length} is not supported for rows with images: it would cut images "
             "off the start of prompts. Use max_length, which cuts the end, or leave it out."
         )
+
+
+@dataclasses.dataclass(repr=False)
+class ReferenceConfig(BaseConfig):
+    """The arguments of every trainer with a reference model. Derive the config of your own trainer from it."""
+
+    router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
+    disable_dropout: bool = shared("disable_dropout")
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    max_length: int | None = shared("max_length")
+    truncation_mode: str = shared("truncation_mode")
+    pad_to_multiple_of: int | str | None = shared("pad_to_multiple_of")
+    precompute_ref_log_probs: bool = shared("precompute_ref_log_probs")
+    precompute_ref_batch_size: int | None = shared("precompute_ref_batch_size")
+    activation_offloading: bool = shared("activation_offloading")
+    sync_ref_model: bool = shared("sync_ref_model")
+    ref_model_mixup_alpha: float = shared("ref_model_mixup_alpha")
+    ref_model_sync_steps: int = shared("ref_model_sync_steps")
+    max_prompt_length: int | None = shared("max_prompt_length")
+    chat_template_path: str | None = shared("chat_template_path", kw_only=True)
 
 
 class ReferenceTrainer(BaseTrainer):
