@@ -49,10 +49,10 @@ from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WIT
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
-from trl_jax.training.hooks import Hooks
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
 from trl_jax.training.server import ServerParts, default_root
+from trl_jax.training.state import Hooks
 
 # Tools and environments, and how the tokenizer tells tool calls from text.
 

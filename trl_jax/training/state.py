@@ -83,6 +83,7 @@ class Hooks(NamedTuple):
     trainer at any time. `BaseTrainer._hooks` is the only place that makes them.
 
     loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
+    own_loss: the script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
     overridden: names that a script's own subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
     save_checkpoint: takes a `checkpoint.LoopProgress`.
@@ -105,6 +106,7 @@ class Hooks(NamedTuple):
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
     set_by_script: Callable[[], Collection[str]]
     settle_task: Callable[[], None]
+    own_loss: Any = None
 
 
 def _editable(name: str) -> property:
