@@ -55,7 +55,7 @@ from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
 from trl_jax.training.logging import tell_saved
 from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
-from trl_jax.training.script_loss import BoundModel, script_values
+from trl_jax.training.script_loss import BoundModel, read_by_model, script_values
 from trl_jax.training.state import Editable, Hooks, Progress, Setup
 from trl_jax.training.step import default_optimizer
 
@@ -340,9 +340,9 @@ class BaseTrainer(abc.ABC):
 
         Args:
             model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, `[rows, 1]` of a score head
-                and `[rows, T, V]` of a language model's.
+                and `[rows, T, V]` of a language model's. It also takes `pixel_values`.
             inputs: `input_ids` and `attention_mask` `[X, T]`: each example's first text, then the second ones, and what
-                else the task has.
+                else the task has; `pixel_values` `[P, C]`, the patches of all images, if there are some.
             return_outputs: give `(loss, outputs)`.
             num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
                 evaluation and under a score head.
@@ -350,7 +350,7 @@ class BaseTrainer(abc.ABC):
         if self.compute_loss_func is None:
             loss, outputs = model.default_loss(self._setup.task, inputs, num_items_in_batch)
         else:
-            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            outputs = model(**read_by_model(inputs))
             loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 

@@ -642,6 +642,11 @@ class PolicyInPass:
 # What `super().compute_loss` of a script's own method computes.
 
 
+def read_by_model(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What the model reads of a batch."""
+    return {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in inputs}
+
+
 def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Any]:
     """The task's loss of a batch, and the outputs that the model gave.
 
@@ -650,8 +655,7 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
         inputs: as `compute_loss` gets them.
         num_items: the targets of the whole step, for a language model; None means the batch's own.
     """
-    read = {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in inputs}
-    outputs = model(**read)
+    outputs = model(**read_by_model(inputs))
     if task.head == "lm":
         loss, _ = task_loss(task, outputs.logits, inputs["labels"], num_items)
         return model.balanced(loss, outputs.aux_loss), outputs
