@@ -102,6 +102,12 @@ def test_dpo_in_jax_numpy_is_the_built_in_one(trained):
         assert "rewards/margins" not in own
     assert found[0].state.log_history[2]["eval_own/margins"] > 0
 
+    own = trained(Half, max_steps=1, eval_strategy="no")[0].state.log_history[0]
+    first = wanted[0].state.log_history[0]
+    assert own["grad_norm"] == pytest.approx(0.5 * first["grad_norm"], rel=1e-4) and own["grad_norm"] > 0
+    assert own["loss"] == pytest.approx(0.5 * first["loss"], rel=1e-5) and set(own) == set(first)
+    assert own["logps/chosen"] == pytest.approx(first["logps/chosen"])
+
 
 @only_thorough
 def test_a_run_with_a_loss_of_its_own_resumes_bit_for_bit(trained, tmp_path):
@@ -111,14 +117,13 @@ def test_a_run_with_a_loss_of_its_own_resumes_bit_for_bit(trained, tmp_path):
         np.testing.assert_array_equal(again[1][name], value, err_msg=name)
 
 
-def test_what_super_returns_may_be_scaled_with_an_adapter(trained):
-    config = {"peft_config": trl_jax.LoraConfig(r=2, task_type="CAUSAL_LM"), "max_steps": 1, "eval_strategy": "no"}
-    wanted, found = (trained(kind, **config)[0].state.log_history for kind in (DPOTrainer, Half))
-    assert found[0]["grad_norm"] == pytest.approx(0.5 * wanted[0]["grad_norm"], rel=1e-4) and found[0]["grad_norm"] > 0
-    assert found[0]["loss"] == pytest.approx(0.5 * wanted[0]["loss"], rel=1e-5)
-    assert set(found[0]) == set(wanted[0]) and found[0]["logps/chosen"] == pytest.approx(wanted[0]["logps/chosen"])
+@only_thorough
+def test_an_adapter_is_compared_with_its_base_model(trained):
+    config = {"peft_config": trl_jax.LoraConfig(r=2, task_type="CAUSAL_LM"), "eval_strategy": "no"}
+    compared(trained(Sigmoid, **config), trained(DPOTrainer, **config))
 
 
+@only_thorough
 def test_kto_in_jax_numpy_is_the_built_in_one(trained):
     config = {"eval_strategy": "no"}
     compared(trained(Kto, precompute_ref_log_probs=True, **config), trained(KTOTrainer, **config))
