@@ -69,6 +69,43 @@ def test_every_use_gets_its_finding():
         assert found[what][0] == kind and text in found[what][1], (what, found[what])
 
 
+OWN_METHODS = """
+import jax.numpy as jnp
+import torch
+from trl import DPOTrainer, GRPOTrainer
+
+class Surrogate(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, inputs["prompt_ids"], None, 4)
+        self._metrics["train"]["logps"].append(self.accelerator.gather(logps.mean()))
+        return super()._compute_loss(model, inputs) / self.current_gradient_accumulation_steps
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        return torch.clamp(super()._calculate_rewards(inputs, prompts, completions, completion_ids_list), max=1)
+    def _generate_and_score_completions(self, inputs):
+        return super()._generate_and_score_completions(inputs)
+    def _generate_single_turn(self, prompt_ids): ...
+
+class Pairs(DPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return torch.sigmoid(model(**inputs).log_probs).mean()
+    def _compute_loss(self, model, inputs, return_outputs):
+        return jnp.mean(model(**inputs).log_probs)
+
+trainer = Surrogate("m", None)
+trainer._calculate_rewards = None
+"""
+
+
+def test_methods_that_a_subclass_may_override_are_known():
+    found = {one.what: one.kind for one in findings(read(OWN_METHODS)) if not one.what.startswith("trl.")}
+    unknown = "not known"
+    assert found == {
+        "Surrogate._compute_loss": WORKS, "Surrogate._calculate_rewards": unknown, "Pairs._compute_loss": WORKS,
+        "Surrogate._generate_and_score_completions": WORKS, "Surrogate._generate_single_turn": REFUSED,
+        "Pairs.compute_loss": REFUSED, "Surrogate._calculate_rewards = ...": REFUSED,
+    } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip
+
+
 def test_arguments_that_only_hold_together():
     refused = findings(read("from trl import SFTConfig\nSFTConfig(eval_strategy='steps', load_best_model_at_end=True, "
                             "save_strategy='epoch')"))  # fmt: skip

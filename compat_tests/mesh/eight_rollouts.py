@@ -15,6 +15,7 @@ from compat_tests.effort import THOROUGH, only_thorough, thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.reference import BASE
+from compat_tests.trainer.test_own_policy_loss import Dapo
 from trl_jax.generation import decode
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.trainer.distillation_config import DistillationConfig
@@ -132,6 +133,19 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     assert len(seen) == 2 and more == seen[1:]
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, again.model.params)
     assert history(whole) == history(again)
+
+
+@only_thorough
+def test_a_loss_of_the_script_is_the_built_in_one_on_each_device(first, make):
+    """Micro-batches are divided, and the last batch of an evaluation has one row for each device."""
+    own, seen = train(make(Dapo, "data:2,fsdp:2,tensor:2", 4))
+    trainer, completions = first
+    assert seen == completions
+    for one, other in zip(history(own), history(trainer), strict=True):
+        for name in {"loss", "grad_norm", "eval_loss", "reward"} & set(other):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+        for name in {"kl", "eval_kl"} & set(other):
+            assert one[name.replace("kl", "own/kl")] == pytest.approx(other[name], rel=0.1, abs=1e-4)  # per device
 
 
 @only_thorough  # usually a reference is (eight_references.py), and a run that writes its rows

@@ -17,13 +17,14 @@ KINDS = (
     "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
 )  # fmt: skip
 WRITERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
-REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"compute_loss", "prediction_step"})  # that others call
+REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"prediction_step"})  # that others call
 REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), {"prediction_step", "get_train_dataloader"})
 REFUSED |= {"DistillationTrainer": {"compute_loss", "prediction_step", "get_train_dataloader"}}
 OF_POLICIES = {  # that are called in some trainers
     "_compute_loss", "_calculate_rewards", "_generate", "_generate_and_score_completions", "_tokenize_prompts",
 }  # fmt: skip
 HONORED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), OF_POLICIES)
+HONORED |= dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"_compute_loss"})
 CALLED = frozenset(
     "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
     "get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model".split()
@@ -55,9 +56,10 @@ def test_every_method_of_trls_trainers_is_called_or_refused(kind):
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
-@pytest.mark.parametrize("name", ["_compute_loss", "_compute_kl_logps", "compute_loss", "training_step"])
-def test_a_loss_of_the_script_is_refused_where_only_loss_types_are(kind, name):
-    with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls.*: choose a loss_type\."):
+@pytest.mark.parametrize("name", ["_compute_kl_logps", "prediction_step", "training_step"])
+def test_what_is_not_the_loss_itself_is_refused(kind, name):
+    words = rf"Own overrides {name}, which trl_jax never calls.*: choose a loss_type, or override _compute_loss"
+    with pytest.raises(TypeError, match=words):
         type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
 
 

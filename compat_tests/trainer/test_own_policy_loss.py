@@ -186,3 +186,29 @@ def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
     trainer._compute_loss = None
     with pytest.raises(TypeError, match="_compute_loss was set on the trainer itself"):
         trainer.train()
+
+
+class Shorter(GRPOTrainer):
+    """The last two tokens of completions do not count, in the mask that super() gets."""
+
+    def _compute_loss(self, model, inputs):
+        mask = inputs["completion_mask"]
+        return super()._compute_loss(
+            model, inputs | {"completion_mask": jnp.where(jnp.arange(mask.shape[1]) < 4, mask, 0)}
+        )
+
+
+class ShorterByHand(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        mask, advantages = inputs["completion_mask"], inputs["advantages"][:, None]
+        mask = jnp.where(jnp.arange(mask.shape[1]) < 4, mask, 0)
+        logps, _, _ = logps_of(self, model, inputs)
+        ratio = jnp.exp(logps - inputs.get("old_per_token_logps", jax.lax.stop_gradient(logps)))
+        losses = -jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        return ((losses * mask).sum(-1) / mask.sum(-1)).mean() / self.current_gradient_accumulation_steps
+
+
+@only_thorough
+def test_a_mask_of_the_script_is_taken_by_super(trained):
+    config = {"loss_type": "grpo", "rows": 6}  # the last step of the epoch is a short one
+    same(trained(ShorterByHand, "by-hand", **config, max_steps=3), trained(Shorter, "super", **config, max_steps=3))

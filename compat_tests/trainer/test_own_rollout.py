@@ -32,29 +32,8 @@ def trained(checkpoint, tmp_path):
     return run
 
 
-def doubled(completions, **columns):
-    return [2 * value for value in length_reward(completions)]
-
-
-class Rewarded(GRPOTrainer):
-    """Rewards are doubled, and the sizes of what the method gets are kept."""
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self.sizes = rewards.shape, len(inputs), set(inputs[0]), [len(prompts), len(completions)]
-        self._metrics["train" if self.model.training else "eval"]["own/most"].append(float(rewards.max()))
-        return np.clip(2 * rewards, None, 2 * rewards.max())
-
-
-class Advantaged(GRPOTrainer):
-    def _generate_and_score_completions(self, inputs):
-        outputs = super()._generate_and_score_completions(inputs)
-        outputs["advantages"] = outputs["advantages"] * 2
-        return outputs
-
-
-class Logging(GRPOTrainer):
-    """Each method looks at what super() returns."""
+class Looking(GRPOTrainer):
+    """Each method keeps what super() returns; rewards are doubled, and advantages halved again."""
 
     def __init__(self, *given, **options):
         self.seen = {}
@@ -69,9 +48,16 @@ class Logging(GRPOTrainer):
         self.seen["generated"] = found = super()._generate(prompts)
         return found
 
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.seen["judged"] = rewards, len(inputs), set(inputs[0]), [len(prompts), len(completions)]
+        self._metrics["train" if self.model.training else "eval"]["own/most"].append(float(np.nanmax(rewards)))
+        return 2 * rewards
+
     def _generate_and_score_completions(self, inputs):
-        self.seen["scored"] = found = super()._generate_and_score_completions(inputs)
-        return found
+        outputs = super()._generate_and_score_completions(inputs)
+        self.seen["scored"] = dict(outputs)
+        return outputs | {"advantages": outputs["advantages"] / 2}
 
 
 def same(found, wanted):
@@ -79,19 +65,12 @@ def same(found, wanted):
         np.testing.assert_array_equal(found[1][name], value, err_msg=name)
 
 
-def test_rewards_and_advantages_that_a_subclass_changes_are_trained_on(trained):
-    wanted = trained(GRPOTrainer, rewards=doubled)
-    rewarded = trained(Rewarded)
-    same(rewarded, wanted)
-    logged, reference = rewarded[0].state.log_history[0], wanted[0].state.log_history[0]
-    assert logged["reward"] == reference["reward"] and logged["own/most"] > logged["reward"] / 2
-    assert rewarded[0].sizes == ((4, 1), 4, {"prompt", "answer"}, [4, 4])
-    same(trained(Advantaged), wanted)  # scale_rewards="none"
-
-
-def test_a_subclass_that_only_looks_changes_nothing_and_sees_trls_results(trained):
-    looked = trained(Logging, beta=0.1, rewards=[length_reward, vowels])
-    same(looked, trained(GRPOTrainer, beta=0.1, rewards=[length_reward, vowels]))
+def test_methods_that_call_super_see_trls_results_and_change_what_is_trained_on(trained):
+    config = {"beta": 0.1, "rewards": [length_reward, vowels]}  # and scale_rewards="none"
+    wanted, looked = trained(GRPOTrainer, **config), trained(Looking, **config)
+    same(looked, wanted)
+    logged, reference = looked[0].state.log_history[0], wanted[0].state.log_history[0]
+    assert logged["reward"] == pytest.approx(2 * reference["reward"])
     seen = looked[0].seen
     assert seen["prompts"][0] == seen["prompts"][1] and len(seen["prompts"]) == 4
     ids, images, fields = seen["tokenized"]
@@ -99,6 +78,10 @@ def test_a_subclass_that_only_looks_changes_nothing_and_sees_trls_results(traine
     prompt_ids, completion_ids, tool_mask, completions, logprobs, extra, images, tool_images = seen["generated"]
     assert prompt_ids == ids and tool_mask is logprobs is images is None and extra == {} and tool_images == []
     assert completions == looked[0].processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    rewards, *sizes = seen["judged"]
+    assert rewards.shape == (4, 2) and sizes == [4, {"prompt", "answer"}, [4, 4]]
+    assert logged["own/most"] == np.nanmax(rewards)
+    np.testing.assert_array_equal(rewards[:, 0], length_reward(completions))
     scored = seen["scored"]
     assert scored["prompt_mask"].sum(axis=1).tolist() == list(map(len, ids))
     assert scored["completion_mask"].sum(axis=1).tolist() == list(map(len, completion_ids))

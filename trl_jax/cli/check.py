@@ -137,6 +137,7 @@ def report(found: list[Finding]) -> list[str]:
 
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
+_IN_NUMPY = "It uses torch, whose functions do not take what super() returns here: NumPy arrays and lists. Use NumPy."
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
 _UNSLOTH = (
     "Unsloth replaces TRL's trainers and the code of models, and needs a GPU. Load the model with transformers, or "
@@ -346,10 +347,12 @@ class _Script:
             what = f"{made.node.name}.{method}"
             found = tried(node.lineno, what, partial(type, made.node.name, (trainer,), {method: lambda self: None}))
             if found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
-                own = method == "compute_loss"
+                own = method == "compute_loss" and "_compute_loss" not in trainer._compiled_methods
                 found = Finding(
                     node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
                 )
+            elif found.kind == "works" and method in trainer._compiled_methods and _uses_torch(node, made.scope.module):
+                found = Finding(node.lineno, what, "not known", _IN_NUMPY)
             yield found
 
     # Attributes of trainers
@@ -387,6 +390,8 @@ def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
         text = f"trl_jax never reads it. {trainer._never_read[name]}"
     elif name in never_called:
         text = f"trl_jax never calls it. {never_called[name]}"
+    elif name in trainer._compiled_methods:
+        text = f"Its class's is called: write a subclass of {trainer.__name__} with a method {name} of its own."
     return Finding(line, what, "refused", text) if text else None
 
 

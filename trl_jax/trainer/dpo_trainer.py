@@ -17,7 +17,7 @@ from trl_jax.losses.names import losses_of
 from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators import DataCollatorForPreference, DataCollatorForVisionPreference
 from trl_jax.trainer.dpo_config import DPOConfig
-from trl_jax.trainer.overrides import MirroredArg
+from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, MirroredArg
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
@@ -59,6 +59,8 @@ class DPOTrainer(ReferenceTrainer):
     """
 
     _name, _tag_names = "DPO", ["trl", "dpo"]
+    _never_called = NEVER_CALLED_IN_PREFERENCES
+    _compiled_methods = ReferenceTrainer._compiled_methods | {"_compute_loss"}
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _vision_collator = DataCollatorForVisionPreference

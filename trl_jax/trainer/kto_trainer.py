@@ -16,7 +16,7 @@ from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.overrides import MirroredArg
+from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, MirroredArg
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
@@ -60,6 +60,8 @@ class KTOTrainer(ReferenceTrainer):
     """
 
     _name, _tag_names = "KTO", ["trl", "kto"]
+    _never_called = NEVER_CALLED_IN_PREFERENCES
+    _compiled_methods = ReferenceTrainer._compiled_methods | {"_compute_loss"}
     _paper = "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"
     config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
     _vision_collator = DataCollatorForVisionUnpairedPreference

@@ -419,7 +419,14 @@ class OnlineTrainer(RolloutTrainer):
         from trl_jax.training.script_loss import OwnLoss
 
         def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
-            return self.compute_loss(model, inputs)
+            world = self.accelerator.num_processes
+            self.accelerator.num_processes = (
+                self._setup.shards
+            )  # which a batch is divided over, as over TRL's processes
+            try:
+                return self.compute_loss(model, inputs)
+            finally:
+                self.accelerator.num_processes = world
 
         loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
         return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)

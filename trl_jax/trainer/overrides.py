@@ -224,8 +224,8 @@ _OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transforma
 _OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
 _OWN_ARGUMENTS = "Say it by an argument of the config or of the trainer."
 _LOSS_TYPE = (
-    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for DPO and "
-    "KTO: choose a loss_type."
+    "The step is one compiled function: choose a loss_type, or override _compute_loss(self, model, inputs, "
+    "return_outputs) of DPOTrainer or KTOTrainer in jax.numpy."
 )
 _POLICY_LOSS = (
     "The step is one compiled function: override _compute_loss(self, model, inputs), in jax.numpy, or choose loss_type."
@@ -274,6 +274,11 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
      "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
+NEVER_CALLED_IN_PREFERENCES = {  # of DPO and KTO, which call a loss of the script's own
+    name: instead
+    for name, instead in NEVER_CALLED_WITH_REFERENCE.items()
+    if name not in ("compute_loss", "_compute_loss")
+}
 # Methods that TRL's trainers had once and called on themselves: a script that overrides one would train without it.
 _OWN_ROWS = "Prepare the rows beforehand, by train_dataset.map."
 ONCE_CALLED = dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), _OWN_ROWS)

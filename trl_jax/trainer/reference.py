@@ -24,12 +24,15 @@ from trl_jax.trainer.overrides import (
     ONCE_CALLED_WITH_REFERENCE,
     check_config,
     check_lengths,
+    names_of_script,
     refuse,
 )
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.hooks import Hooks
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.training.reference_logps import precomputed
+from trl_jax.training.script_loss import OwnMetrics
 from trl_jax.training.setup import Policy
 
 # The base of trainers on preference pairs without a reference: ORPO and CPO.
@@ -179,6 +182,7 @@ class ReferenceTrainer(BaseTrainer):
 
     config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
+    _own_metrics: Any = None  # of a script's own loss
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes that change the log-probability of a text
     _adds_logps = False  # whether `prepare_dataset` adds the reference's log-probabilities
 
@@ -198,6 +202,12 @@ class ReferenceTrainer(BaseTrainer):
                 "model as it is before training is then the reference."
             )
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
+        own_loss = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
+        if own_loss and arguments.get("compute_metrics") is not None:
+            raise ValueError(
+                f"compute_metrics gets whole logits, which {type(self).__name__}.{min(own_loss)} does not return here. "
+                "Leave compute_metrics out, and append numbers to self._metrics[mode][name] in the loss."
+            )
         spec = setup.TrainerSpec(self._reference, balance_experts=self._balance_experts)
         super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
         if not isinstance(self.data_collator, VisionCollator | type(None)):
@@ -205,9 +215,53 @@ class ReferenceTrainer(BaseTrainer):
         if self.args.precompute_ref_log_probs:
             self._precompute()
 
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
+            return hooks
+        self._own_metrics = OwnMetrics(lambda: self._setup)
+        return hooks._replace(overridden=hooks.overridden | {"compute_loss"}, own_loss=self._own_metrics)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """`_compute_loss`, as in TRL. Scripts override either, in DPO and KTO."""
+        return self._compute_loss(model, inputs, return_outputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """The mean loss of a micro-batch. A script's subclass of DPO's or KTO's trainer may override it, in jax.numpy:
+        it is compiled, gradient and all.
+
+        Args:
+            model: `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` gives `log_probs` and
+                `entropy` `[rows, T - 1]` without whole logits, as in TRL.
+            inputs: `input_ids`, `attention_mask`, `completion_mask` `[rows, T]` and the reference's log-probabilities:
+                of DPO `[2 B, T]`, chosen completions first, with `ref_chosen_logps` and `ref_rejected_logps` `[B]`; of
+                KTO `[B, T]` and the same as `KL_...`, with `label`, `ref_logps` and `ref_KL_logps` `[B]`.
+            return_outputs: give `(loss, outputs)`.
+        """
+        loss, outputs = model.default_loss(self._setup.task, inputs, None)
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[Any]]]:
+        """Arrays to log, as lists by name: a loss of the script's own appends to them.
+
+        Raises:
+            AttributeError: elsewhere there are none.
+        """
+        if self._own_metrics is None or self._own_metrics.current is None:
+            raise AttributeError(f"_metrics of {type(self).__name__} exists within its own _compute_loss only.")
+        return dict.fromkeys(("train", "eval"), self._own_metrics.current.metrics)
+
     @property
     def ref_model(self) -> PreTrainedModel | None:
         """The current reference model; None if it is not a model of its own in memory."""
+        if self._own_metrics is not None and self._own_metrics.current is not None:
+            raise TypeError(
+                "_compute_loss reads ref_model, whose weights are not part of the compiled step. The reference's "
+                f"log-probabilities are inputs[{self._setup.task.columns.optional[0]!r}] and so on."
+            )
         return reference_as_model(self._setup.reference, self.model, self._ref_model)
 
     @staticmethod

@@ -256,7 +256,7 @@ class Evaluator:
         steps, after_each = steps_of(batches, method), partial(setup.events.fire, "on_prediction_step")
         with setup.on_device():
             if self._by_script is not None:
-                evaluate = partial(self._by_script, setup.model.arrays, dtype=dtype)
+                evaluate = partial(self._by_script, setup.arrays, dtype=dtype)
                 evaluated = run_batches(self._checked(evaluate), steps, after_each)
             elif setup.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)

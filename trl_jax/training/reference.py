@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core.outputs import TokenOutputs
 from trl_jax.core.text import brief
-from trl_jax.data.batch import Batch
+from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
@@ -195,3 +197,76 @@ def check_sync(model: Any) -> None:
             "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
             "weights."
         )
+
+
+# The rows of a micro-batch in a script's own loss, which compares their log-probabilities with the reference's.
+
+
+def label_reads(labels: Any) -> tuple[jax.Array, jax.Array]:
+    """The flat positions `[N]` that predict all but the first of the labels `[rows, T]`, and their targets; -1 where
+    the label is -100."""
+    rows, length = labels.shape
+    reads = jnp.arange(rows, dtype=jnp.int32)[:, None] * length + jnp.arange(length - 1, dtype=jnp.int32)
+    return reads.reshape(-1), jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
+
+
+class Comparing:
+    """The rows of a micro-batch with the reference's log-probabilities, as a script's own loss gets them.
+
+    rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, first texts of all examples first.
+    """
+
+    def __init__(self, task: Any, reference: ReferenceModel | None, arrays: dict[str, Any]):
+        """
+        Args:
+            arrays: the reference's, of `split`; None, where the inputs have its log-probabilities.
+        """
+        self._task, self._reference, self._arrays = task, reference, arrays
+
+    def inputs(self, inputs: dict[str, jax.Array], options: dict[str, Any]) -> dict[str, jax.Array]:
+        """TRL's inputs: a pair's texts one below the other; KTO's own texts, and the others as `KL_...`.
+
+        Args:
+            inputs: `rows`, and numbers of examples by name.
+            options: of the reference's call.
+        """
+        self.rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+        self._numbers = {name: value for name, value in inputs.items() if name not in self.rows}
+        self._reference_sums = {} if self._reference is None else self._of_reference(options)
+        texts, ours = len(self._task.columns.texts), self._task.columns.optional
+        shown = {name: self.rows[name] for name in ("input_ids", "attention_mask")}
+        shown["completion_mask"] = (self.rows["labels"] != IGNORED).astype(jnp.int32)
+        if "label" in self._numbers:
+            parts = {name: jnp.split(value, texts) for name, value in shown.items()}
+            shown = {name: part[0] for name, part in parts.items()} | {"label": self._numbers["label"]}
+            shown |= {f"KL_{name}": part[1] for name, part in parts.items() if texts == 2}
+        if self._reference is None:
+            return shown | {name: self._numbers[name] for name in ours if name in self._numbers}
+        return shown | dict(zip(ours, jnp.split(self._reference_sums["ref_logps"], texts), strict=True))
+
+    def loss(self, outputs: TokenOutputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The task's loss, a mean over the examples, and its sums.
+
+        Args:
+            outputs: the policy's, at the reads of `rows`.
+        """
+        examples = len(self.rows["labels"]) // len(self._task.columns.texts)
+        batch = LossBatch(jnp.full(examples, 1 / examples), Extras(self._numbers), examples)
+        return self._task.loss(self._sums(outputs) | self._reference_sums, batch)
+
+    def _of_reference(self, options: dict[str, Any]) -> dict[str, jax.Array]:
+        ids = self.rows["input_ids"]
+        reads, targets = label_reads(self.rows["labels"])
+        places = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+        batch = SimpleNamespace(tokens=ids, positions=places, reads=reads)
+        outputs = self._reference.outputs(self._arrays, batch, targets=targets, temperature=1.0, **options)
+        found = self._sums(outputs)
+        return {f"ref_{name}": found[name] for name in self._task.compared}
+
+    def _sums(self, outputs: TokenOutputs) -> dict[str, jax.Array]:
+        """The task's numbers of each text, `[X]`."""
+        rows, length = self.rows["labels"].shape
+        targets = label_reads(self.rows["labels"])[1]
+        text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
+        examples = rows // len(self._task.columns.texts)
+        return self._task.of_pass(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(examples)))

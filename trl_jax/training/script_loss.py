@@ -25,9 +25,10 @@ from trl_jax.models.model import merge
 from trl_jax.nn.head import outputs_of_logits
 from trl_jax.rollout.rollout import TRL_LOGPS
 from trl_jax.tasks.policy import means
-from trl_jax.tasks.task import Task, TokenTask, joined
+from trl_jax.tasks.task import STEP_SUMS, Task, TokenTask, joined
 from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scripts
 from trl_jax.training.forward import AUX_LOSS, Forward, aux_loss_sums, aux_loss_weight, with_aux_loss
+from trl_jax.training.reference import Comparing, label_reads
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import NotGiven, WrittenInTorch, may_run_in_torch, outputs_alone, torch_explained
 from trl_jax.training.update import updated
@@ -55,7 +56,9 @@ class UserLossStep:
     def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict) -> tuple:
         micro = self._user_loss.inputs(arrays)
         parts, num_items = len(micro), None
-        if arrays.targets is not None:  # such a loss divides by the targets of the whole step itself
+        if (
+            arrays.targets is not None and self._user_loss.setup.script_loss is None
+        ):  # such a loss divides by the targets of the whole step itself
             parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
@@ -167,14 +170,23 @@ class Outputs:
 
     loss: the mean over targets, or their sum divided by `num_items_in_batch`, as transformers' causal models give it.
     aux_loss: the load-balancing loss of a mixture of experts, not weighted; None where the run adds none.
-    logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's.
+    logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's; None with `fused_lm_head`.
+    log_probs, entropy: float32 `[rows, T - 1]` of each label after the first one, 0 where it is -100; only with
+        `fused_lm_head`.
     """
 
-    def __init__(self, logits: jax.Array, loss: jax.Array | None = None, aux_loss: jax.Array | None = None):
-        self.logits, self.loss, self.aux_loss = logits, loss, aux_loss
+    def __init__(
+        self,
+        logits: jax.Array | None,
+        loss: jax.Array | None = None,
+        aux_loss: jax.Array | None = None,
+        log_probs: jax.Array | None = None,
+        entropy: jax.Array | None = None,
+    ):
+        self.logits, self.loss, self.aux_loss, self.log_probs, self.entropy = logits, loss, aux_loss, log_probs, entropy
 
     def __getitem__(self, key: str | int) -> jax.Array:
-        every = {"loss": self.loss, "aux_loss": self.aux_loss, "logits": self.logits}
+        every = {name: vars(self)[name] for name in ("loss", "aux_loss", "logits", "log_probs", "entropy")}
         there = {name: value for name, value in every.items() if value is not None}
         return list(there.values())[key] if isinstance(key, int) else there[key]
 
@@ -201,9 +213,11 @@ class BoundModel:
         aux_loss_weight: Any = None,
         training: bool = False,
         images: RowImages | None = None,
+        comparing: Comparing | None = None,
     ):
         """
         Args:
+            comparing: for a loss that compares with a reference; None for others.
             random_options: `(number of the call, lengths of its rows) -> random options`; None for none.
             ignored: further names of a batch that a call may pass without effect.
             head: the model's.
@@ -216,6 +230,7 @@ class BoundModel:
         self.config, self.outputs, self._head = model.config, [], head
         self.aux_losses, self.aux_loss_weight, self.training = [], aux_loss_weight, training
         self._images = images
+        self.comparing, self.metrics, self.default_sums = comparing, defaultdict(list), None
 
     def __call__(
         self,
@@ -241,6 +256,7 @@ class BoundModel:
             others["labels"] = labels
         if pixel_values is not None and self._images is None:
             others["pixel_values"] = pixel_values
+        fused = self.comparing is not None and others.pop("fused_lm_head", False)
         if unknown := others.keys() - self._ignored:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
         tokens, virtual = jnp.asarray(input_ids), self._model.backend.virtual
@@ -258,6 +274,13 @@ class BoundModel:
         model = merge(self._model.graph, self._params, options.get("dropout_key"))
         if model.needs_valid:
             options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
+        if fused:
+            reads, targets = label_reads(labels)
+            self.tokens, aux_loss = self._logits(
+                model, tokens, places, attention_mask, options | {"targets": targets, "temperature": 1.0}, reads
+            )
+            log_probs, entropy = (part.reshape(len(tokens), -1) for part in (self.tokens.logps, self.tokens.entropy))
+            return Outputs(None, None, aux_loss, log_probs, entropy)
         if self._head == "lm":
             logits, aux_loss = self._logits(model, tokens, places, attention_mask, options)
             self.outputs.append(logits.reshape(*tokens.shape, -1)[:, virtual.count :])
@@ -277,14 +300,31 @@ class BoundModel:
                 "images belong to the rows of inputs. Pass all rows in one call, and select among the logits."
             )
         return images._replace(patches=jnp.asarray(pixel_values)[None]), jnp.asarray(positions)
+    def compared_inputs(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The inputs of a loss that compares with a reference, under TRL's names."""
+        options = {"dtype": self._options["dtype"]}
+        self._shown = self.comparing.inputs(inputs, options)
+        self._ignored |= self._shown.keys() | {"output_router_logits"}
+        return dict(self._shown)
+
+    def compared_loss(self, inputs: dict[str, Any]) -> tuple[jax.Array, Outputs]:
+        """The task's loss of these inputs, which are those of `compared_inputs`."""
+        if other := sorted(name for name in self._shown if inputs.get(name) is not self._shown[name]):
+            raise TypeError(
+                f"super()._compute_loss got another {', '.join(other)} than the inputs have. Scale what it returns, or "
+                "write the loss in the method itself."
+            )
+        outputs = self(**self.comparing.rows, fused_lm_head=True)
+        loss, self.default_sums = self.comparing.loss(self.tokens)
+        return self.balanced(loss, outputs.aux_loss), outputs
 
     def _logits(
-        self, model: Any, tokens: jax.Array, places: jax.Array, mask: Any, options: dict[str, Any]
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, model: Any, tokens: jax.Array, places: jax.Array, mask: Any, options: dict[str, Any], reads: Any = None
+    ) -> tuple[Any, jax.Array | None]:
         if self.aux_loss_weight is None:
-            return model(tokens, places, None, **options), None
+            return model(tokens, places, reads, **options), None
         options["router_token_count"] = jnp.ones(tokens.shape, int) if mask is None else jnp.asarray(mask)
-        logits, sums = model(tokens, places, None, **options)
+        logits, sums = model(tokens, places, reads, **options)
         self.aux_losses.append(load_balancing_loss(sums))
         return logits, self.aux_losses[-1]
 
@@ -328,9 +368,16 @@ class UserLoss:
         """
         options = {} if self.setup.task.head == "score" else {"num_items_in_batch": num_items}
         refused = parameters_refused(self.setup.model, read_in_jax)
-        with self.setup.events.state_replaced(state), torch_explained(), refused:
-            shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
-            result = self.compute_loss(bound, shown, **options)
+        given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+        own = self.setup.script_loss
+        if own is not None:
+            given, own.current = bound.compared_inputs(given), bound
+        try:
+            with self.setup.events.state_replaced(state), torch_explained(logs=own is not None), refused:
+                result = self.compute_loss(bound, given, **options)
+        finally:
+            if own is not None:
+                own.current = None
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
@@ -341,7 +388,7 @@ class UserLoss:
 
     def to_torch(self, error: WrittenInTorch) -> None:
         """Go on with a loss in torch, if it can; else raise the error."""
-        if not may_run_in_torch(error):
+        if not may_run_in_torch(error) or self.setup.script_loss is not None:
             raise error
         self.in_torch = True
         logger.warning(
@@ -379,9 +426,13 @@ class UserLoss:
         def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
             return self._forward.random_options(jax.random.fold_in(key, first_call + call), lengths)
 
+        reference, compared = self.setup.reference, {}
+        if reference is not None:
+            params, compared = reference.split(params)
         return BoundModel(
             self.setup.model,
             params,
+            comparing=None if self.setup.script_loss is None else Comparing(self.setup.task, reference, compared),
             dtype=dtype,
             remat=remat,
             random_options=None if key is None else random_options,
@@ -396,6 +447,8 @@ class UserLoss:
         """The sums of the task's loss, where the calls cover each row of the batch once; otherwise sums without
         examples."""
         task, rows = self.setup.task, len(inputs["input_ids"])
+        if self.setup.script_loss is not None:
+            return (bound.default_sums or {}) | own_sums(bound.metrics, jnp.bool_(True))
         if task.head == "lm":
             covered = bound.outputs and bound.outputs[-1].shape[:2] == inputs["labels"].shape
             logits = bound.outputs[-1] if covered else jnp.zeros((*inputs["labels"].shape, 1))
@@ -474,13 +527,49 @@ class OwnLoss:
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """What `super()._compute_loss` logs, if the script calls it, and then what the script logs: the mean of each
         over the micro-batches where it is not NaN."""
-        names = [name for name in (sums[0] if sums else ()) if name.startswith(_OWN_METRIC)]
-        found = self._setup().task.metrics([{k: v for k, v in step.items() if k not in names} for step in sums], split)
-        if not names:
-            return found
-        totals = joined(sums, dict.fromkeys(names, np.sum), count=_OWN_METRIC)
-        parts = totals.pop(_OWN_METRIC)  # devices that share a micro-batch
-        return found | means({name.removeprefix(_OWN_METRIC): values / parts for name, values in totals.items()})
+        return own_metrics(self._setup().task, sums, split)
+
+
+def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+    """The task's metrics, where the sums have those of its loss, and those of `own_sums`: the mean of each over the
+    micro-batches where it is not NaN."""
+    names = [name for name in (sums[0] if sums else ()) if name.startswith(_OWN_METRIC)]
+    of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
+    found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
+    if not names:
+        return found
+    totals = joined(sums, dict.fromkeys(names, np.sum), count=_OWN_METRIC)
+    parts = totals.pop(_OWN_METRIC)  # devices that share a micro-batch
+    return found | means({name.removeprefix(_OWN_METRIC): values / parts for name, values in totals.items()})
+
+
+def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
+    """What a script's loss has logged, by name, as sums over micro-batches.
+
+    Args:
+        members: bool `[M]`, whether the pass is of a micro-batch; or a scalar, where it is a micro-batch itself.
+    """
+    own = {_OWN_METRIC: members.astype(jnp.float32)}
+    for name, values in metrics.items():
+        value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
+        own[_OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
+    return own
+
+
+class OwnMetrics:
+    """What a script's own loss of DPO or KTO logs; the loss itself is computed by `UserLoss`.
+
+    current: the `BoundModel` of the loss that is being traced; None outside.
+    """
+
+    def __init__(self, setup: Callable[[], Setup]):
+        self._setup, self.current = setup, None
+
+    def values(self) -> tuple:
+        return ()
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+        return own_metrics(self._setup().task, sums, split)
 
 
 class OwnPass:
@@ -615,11 +704,7 @@ class OwnPass:
     def sums(self) -> dict[str, jax.Array]:
         """Sums over micro-batches `[M]`: those of the task's loss, if it was computed, and of the script's metrics."""
         members = jnp.any(jnp.atleast_2d(self._batch.micro_batch) & (self._batch.weight > 0), axis=-1)
-        own = {_OWN_METRIC: members.astype(jnp.float32)}
-        for name, values in self.metrics.items():
-            value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
-            own[_OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
-        return (self.default_sums or {}) | own
+        return (self.default_sums or {}) | own_sums(self.metrics, members)
 
 
 class PolicyInPass:
@@ -655,6 +740,8 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
         inputs: as `compute_loss` gets them.
         num_items: the targets of the whole step, for a language model; None means the batch's own.
     """
+    if model.comparing is not None:
+        return model.compared_loss(inputs)
     outputs = model(**read_by_model(inputs))
     if task.head == "lm":
         loss, _ = task_loss(task, outputs.logits, inputs["labels"], num_items)

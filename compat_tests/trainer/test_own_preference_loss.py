@@ -1,0 +1,155 @@
+"""A loss of the script's own on preferences: `_compute_loss` of subclasses of DPOTrainer and KTOTrainer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.effort import only_thorough
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.kto_cases import kto_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import preference_rows
+from trl_jax.trainer.dpo_trainer import DPOTrainer
+from trl_jax.trainer.kto_trainer import KTOTrainer
+
+CONFIG = {
+    "max_steps": 2, "learning_rate": 0.05, "optim": "sgd", "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+    "save_strategy": "steps", "save_steps": 1, "batch_layout": "padded",
+}  # fmt: skip
+
+
+def rows_of(kind, count):
+    return preference_rows(count, "prompt") if issubclass(kind, DPOTrainer) else kto_rows(count)
+
+
+@pytest.fixture
+def trained(checkpoint, tmp_path):
+    def run(kind, *, resume=None, peft_config=None, **config):
+        args = kind.config_class(str(tmp_path / kind.__name__), **BASE | CONFIG | config)
+        train, evaluation = (Dataset.from_list(rows_of(kind, count)) for count in (7, 3))  # short last batches
+        trainer = kind(
+            str(checkpoint(**SMALL)), args=args, train_dataset=train, eval_dataset=evaluation, peft_config=peft_config
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, {name: np.asarray(array) for name, array in trainer.model.params.items()}
+
+    return run
+
+
+def log_probs(model, inputs, prefix=""):
+    """TRL's call of the model, and the sums over the completions' tokens."""
+    ids, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
+    labels = jnp.where(mask == 0, -100, ids)
+    outputs = model(
+        input_ids=ids, attention_mask=inputs[f"{prefix}attention_mask"], use_cache=False, labels=labels,
+        fused_lm_head=True,
+    )  # fmt: skip
+    assert outputs.log_probs.shape == (len(ids), ids.shape[1] - 1) == outputs.entropy.shape and outputs.logits is None
+    return outputs.log_probs.sum(axis=1), outputs
+
+
+class Sigmoid(DPOTrainer):
+    """The loss of DPO, from log-probabilities of tokens."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        logps, outputs = log_probs(model, inputs)
+        chosen, rejected = jnp.split(logps, 2)
+        margin = chosen - inputs["ref_chosen_logps"] - (rejected - inputs["ref_rejected_logps"])
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["own/margins"].append((self.beta * margin).mean())
+        loss = -jax.nn.log_sigmoid(self.beta * margin).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Half(DPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert num_items_in_batch is None
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (0.5 * loss, outputs) if return_outputs else 0.5 * loss
+
+
+class Kto(KTOTrainer):
+    """The loss of KTO; masks stand in for the choice of rows."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        ratio = log_probs(model, inputs)[0] - inputs["ref_logps"]
+        kl = jax.lax.stop_gradient(log_probs(model, inputs, "KL_")[0] - inputs["ref_KL_logps"]).mean()
+        kl = jnp.maximum(kl, 0)
+        desirable = 1 - jax.nn.sigmoid(self.beta * (ratio - kl))
+        undesirable = 1 - jax.nn.sigmoid(self.beta * (kl - ratio))
+        return jnp.where(inputs["label"] > 0, desirable, undesirable).mean()
+
+
+def compared(found, wanted, names=("loss", "grad_norm", "eval_loss")):
+    for name, value in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+    for one, other in zip(found[0].state.log_history, wanted[0].state.log_history, strict=True):
+        for name in set(one) & set(other) & set(names):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
+
+
+def test_dpo_in_jax_numpy_is_the_built_in_one(trained):
+    wanted, found = trained(DPOTrainer), trained(Sigmoid)
+    compared(found, wanted)
+    for own, other in zip(found[0].state.log_history[:2], wanted[0].state.log_history[:2], strict=True):
+        assert own["own/margins"] == pytest.approx(other["rewards/margins"], rel=1e-4, abs=1e-6)
+        assert "rewards/margins" not in own
+    assert found[0].state.log_history[2]["eval_own/margins"] > 0
+
+    own = trained(Half, max_steps=1, eval_strategy="no")[0].state.log_history[0]
+    first = wanted[0].state.log_history[0]
+    assert own["grad_norm"] == pytest.approx(0.5 * first["grad_norm"], rel=1e-4) and own["grad_norm"] > 0
+    assert own["loss"] == pytest.approx(0.5 * first["loss"], rel=1e-5) and set(own) == set(first)
+    assert own["logps/chosen"] == pytest.approx(first["logps/chosen"])
+
+
+@only_thorough
+def test_a_run_with_a_loss_of_its_own_resumes_bit_for_bit(trained, tmp_path):
+    whole = trained(Sigmoid)
+    again = trained(Sigmoid, resume=str(tmp_path / "Sigmoid" / "checkpoint-1"))
+    for name, value in whole[1].items():
+        np.testing.assert_array_equal(again[1][name], value, err_msg=name)
+
+
+@only_thorough
+def test_an_adapter_is_compared_with_its_base_model(trained):
+    config = {"peft_config": trl_jax.LoraConfig(r=2, task_type="CAUSAL_LM"), "eval_strategy": "no"}
+    compared(trained(Sigmoid, **config), trained(DPOTrainer, **config))
+
+
+@only_thorough
+def test_kto_in_jax_numpy_is_the_built_in_one(trained):
+    config = {"eval_strategy": "no"}
+    compared(trained(Kto, precompute_ref_log_probs=True, **config), trained(KTOTrainer, **config))
+
+
+def test_what_a_loss_of_preferences_cannot_do_is_said(checkpoint, tmp_path):
+    class Own(DPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            return self.chosen(model, inputs)
+
+    train = Dataset.from_list(rows_of(DPOTrainer, 4))
+    args = trl_jax.DPOConfig(str(tmp_path), **BASE | {"max_steps": 1})
+    trainer = Own(str(checkpoint(**SMALL)), args=args, train_dataset=train)
+    changed = {"ref_chosen_logps": jnp.zeros(2)}
+    for chosen, words in (
+        (lambda self, model, inputs: self.ref_model(**inputs).logits.sum(), "_compute_loss reads ref_model"),
+        (
+            lambda self, model, inputs: DPOTrainer._compute_loss(self, model, inputs | changed, False),
+            "another ref_chosen",
+        ),
+        (lambda self, model, inputs: float(log_probs(model, inputs)[0].sum()), r"appended to self\._metrics"),
+    ):
+        Own.chosen = chosen
+        with pytest.raises(TypeError, match=words):
+            trainer.train()
+    with pytest.raises(AttributeError, match="exists within its own _compute_loss only"):
+        trainer._metrics  # noqa: B018
+    with pytest.raises(ValueError, match="compute_metrics gets whole logits"):
+        Own(str(checkpoint(**SMALL)), args=args, train_dataset=train, compute_metrics=dict)
