@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.hub.torch_bridge import peft_available
 from trl_jax.trainer.model_config import ModelConfig
 
 # Other names that TRL had in this module once.
@@ -55,7 +55,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 def is_peft_available() -> bool:
     """Whether peft is installed; adapters need none of it here."""
-    return find_spec("peft") is not None
+    return peft_available()
 
 
 def is_xpu_available() -> bool:
