@@ -43,6 +43,7 @@ from trl.trainer.utils import is_peft_available as ours
 from trl_jax import LoraConfig as Ours
 
 assert LoraConfig is peft.LoraConfig is Ours and SFTTrainer.__module__.startswith("trl_jax")
+assert peft.AutoPeftModelForCausalLM and peft.PromptTuningConfig
 assert TaskType.CAUSAL_LM == "CAUSAL_LM" and prepare_model_for_kbit_training("model", use_gradient_checkpointing=1)
 assert not any((ours(), is_peft_available(), is_accelerate_available(), is_bitsandbytes_available()))
 assert BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16").load_in_4bit
@@ -86,7 +87,9 @@ def test_check_says_what_a_missing_package_means(tmp_path, monkeypatch):
         "from peft import LoraConfig, get_peft_model\nfrom accelerate import PartialState\n"
         "import wandb\nimport bitsandbytes as bnb\n"
     )
-    found = {(one.line, one.what): (one.kind, one.text) for one in check.findings(reading.read(script.read_text(), script))}
+    found = {
+        (one.line, one.what): (one.kind, one.text) for one in check.findings(reading.read(script.read_text(), script))
+    }
     assert found[1, "peft.LoraConfig"][0] == found[2, "accelerate.PartialState"][0] == "changed"
     assert found[4, "bitsandbytes"][0] == "changed"
     assert found[1, "peft"] == ("not installed", f"The script stops at this import. {ADVICE['peft']}")

@@ -432,7 +432,8 @@ class _StandIn(ModuleType):
                 return _Rank
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
-            return getattr(importlib.import_module("trl_jax"), name)
+            where = "trl_jax.hub.auto" if name.startswith("Auto") else "trl_jax.hub.peft_config"
+            return getattr(importlib.import_module(where), name)
         raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")
 
 
@@ -506,7 +507,7 @@ def _remember_missing() -> None:
 def _quantize_without_torch(module: ModuleType) -> None:
     """Without torch, transformers' BitsAndBytesConfig cannot be made; ours takes its place."""
     if importlib.util.find_spec("torch") is None:
-        module.BitsAndBytesConfig = importlib.import_module("trl_jax").BitsAndBytesConfig
+        module.BitsAndBytesConfig = importlib.import_module("trl_jax.hub.quantization").BitsAndBytesConfig
 
 
 # Module -> the patch applied after it is imported.
