@@ -25,10 +25,8 @@ def without(name, path=None, target=None):
 
 
 PathFinder.find_spec = staticmethod(without)
-from trl_jax.__main__ import main
-
-main(sys.argv[1:])
 """
+RUNNER = "from trl_jax.__main__ import main\n\nmain(sys.argv[1:])\n"
 
 SCRIPT = """
 import importlib.util
@@ -59,10 +57,18 @@ for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.nn", 
         print(type(error).__name__, error)
 """
 
+SILENT = """
+from trl_jax import LoraConfig, SFTConfig
+from transformers.utils import logging
+
+print(LoraConfig, SFTConfig)
+logging.get_logger("transformers").warning_advice("another advice")
+"""
+
 
 def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
     runner, script = tmp_path / "runner.py", tmp_path / "script.py"
-    runner.write_text(WITHOUT)
+    runner.write_text(WITHOUT + RUNNER)
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(runner), str(script)]
@@ -77,6 +83,16 @@ def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
         f"AttributeError accelerate is not installed, and trl_jax's stand-in has no gather. {ADVICE['accelerate']}",
     ]
     assert "PyTorch was not found" not in ran.stderr
+
+
+def test_without_torch_transformers_does_not_say_that_models_are_missing(tmp_path):
+    """Neither in a script that imports trl_jax; other warnings of transformers are shown."""
+    code = WITHOUT + SILENT
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert ran.returncode == 0 and "SFTConfig" in ran.stdout, ran.stderr[-3000:]
+    assert "PyTorch was not found" not in ran.stderr and "another advice" in ran.stderr
 
 
 def test_check_says_what_a_missing_package_means(tmp_path, monkeypatch):
