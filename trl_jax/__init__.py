@@ -6,6 +6,7 @@ Importing this module loads nothing: every name is fetched when it is first used
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.text import api_boundary
@@ -97,6 +98,9 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.training.reference import create_reference_model
 
 __version__ = "0.1.0"
+
+# transformers, where it is imported after this module: without torch, it says that there are no models.
+logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found."))
 
 _WHERE = WHERE | {
     "AutoModelForCausalLM": "trl_jax.hub.auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.trainer.callbacks import BEMACallback, LogCompletionsCallback
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.trainer.sft_trainer import SFTTrainer
+from trl_jax.training import metrics
 
 CONFIG = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "learning_rate": 3e-3, "pad_to_multiple_of": None}
 AVERAGE = {"update_freq": 2, "update_after": 1, "ema_power": 0.4, "bias_power": 0.3, "lag": 3, "multiplier": 0.5}
@@ -92,6 +94,46 @@ def test_prompts_are_completed_and_given_to_trackers(make, monkeypatch):
     assert last["completion"].iloc[5] == trainer.processing_class.decode(again, skip_special_tokens=True)
     with pytest.raises(ValueError, match="Trainer must have an evaluation dataset"):
         LogCompletionsCallback(make())
+
+
+def test_a_run_stops_after_its_minutes_and_resumes(make, tmp_path, caplog, capsys):
+    """With metrics as lines of JSON, and completions in the terminal where there is no tracker."""
+    rows = [{"prompt": row["prompt"], "completion": " Yes."} for row in prompt_rows(8)]
+    config = {"max_steps": 3, "save_strategy": "no", "log_json": str(tmp_path / "logs" / "run.jsonl"),
+              "logging_steps": 1}  # fmt: skip
+
+    def trainer_of(**given):
+        return make(rows, config=config | given, eval_dataset=Dataset.from_list(rows))
+
+    first = trainer_of(max_minutes=0)
+    first.train()
+    assert first.state.global_step == 1 and "Stopping at step 1: max_minutes=0 have passed." in caplog.text
+    second = trainer_of(save_minutes=0)
+    second.add_callback(LogCompletionsCallback(second, num_prompts=5, freq=3))
+    second.model.generation_config.max_new_tokens = 4
+    second.train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
+        "checkpoint-1", "checkpoint-2", "checkpoint-3",
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "run.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert losses == {entry["step"]: entry["loss"] for entry in second.state.log_history if "loss" in entry}
+    assert list(losses) == [1, 2, 3] and lines[0]["time"] < lines[-1]["time"]
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 3: ")]
+    assert len(shown) == 2 and f"{rows[0]['prompt']!r} -> " in shown[0]
+
+
+def test_minutes_are_refused_on_several_hosts(monkeypatch):
+    monkeypatch.setattr(metrics, "several", lambda: True)
+    with pytest.raises(ValueError, match="max_minutes and save_minutes do not work on several hosts"):
+        metrics.Clock(1.0, None).on_train_begin(None, None, None)
+
+
+def test_a_number_that_json_lacks_is_null(tmp_path):
+    state = SimpleNamespace(is_world_process_zero=True, global_step=2)
+    metrics.JsonLines(str(tmp_path / "log.jsonl")).on_log(None, state, None, {"loss": float("nan"), "epoch": 0.5})
+    line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["loss"] is None and (line["step"], line["epoch"]) == (2, 0.5)
 
 
 def test_a_tokenizer_is_given_how_its_calls_are_read():

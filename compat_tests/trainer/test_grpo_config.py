@@ -16,7 +16,8 @@ from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
-       "num_processes": None, "process_id": None, "initialization_timeout": 300, "max_prompt_length": None,
+       "num_processes": None, "process_id": None, "initialization_timeout": 300,
+       "max_minutes": None, "save_minutes": None, "log_json": None, "max_prompt_length": None,
        "reward_timeout": None, "chat_template_path": None, "vllm_weights_dir": None,
        "max_completions_per_device": None}  # fmt: skip
 OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))  # of RLOOConfig

@@ -32,7 +32,8 @@ def declared(cls):
 
 OWN = {"eval_report": False, "eval_subset_column": "subset", "batch_layout": "auto",
        "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None, "num_processes": None,
-       "process_id": None, "initialization_timeout": 300}  # fmt: skip
+       "process_id": None, "initialization_timeout": 300,
+       "max_minutes": None, "save_minutes": None, "log_json": None}  # fmt: skip
 
 
 @pytest.mark.parametrize("ours, theirs", [(RewardConfig, "RewardConfig"), (ModelConfig, "ModelConfig")])

@@ -14,7 +14,8 @@ from compat_tests.trainer.test_reward_config import declared
 from trl_jax.trainer.sft_config import SFTConfig
 
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
-       "num_processes": None, "process_id": None, "initialization_timeout": 300}  # fmt: skip
+       "num_processes": None, "process_id": None, "initialization_timeout": 300,
+       "max_minutes": None, "save_minutes": None, "log_json": None}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ from trl_jax.cli.reading import (
     meanings,
     read,
 )
-from trl_jax.cli.trl_alias import spec_of
+from trl_jax.cli.trl_alias import ADVICE, spec_of, stands_in
 from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames
@@ -139,10 +139,7 @@ _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
 _IN_NUMPY = "It uses torch, whose functions do not take what super() returns here: NumPy arrays and lists. Use NumPy."
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
-_UNSLOTH = (
-    "Unsloth replaces TRL's trainers and the code of models, and needs a GPU. Load the model with transformers, or "
-    "pass its name, and pass a LoraConfig as peft_config."
-)
+_STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
     "The script sets a chat template, and this trainer loads a tokenizer of its own, which may have none. Pass "
     "processing_class=tokenizer."
@@ -225,13 +222,17 @@ class _Script:
                 found = _no_module(name)
                 yield _if_reached(found) if name.guarded else found
         elif package == "unsloth":
-            found = Finding(name.line, package, "refused", _UNSLOTH)
+            found = Finding(name.line, package, "refused", ADVICE["unsloth"])
             yield _if_reached(found) if name.guarded else found
         elif name.guarded or (package == "IPython" and self.modules[0].cells):
             return
         elif not is_installed(name.module):
             what = package if not is_installed(package) else name.module
-            yield Finding(name.line, what, "not installed", "The script stops at this import.")
+            if what == package and stands_in(name.module, name.name):
+                yield Finding(name.line, path, "changed", _STANDS_IN)
+            else:
+                advice = ADVICE.get(package, "")
+                yield Finding(name.line, what, "not installed", f"The script stops at this import. {advice}".rstrip())
         elif package in _CHECKED and name.name not in ("", "*") and not _may_have(name.module, name.name):
             text = f"The installed {package} has no such name, so the script stops at this import, under TRL, too."
             yield Finding(name.line, path, "refused", text)

@@ -21,6 +21,7 @@ from trl_jax.cli.compare import Record
 # Overrides the script's arguments, so that it writes nothing outside the temporary folder and logs every step.
 FORCED = {
     "push_to_hub": False, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False,
+    "max_minutes": None, "save_minutes": None, "log_json": None,
     "load_best_model_at_end": False, "logging_strategy": "steps", "logging_steps": 1, "logging_first_step": False,
     "disable_tqdm": True, "include_num_input_tokens_seen": "no",
 }  # fmt: skip

@@ -77,6 +77,7 @@ def install() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         del sys.modules[name]
     sys.meta_path.insert(0, Front())
+    sys.meta_path.append(StandIns())
     for name in ADJUSTMENTS.keys() & sys.modules.keys():  # imported before, for example in a notebook
         ADJUSTMENTS[name](sys.modules[name])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -372,6 +373,143 @@ def _accept_our_adapters(module: ModuleType) -> None:
         package.get_peft_model = get_peft_model
 
 
+# Stand-ins for packages that a script imports and this machine does not have
+
+_STAND_INS = {
+    "accelerate": ("PartialState", "Accelerator"),
+    "bitsandbytes": (),
+    "peft": (
+        "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
+        "PromptEncoderReparameterizationType", "AutoPeftModelForCausalLM", "AutoPeftModelForSequenceClassification",
+        "prepare_model_for_kbit_training",
+    ),
+}  # fmt: skip
+# Package -> what to write where a script needs more of it than a stand-in has.
+ADVICE = {
+    "accelerate": "trl_jax distributes a run itself: leave it out, or use PartialState or Accelerator for the rank.",
+    "bitsandbytes": "trl_jax quantizes itself: pass quantization_config=BitsAndBytesConfig(...) of transformers, and "
+    "optim='adamw_bnb_8bit' as an argument.",
+    "peft": "trl_jax puts adapters on models itself: pass a LoraConfig as peft_config, instead of calling it.",
+    "unsloth": "Unsloth replaces TRL's trainers and the code of models, and needs a GPU. Load the model with "
+    "transformers, or pass its name, and pass a LoraConfig as peft_config.",
+    "wandb": "Install it with pip install wandb, or leave it out and set report_to='none'.",
+}
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Finds what only the script itself imports: peft, accelerate and bitsandbytes, where they are not installed.
+
+    A script that asks importlib whether they are installed hears that they are not, and so do other packages.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package = fullname.partition(".")[0]
+        if package not in ADVICE or not _imported_by_script():
+            return None
+        if fullname not in _STAND_INS:
+            raise ModuleNotFoundError(f"No module named {fullname!r}. {ADVICE[package]}", name=fullname)
+        _remember_missing()
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are made on first use."""
+
+
+def stands_in(module: str, name: str) -> bool:
+    """Whether a script may import this name, or the module where it is "", if the package is missing."""
+    return module in _STAND_INS and (not name or name in _STAND_INS[module])
+
+
+class _StandIn(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _STAND_INS[self.__name__]:
+            if self.__name__ == "accelerate":
+                return _Rank
+            if name == "prepare_model_for_kbit_training":
+                return lambda model, *args, **options: model  # a trainer prepares the model by itself
+            where = "trl_jax.hub.auto" if name.startswith("Auto") else "trl_jax.hub.peft_config"
+            return getattr(importlib.import_module(where), name)
+        raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")
+
+
+class _Rank:
+    """What scripts ask accelerate's PartialState and Accelerator about ranks. JAX has one process per host."""
+
+    device = "cpu"  # for tensors of the script; JAX chooses its own
+
+    def __init__(self, *args: Any, **options: Any):
+        pass
+
+    @property
+    def num_processes(self) -> int:
+        import jax
+
+        return jax.process_count() if jax.distributed.is_initialized() else 1
+
+    @property
+    def process_index(self) -> int:
+        import jax
+
+        return jax.process_index() if jax.distributed.is_initialized() else 0
+
+    local_process_index = 0
+    is_local_main_process = True
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    def wait_for_everyone(self) -> None:
+        """Do nothing: trainers wait for each other by themselves."""
+
+    def print(self, *args: Any, **options: Any) -> None:
+        if self.is_main_process:
+            print(*args, **options)
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        yield
+
+    local_main_process_first = main_process_first
+
+    def on_main_process(self, function: Callable) -> Callable:
+        return function if self.is_main_process else lambda *args, **options: None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"accelerate is not installed, and trl_jax's stand-in has no {name}. {ADVICE['accelerate']}"
+        )
+
+
+def _imported_by_script() -> bool:
+    """Whether the import in progress is an import statement of the user's script, not a question to importlib."""
+    frame = sys._getframe(2)
+    while "importlib" in (file := frame.f_code.co_filename):
+        if "importlib.util" in file or file.endswith("util.py") or frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return torch_cuda.of_script(file)
+
+
+def _remember_missing() -> None:
+    """Have transformers find out now that these are missing; it keeps the answers."""
+    from transformers.utils import import_utils
+
+    for name in ("is_peft_available", "is_accelerate_available", "is_bitsandbytes_available"):
+        getattr(import_utils, name)()
+
+
+def _quantize_without_torch(module: ModuleType) -> None:
+    """Without torch, transformers' BitsAndBytesConfig cannot be made; ours takes its place."""
+    if importlib.util.find_spec("torch") is None:
+        module.BitsAndBytesConfig = importlib.import_module("trl_jax.hub.quantization").BitsAndBytesConfig
+
+
 # Module -> the patch applied after it is imported.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "peft.mapping_func": _accept_our_adapters,
@@ -383,4 +521,5 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.trainer": lambda module: answer_by_name(module.Trainer),
     "transformers.training_args": _arguments,
     "transformers.utils": torch_cuda.answer_bf16,
+    "transformers.utils.quantization_config": _quantize_without_torch,
 }

@@ -392,6 +392,24 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         rule=rules.whole(1),
         kw_only=True,
     )
+    max_minutes: float | None = arg(
+        None,
+        help="Stop after this many minutes of training, with a checkpoint to resume from. Not on several hosts.",
+        rule=rules.number(0, optional=True),
+        kw_only=True,
+    )
+    save_minutes: float | None = arg(
+        None,
+        help="Also save a checkpoint every so many minutes. Not on several hosts.",
+        rule=rules.number(0, optional=True),
+        kw_only=True,
+    )
+    log_json: str | None = arg(
+        None,
+        help="File to which each logged set of metrics is appended, as a line of JSON with its step and time.",
+        rule=rules.text(optional=True),
+        kw_only=True,
+    )
 
     # Arguments of most trainers. Their positions differ, and fields of a base class come first, so each config class
     # declares its own; these are the values for classes without them.

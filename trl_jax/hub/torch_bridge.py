@@ -30,6 +30,12 @@ def available() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
+def peft_available() -> bool:
+    """Whether peft is installed; the stand-in of `python -m trl_jax` has no file."""
+    spec = importlib.util.find_spec("peft")
+    return spec is not None and spec.origin is not None
+
+
 def _class_of(head: str) -> Any:
     """transformers' auto class for models with this head."""
     import transformers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import logging
 import sys
@@ -24,7 +23,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import ENCODER, LoraConfig, begun, positions_beside, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.hub.torch_bridge import as_tensors, peft_available
 from trl_jax.models.adapters import PREFIX
 
 # Copying weights from torch models and back
@@ -295,7 +294,7 @@ def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
         return
     state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
     if not is_adapted(model):
-        if importlib.util.find_spec("peft") is None:
+        if not peft_available():
             logger.warning(
                 "The torch model was not changed. The adapter is in trainer.model and in saved checkpoints; with PEFT "
                 "installed, it would also be added to the torch model."

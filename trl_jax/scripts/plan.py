@@ -37,7 +37,8 @@ NO_PART = frozenset(
     greater_is_better push_to_hub hub_token hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision
     resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint
     auto_find_batch_size full_determinism skip_memory_metrics use_cpu coordinator_address num_processes process_id
-    initialization_timeout precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+    initialization_timeout max_minutes save_minutes log_json
+    precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
     log_completions log_completions_hub_repo log_multimodal log_unique_prompts num_completions_to_print
     remove_unused_columns
     reward_timeout missing_eos_penalty reward_clip_range scale_rewards multi_objective_aggregation normalize_advantages

@@ -25,7 +25,7 @@ from trl_jax.rollout.completions_log import trackers
 
 class LogCompletionsCallback(TrainerCallback):
     """Completes prompts of the evaluation set every so many steps, and gives wandb, comet_ml and trackio, of those that
-    `report_to` names, a table of all so far: step, prompt, completion.
+    `report_to` names, a table of all so far: step, prompt, completion. Without such a tracker, it prints two of them.
 
     Args:
         trainer: of a language model; its evaluation set has a column `prompt`, of texts or messages.
@@ -67,6 +67,9 @@ class LogCompletionsCallback(TrainerCallback):
             experiment = importlib.import_module("comet_ml").get_running_experiment()
             if experiment is not None:
                 experiment.log_table(tabular_data=frame, filename="completions.csv")
+        elif not trackers(args.report_to):
+            for prompt, completion in list(zip(prompts, completions, strict=True))[:2]:
+                print(f"step {step}: {prompt!r} -> {completion!r}", flush=True)
 
     def _completed(self, prompts: list[str], tokenizer: Any, batch_size: int) -> list[str]:
         found, side, tokenizer.padding_side = [], tokenizer.padding_side, "left"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
+from trl_jax.hub.torch_bridge import peft_available
 from trl_jax.trainer.model_config import ModelConfig
 
 # Other names that TRL had in this module once.
@@ -59,7 +59,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 def is_peft_available() -> bool:
     """Whether peft is installed; adapters need none of it here."""
-    return find_spec("peft") is not None
+    return peft_available()
 
 
 def is_xpu_available() -> bool:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from math import prod
+from math import isfinite, prod
 from numbers import Number
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.mesh.processes import is_first
+from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import write_picture
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
@@ -55,10 +55,61 @@ def events_of(
     from transformers.integrations import get_reporting_integration_callbacks
 
     reporters = get_reporting_integration_callbacks(args.report_to)
-    given = [DefaultFlowCallback, *reporters, *(callbacks or [])]
+    limits = args.max_minutes, args.save_minutes
+    clock = [] if limits == (None, None) else [Clock(*limits)]
+    lines = [JsonLines(args.log_json)] if args.log_json else []
+    given = [DefaultFlowCallback, *reporters, *clock, *lines, *(callbacks or [])]
     handler = Callbacks(given, model, processing_class, None, None)
     handler.add_callback(PrinterCallback if args.disable_tqdm else progress_callback())
     return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
+
+
+class Clock(TrainerCallback):
+    """Asks for a checkpoint every `save_minutes`, and stops the run after `max_minutes`."""
+
+    def __init__(self, max_minutes: float | None, save_minutes: float | None):
+        self._most, self._every = max_minutes, save_minutes
+        self._began = self._saved = 0.0
+        self._ending = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if several():
+            raise ValueError(
+                "max_minutes and save_minutes do not work on several hosts, whose clocks differ. Use save_steps, and "
+                "have the scheduler send SIGTERM before its limit."
+            )
+        self._began = self._saved = time.monotonic()
+        self._ending = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.monotonic()
+        self._ending = self._most is not None and now - self._began >= 60 * self._most
+        if self._ending or self._every is not None and now - self._saved >= 60 * self._every:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved = time.monotonic()
+        if self._ending:  # only now, so that the checkpoint does not say that the run was over
+            logger.warning("Stopping at step %d: max_minutes=%g have passed.", state.global_step, self._most)
+            control.should_training_stop = True
+
+
+class JsonLines(TrainerCallback):
+    """Appends each log to a file, a JSON object a line. A NaN or an infinity becomes null."""
+
+    def __init__(self, path: str):
+        self._path = Path(path)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        numbers = {
+            name: value if not isinstance(value, float) or isfinite(value) else None for name, value in logs.items()
+        }
+        line = json.dumps({"step": state.global_step, "time": time.time()} | numbers, default=float)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def progress_callback() -> type[TrainerCallback]:

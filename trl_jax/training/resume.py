@@ -695,7 +695,8 @@ def optimizer_state(
     """
     logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
     for name in ("torch", "peft") if (folder / ADAPTER).is_file() else ("torch",):
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # the stand-in of `python -m trl_jax` has no file
             logger.warning("%s takes %s to read, which is not installed: AdamW's moments restart from zero.",
                            folder / OPTIMIZER_torch_state, name)  # fmt: skip
             return fresh

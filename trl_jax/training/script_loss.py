@@ -300,6 +300,7 @@ class BoundModel:
                 "images belong to the rows of inputs. Pass all rows in one call, and select among the logits."
             )
         return images._replace(patches=jnp.asarray(pixel_values)[None]), jnp.asarray(positions)
+
     def compared_inputs(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The inputs of a loss that compares with a reference, under TRL's names."""
         options = {"dtype": self._options["dtype"]}

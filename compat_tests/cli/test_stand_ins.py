@@ -1,0 +1,112 @@
+"""Packages that a script imports and this machine does not have, under `python -m trl_jax` and in `trl-jax check`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trl_jax.cli import check, reading
+from trl_jax.cli.trl_alias import ADVICE
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+plain = PathFinder.find_spec
+
+
+def without(name, path=None, target=None):
+    missing = ("torch", "trl", "peft", "accelerate", "bitsandbytes", "wandb", "unsloth")
+    return None if name.partition(".")[0] in missing else plain(name, path, target)
+
+
+PathFinder.find_spec = staticmethod(without)
+"""
+RUNNER = "from trl_jax.__main__ import main\n\nmain(sys.argv[1:])\n"
+
+SCRIPT = """
+import importlib.util
+from peft import LoraConfig, TaskType, prepare_model_for_kbit_training
+from accelerate import Accelerator, PartialState
+import bitsandbytes as bnb
+import peft
+from transformers import BitsAndBytesConfig
+from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_peft_available
+from trl import SFTTrainer
+from trl.trainer.utils import is_peft_available as ours
+from trl_jax import LoraConfig as Ours
+
+assert LoraConfig is peft.LoraConfig is Ours and SFTTrainer.__module__.startswith("trl_jax")
+assert peft.AutoPeftModelForCausalLM and peft.PromptTuningConfig
+assert TaskType.CAUSAL_LM == "CAUSAL_LM" and prepare_model_for_kbit_training("model", use_gradient_checkpointing=1)
+assert not any((ours(), is_peft_available(), is_accelerate_available(), is_bitsandbytes_available()))
+assert BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16").load_in_4bit
+assert importlib.util.find_spec("wandb") is None and importlib.util.find_spec("unsloth") is None
+state = PartialState()
+with state.main_process_first():
+    state.print("rank", state.process_index, "of", Accelerator().num_processes, state.is_main_process)
+for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.nn", "from peft import get_peft_model",
+             "state.gather"):
+    try:
+        exec(compile(line, __file__, "exec"))
+    except (ImportError, AttributeError) as error:
+        print(type(error).__name__, error)
+"""
+
+SILENT = """
+from trl_jax import LoraConfig, SFTConfig
+from transformers.utils import logging
+
+print(LoraConfig, SFTConfig)
+logging.get_logger("transformers").warning_advice("another advice")
+"""
+
+
+def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
+    runner, script = tmp_path / "runner.py", tmp_path / "script.py"
+    runner.write_text(WITHOUT + RUNNER)
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(runner), str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.splitlines() == [
+        "rank 0 of 1 True",
+        f"ModuleNotFoundError No module named 'wandb'. {ADVICE['wandb']}",
+        f"ModuleNotFoundError No module named 'unsloth'. {ADVICE['unsloth']}",
+        f"ImportError bitsandbytes is not installed, and nn is not in trl_jax. {ADVICE['bitsandbytes']}",
+        f"ImportError peft is not installed, and get_peft_model is not in trl_jax. {ADVICE['peft']}",
+        f"AttributeError accelerate is not installed, and trl_jax's stand-in has no gather. {ADVICE['accelerate']}",
+    ]
+    assert "PyTorch was not found" not in ran.stderr
+
+
+def test_without_torch_transformers_does_not_say_that_models_are_missing(tmp_path):
+    """Neither in a script that imports trl_jax; other warnings of transformers are shown."""
+    code = WITHOUT + SILENT
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert ran.returncode == 0 and "SFTConfig" in ran.stdout, ran.stderr[-3000:]
+    assert "PyTorch was not found" not in ran.stderr and "another advice" in ran.stderr
+
+
+def test_check_says_what_a_missing_package_means(tmp_path, monkeypatch):
+    plain = check.is_installed
+    monkeypatch.setattr(check, "is_installed", lambda name: name.partition(".")[0] not in ADVICE and plain(name))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from peft import LoraConfig, get_peft_model\nfrom accelerate import PartialState\n"
+        "import wandb\nimport bitsandbytes as bnb\n"
+    )
+    found = {
+        (one.line, one.what): (one.kind, one.text) for one in check.findings(reading.read(script.read_text(), script))
+    }
+    assert found[1, "peft.LoraConfig"][0] == found[2, "accelerate.PartialState"][0] == "changed"
+    assert found[4, "bitsandbytes"][0] == "changed"
+    assert found[1, "peft"] == ("not installed", f"The script stops at this import. {ADVICE['peft']}")
+    assert found[3, "wandb"] == ("not installed", f"The script stops at this import. {ADVICE['wandb']}")
