@@ -331,10 +331,7 @@ def test_frozen_towers_stay(llava, tmp_path):
     assert any(path.startswith("vision.connector.") for path in moved)
 
 
-def test_whole_logits_and_other_media_are_refused(llava, tmp_path):
-    made = trainer(trl_jax, "SFT", llava, tmp_path, completions())
-    with pytest.raises(ValueError, match="compute_metrics and predict\\(\\) are not supported for rows with images"):
-        made.predict(completions())
+def test_other_media_are_refused(llava, tmp_path):
     video = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "bake?"}]
     rows = [{"messages": [{"role": "user", "content": video}, *assistant("gladly")], "images": pictures(1)}] * 2
     with pytest.raises(ValueError, match="Row . of train_dataset: .*rows with videos are not supported"):
