@@ -9,7 +9,7 @@ import pytest
 
 from trl_jax.losses.advantages import group_advantages
 
-metrics = pytest.importorskip("trl_jax.rollout.rollout")
+metrics = pytest.importorskip("trl_jax.rollout.completions_log")
 NAN = math.nan
 
 

@@ -139,6 +139,18 @@ def test_a_run_resumes_within_a_generation(llava, tmp_path):
             assert np.array_equal(array, rest.model.params[path]), path
 
 
+def test_a_loss_of_the_script_gets_completions_to_images(llava, tmp_path, monkeypatch):
+    class Half(trl_jax.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) / 2
+
+    built_in = logged(trainer(trl_jax, "GRPO", llava, tmp_path / "built_in", max_steps=1, **POLICY))
+    monkeypatch.setattr(trl_jax, "GRPOTrainer", Half)
+    own = logged(trainer(trl_jax, "GRPO", llava, tmp_path / "own", max_steps=1, **POLICY))
+    for name in ("loss", "grad_norm"):
+        assert own[0][name] == pytest.approx(built_in[0][name] / 2, rel=1e-4, abs=1e-6)
+
+
 KILLED = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
 
 

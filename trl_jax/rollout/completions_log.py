@@ -1,4 +1,4 @@
-"""Log completions: to the terminal, trackers, disk and the Hub."""
+"""Log completions, to the terminal, trackers, disk and the Hub, and their metrics."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from trl_jax.core.text import printable
 from trl_jax.data.image_rows import pictures_in
 from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.vision.processor import open_picture
+from trl_jax.losses.policy_gradient import PolicyLoss
 
 logger = logging.getLogger(__name__)
 Mode = Literal["train", "eval"]
@@ -486,3 +487,103 @@ def write_picture(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
             panels[title + (" (green: evaluation)" if all(curve.points for curve in curves) else "")] = curves
     if panels:
         write_whole(folder / FILE, svg(panels))
+
+
+# Metrics, with TRL's names and order
+
+
+class Collected:
+    """Metric values by name since the last log, in the order in which names first appeared."""
+
+    def __init__(self, values: dict[str, list[float]] | None = None):
+        self.values: dict[str, list[float]] = defaultdict(list, values or {})
+
+    def add(self, metrics: Iterator[tuple[str, float]]) -> None:
+        for name, value in metrics:
+            self.values[name].append(value)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a metric of which only the last value is logged."""
+        self.values[name] = [value]
+
+    def taken(self) -> dict[str, float | None]:
+        """Return the mean of each metric's non-NaN values (None if there is none), and reset."""
+        values, self.values = self.values, defaultdict(list)
+        real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
+        return {name: sum(found) / len(found) if found else None for name, found in real.items()}
+
+
+def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tuple[str, float]]:
+    """Length metrics of completions.
+
+    Args:
+        lengths: number of tokens of each.
+        truncated: bool `[B]`.
+    """
+    lengths = np.asarray(lengths, np.float32)
+    yield from _spread("completions", "length", lengths)
+    yield "completions/clipped_ratio", float(np.mean(truncated, dtype=np.float32))
+    ended = lengths[~truncated]
+    yield from _spread("completions", "terminated_length", ended if len(ended) else np.zeros(1, np.float32))
+
+
+def _spread(group: str, name: str, values: np.ndarray) -> Iterator[tuple[str, float]]:
+    for kind, function in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+        yield f"{group}/{kind}_{name}", float(function(values))
+
+
+def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Any) -> Iterator[tuple[str, float]]:
+    """Reward metrics.
+
+    Args:
+        names: of the F reward functions.
+        rewards: float32 `[B, F]`.
+        advantages: the `Advantages` computed from them.
+    """
+    for name, values in zip(names, rewards.T, strict=True):
+        yield f"rewards/{name}/mean", _mean(values)
+        yield f"rewards/{name}/std", _std(values)
+    yield "reward", _mean(advantages.rewards)
+    yield "reward_std", _std(advantages.rewards)
+    yield "frac_reward_zero_std", float(np.mean(advantages.zero_std, dtype=np.float32))
+
+
+def sampling_metrics(
+    settings: PolicyLoss,
+    old: Sequence[np.ndarray],
+    sampling: Sequence[np.ndarray],
+    completion_mask: Sequence[np.ndarray],
+) -> Iterator[tuple[str, float]]:
+    """How far the sampler's log-probabilities are from the policy's, and the importance ratios that the loss uses.
+
+    Tokens without a log-probability of the sampler (NaN) have no difference, and the ratio 1.
+
+    Args:
+        old, sampling: log-probabilities of each completion's tokens under the policy and as the sampler reported them.
+    """
+    tokens = [(a - b)[mask] for a, b, mask in zip(old, sampling, completion_mask, strict=True)]
+    apart = np.abs(np.concatenate(tokens))
+    apart = apart[~np.isnan(apart)]
+    for kind, function in (("mean", np.mean), ("max", np.max)):
+        yield f"sampling/sampling_logp_difference/{kind}", float(function(apart)) if len(apart) else 0.0
+    known = [np.nan_to_num(own, nan=0.0) for own in tokens]
+    logs = np.asarray([own.sum() for own in known]) if settings.corrects_sequences else np.concatenate(known)
+    ratio = settings.bounded(np.exp(logs.astype(np.float32)))
+    for kind, function in (("min", np.min), ("mean", np.mean), ("max", np.max)):
+        yield f"sampling/importance_sampling_ratio/{kind}", float(function(ratio)) if len(ratio) else 0.0
+
+
+def _mean(values: np.ndarray) -> float:
+    real = values[~np.isnan(values)]
+    return float(real.mean()) if len(real) else math.nan
+
+
+def _std(values: np.ndarray) -> float:
+    """Sample standard deviation (n - 1) of the non-NaN values; NaN for fewer than two; infinite if one is, as TRL."""
+    real = values[~np.isnan(values)]
+    if len(real) < 2:
+        return math.nan
+    with np.errstate(invalid="ignore"):
+        squares = np.square(real - real.mean())
+    squares = squares[~np.isnan(squares)]
+    return float(np.sqrt(squares.mean() * (len(real) / (len(real) - 1)))) if len(squares) else math.nan

@@ -196,14 +196,18 @@ class StepMaker:
         self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
     ) -> StepBatch:
         task, layout = self._setup.task, self._layout
-        parts = [self._seen(rows) for rows in parts]
         part = len(parts) / task.cycle.parts
-        numbers = self._numbers(coef)
-        groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._setup.virtual)
+        numbers, seen = self._numbers(coef), [self._seen(rows) for rows in parts]
+        groups = step_examples(task, seen, generations, part, layout.shards, numbers, self._setup.virtual)
         step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
         if self._setup.script_loss is None:
             return step
         return step._replace(arrays=rows_of_script(self._setup, step.arrays, parts, generations))
+
+    def _seen(self, rows: list[Completed]) -> list[Completed]:
+        """The same with the features of their images, which checkpoints lack."""
+        images = _with_features(self._setup, [row.images for row in rows])
+        return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
 
 
 def rows_of_script(
@@ -216,11 +220,6 @@ def rows_of_script(
         pad_token_id=setup.processing_class.pad_token_id,
         numbers={"global_step": state.global_step, "epoch": state.epoch or 0.0},
     )  # fmt: skip
-
-    def _seen(self, rows: list[Completed]) -> list[Completed]:
-        """The same with the features of their images, which checkpoints lack."""
-        images = _with_features(self._setup, [row.images for row in rows])
-        return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
 
 
 def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequence[TextImages | None]:

@@ -108,12 +108,12 @@ def image_encoder(
     return VisionProcessor(native, checkpoint.config, tokenizer, image_processor, **options)
 
 
-def check_image_arguments(adapter: AdapterConfig | None, own_loss: Any) -> None:
+def check_image_arguments(adapter: AdapterConfig | None, hooks: Hooks) -> None:
     """Raise TypeError or ValueError for what rows with images do not go with in any trainer."""
-    if own_loss is not None:
+    if hooks.own_loss is not None and (names := OWN_LOSS & hooks.overridden):
         raise TypeError(
-            "A loss of your own that compares with a reference or trains on completions does not take rows with images "
-            "yet. Leave compute_loss and _compute_loss out."
+            f"The trainer's own {' and '.join(sorted(names))}, which compares with a reference, is not supported for "
+            "rows with images yet. Leave it out."
         )
     if isinstance(adapter, PromptLearningConfig):
         raise ValueError(
@@ -369,7 +369,7 @@ def build(
         sees = sees or (may_see and _is_processor(given.tokenizer))
         checkpoint = model.from_torch(torch_model, args, task.head, images=sees)
     if sees:
-        check_image_arguments(given.adapter, hooks.own_loss)
+        check_image_arguments(given.adapter, hooks)
         spec.check_images()
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
     if sees:
