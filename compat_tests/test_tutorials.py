@@ -77,7 +77,7 @@ def test_arguments_of_ours_exist_and_have_the_defaults_that_are_told(page):
         assert {name for name, _ in settings} <= names, f"{page.name}: {cell}"
         named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", cell))
         assert named <= names | ELSEWHERE, f"{page.name}: {cell}"
-        if row.get("note", "").startswith("another default"):
+        if row.get("note", "").startswith("a different default"):
             for name, value in settings:
                 defaults += 1
                 told = {value.replace('"', "'"), value}

@@ -400,7 +400,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     )
     save_minutes: float | None = arg(
         None,
-        help="Also save a checkpoint every so many minutes. Not on several hosts.",
+        help="Also save a checkpoint every this many minutes. Not on several hosts.",
         rule=rules.number(0, optional=True),
         kw_only=True,
     )

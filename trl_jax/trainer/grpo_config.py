@@ -291,8 +291,9 @@ class GRPOConfig(BaseConfig):
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
     generate_ahead: bool = arg(
         False,
-        help="With vllm_mode='server': the servers generate the next completions while the steps of the last ones "
-        "train. They come from weights that are one generation older, which the importance sampling corrects.",
+        help="With vllm_mode='server': generate the next completions while the current ones are trained on. Their "
+        "weights are one generation older, which importance sampling corrects. Requires "
+        "vllm_importance_sampling_correction.",
         rule=_ahead,
         kw_only=True,
     )

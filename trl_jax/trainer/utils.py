@@ -46,7 +46,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """How the flags ask the frozen weights to be held; None for as they are stored."""
+    """The quantization that the flags ask for; None if the weights stay as stored."""
     if not model_args.load_in_4bit and not model_args.load_in_8bit:
         return None
     return BitsAndBytesConfig(
@@ -58,7 +58,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def is_peft_available() -> bool:
-    """Whether peft is installed; adapters need none of it here."""
+    """Whether peft is installed; adapters work without it."""
     return peft_available()
 
 
@@ -73,7 +73,7 @@ def is_npu_available() -> bool:
 
 
 def get_kbit_device_map() -> None:
-    """None: JAX places arrays, quantised ones too."""
+    """None: JAX places arrays, quantized ones too."""
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:
@@ -89,8 +89,8 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
     if len(labels) == 0:
         raise ValueError("There are no labels: RewardTrainer reports eval_accuracy itself. Leave compute_metrics out.")
     labels, found = np.asarray(labels), np.argmax(np.asarray(predictions), axis=-1)
-    labelled = labels != -100
-    return {"accuracy": float(np.mean(found[labelled] == labels[labelled]))}
+    labeled = labels != -100
+    return {"accuracy": float(np.mean(found[labeled] == labels[labeled]))}
 
 
 # Arrays
@@ -183,8 +183,8 @@ def nanmax(tensor: jax.Array) -> jax.Array:
 
 
 def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
-    """Move each row's values to the left, from the first one where `mask` is not 0, and drop the columns from the first
-    in which no row has any.
+    """Shift each row left so that it starts at its first nonzero mask entry, then drop the columns from the first one
+    that is zero in all rows.
 
     Args:
         mask: `[N, M]`. tensors: of the same shape.
