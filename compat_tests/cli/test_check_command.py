@@ -18,7 +18,7 @@ import torch
 import trl
 import trl_jax.tasks as tasks
 from trl import OnlineDPOConfig, PPOConfig, PPOTrainer, RewardTrainr, SFTConfig, SFTTrainer, setup_chat_format
-from trl.trainer.utils import get_peft_config, pad
+from trl.trainer.utils import get_peft_config, split_tensor_dict
 from trl_jax.tasks import Batch
 
 class Mine(SFTTrainer):
@@ -40,7 +40,8 @@ WANTED = {
     "trl.PPOConfig": (CHANGED, "but not used: trl_jax does not implement it. Closest: GRPOTrainer"),
     "trl.PPOTrainer": (REFUSED, "does not implement it"),
     "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
-    "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl"),
+    "trl.trainer.utils.get_peft_config": (WORKS, ""),
+    "trl.trainer.utils.split_tensor_dict": (CHANGED, "the installed trl"),
     "trl_jax.tasks.Batch": (WORKS, ""),
     "Mine.compute_loss": (CHANGED, "It uses torch"), "Mine.helper": (WORKS, ""),
     "Mine.training_step": (REFUSED, "which trl_jax never calls"),

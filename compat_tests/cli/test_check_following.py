@@ -115,8 +115,8 @@ def test_private_methods_of_trainers():
     said = found(ROLLOUT)
     refused = {what for what, (kind, _) in said.items() if kind == REFUSED}
     assert refused == {
-        "Mine._generate_single_turn", "Mine._tokenize_prompts", "Mine._metrics", "Mine._calculate_rewards",
-        "Mine._get_train_sampler = ...", "Mine.neftune_noise_alpha = ...", "GRPOTrainer._prepare_inputs = ...",
+        "Mine._generate_single_turn", "Mine._get_train_sampler = ...",
+        "Mine.neftune_noise_alpha = ...", "GRPOTrainer._prepare_inputs = ...",
     }, refused  # fmt: skip
     assert "rollout_func(prompts, trainer)" in said["Mine._generate_single_turn"][1]
     assert said["Mine.evaluate"] == (WORKS, "") and said["trl.GRPOTrainer"] == (WORKS, "")

@@ -72,6 +72,7 @@ def test_methods_that_call_super_see_trls_results_and_change_what_is_trained_on(
     logged, reference = looked[0].state.log_history[0], wanted[0].state.log_history[0]
     assert logged["reward"] == pytest.approx(2 * reference["reward"])
     seen = looked[0].seen
+    assert wanted[0]._tokenize_prompts(seen["prompts"]) == (seen["tokenized"][0], None, {})  # as in a rollout_func
     assert seen["prompts"][0] == seen["prompts"][1] and len(seen["prompts"]) == 4
     ids, images, fields = seen["tokenized"]
     assert images is None and fields == {} and ids == looked[0].processing_class(text=seen["prompts"])["input_ids"]

@@ -526,8 +526,18 @@ class OnlineTrainer(RolloutTrainer):
         return self._own_method("_generate").default_generate(prompts)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """The ids of prompts, None and {}, as TRL has it for texts. A script's subclass may override it and change the
-        ids of `super()`."""
+        """The ids of prompts, None and {}, as TRL has it for texts. A `rollout_func` may call it, and a script's
+        subclass may override it and change the ids of `super()`.
+
+        Raises:
+            RuntimeError: the run has rows with images.
+        """
+        if self._own_methods is None:
+            if self._setup.encoder is not None:
+                raise RuntimeError(
+                    "_tokenize_prompts gives the ids of texts, and this run has images. Call trainer.processing_class."
+                )
+            return self._setup.rollout.rollout.writer.prompt_ids(prompts), None, {}
         return self._own_method("_tokenize_prompts").default_tokenize(prompts)
 
     def _own_method(self, name: str) -> OwnRollout:

@@ -57,6 +57,9 @@ class RankWriter:
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
         return self.inner.prompts(rows)
 
+    def prompt_ids(self, prompts: list) -> list[list[int]]:
+        return self.inner.prompt_ids(prompts)
+
     def write(self, prompts: list, group: int) -> Written:
         own = prompts[own_part(len(prompts))]
         rank = own_rank(len(self.streams))
