@@ -61,7 +61,7 @@ def test_the_page_of_releases_has_the_versions_of_pyproject():
 
     page = pages.read(pages.FOLDER / "releases.md")
     [table] = pages.tables(page)
-    rows = {row[""]: row["supported"] for row in table}
+    rows = {row["what"]: row["supported"] for row in table}
     project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
     wanted = {dependency.split(">=")[0]: dependency.split(">=")[-1] for dependency in project["dependencies"]}
     first, end = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", project["requires-python"]).groups()
