@@ -48,7 +48,7 @@ def classes(paths: Iterable[Path]) -> dict[str, ast.ClassDef]:
 
 
 def arguments(name: str) -> dict[str, tuple[str, str, str]]:
-    """field -> type, help and default, with those of base classes, but for BaseConfig's, which has its own entry."""
+    """field -> type, help and default. Includes inherited fields, except BaseConfig's, which have their own entry."""
     node, found = configs()[name], {}
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id in configs() and base.id != "BaseConfig":

@@ -503,7 +503,7 @@ class Collected:
             self.values[name].append(value)
 
     def set(self, name: str, value: float) -> None:
-        """Set a metric of which only the last value is logged."""
+        """Set a metric; only its last value is logged."""
         self.values[name] = [value]
 
     def taken(self) -> dict[str, float | None]:

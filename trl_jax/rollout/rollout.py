@@ -48,7 +48,7 @@ _REASONS = {
 class RolloutSteps:
     """Iterates over the steps of an epoch, which `set_epoch` starts.
 
-    Completions are generated with the current parameters. With `ahead`, those of the next generation are begun before
+    Completions are generated with the current parameters. With `ahead`, the next generation starts before
     the steps of this one, so their policy is one generation older.
 
     rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
@@ -350,7 +350,7 @@ class Writer(Protocol):
 
 
 class OwnMethods(Protocol):
-    """Methods of a script's own that completions go through; they take and return what those of `Rollout` do."""
+    """A script's overrides of generation methods, with the arguments and results of `Rollout`'s methods."""
 
     def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
 

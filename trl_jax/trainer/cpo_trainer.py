@@ -13,8 +13,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     """Trains a language model to prefer the chosen answer of each pair, without a reference model: CPO, SimPO and
     AlphaPO.
 
-    The arguments are those of `trainer.shared.reference_free.ReferenceFreeTrainer`, as TRL's
-    in `trl.experimental.cpo`.
+    The arguments are those of `ReferenceFreeTrainer`, as in `trl.experimental.cpo`.
     """
 
     _name, _tag_names = "CPO", ["trl", "cpo"]

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation of language models: TRL's ORPOTrainer on JAX."""
+"""Odds ratio preference optimization of language models: TRL's ORPOTrainer on JAX."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     """Fine-tunes a language model on the chosen texts of preference pairs, and has their answers beat the rejected
     ones by their odds: no reference model.
 
-    The arguments are those of `trainer.shared.reference_free.ReferenceFreeTrainer`, as TRL's
-    in `trl.experimental.orpo`.
+    The arguments are those of `ReferenceFreeTrainer`, as in `trl.experimental.orpo`.
     """
 
     _name, _tag_names = "ORPO", ["trl", "orpo"]
