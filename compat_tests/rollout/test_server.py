@@ -328,7 +328,7 @@ def test_arguments_that_servers_do_not_take(serve, make):
         with pytest.raises(error, match=text):
             make([serve()], **config)
     prompts = {"peft_config": trl_jax.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}
-    with pytest.raises(ValueError, match="vllm_mode='server' together with an adapter of virtual tokens"):
+    with pytest.raises(ValueError, match="vLLM servers together with an adapter of virtual tokens are not"):
         make([serve()], arguments=prompts)
 
 

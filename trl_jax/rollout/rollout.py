@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -909,16 +910,25 @@ class Written:
         parts = {"prompt": self.prompt_ids, "completion": self.completion_ids}
         arrays = {f"{name}_length": np.asarray(list(map(len, ids)), np.int32) for name, ids in parts.items()}
         arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
-        return arrays | {"sampling_logps": np.concatenate(self.sampling_logps)}
+        arrays["sampling_logps"] = np.concatenate(self.sampling_logps)
+        if self.calls is None:
+            return arrays
+        told = np.frombuffer(json.dumps(self.messages).encode(), np.uint8)
+        return arrays | {"by_model": np.concatenate(self.by_model), "messages": told, "calls": np.asarray(self.calls)}
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Written:
         """Inverse of `arrays`."""
-        prompts, completions, logps = (
-            np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
-            for name, of in (("prompt", "prompt"), ("completion", "completion"), ("sampling_logps", "completion"))
-        )
-        return cls([ids.tolist() for ids in prompts], completions, all_written(completions), sampling_logps=logps)
+
+        def split(name: str, of: str) -> list[np.ndarray]:
+            return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
+
+        prompts, completions = ([ids.tolist() for ids in split("prompt", "prompt")], split("completion", "completion"))
+        made = cls(prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"))
+        if "calls" not in arrays:
+            return made
+        messages, calls = json.loads(arrays["messages"].tobytes()), tuple(arrays["calls"].tolist())
+        return replace(made, by_model=split("by_model", "completion"), messages=messages, calls=calls)
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:

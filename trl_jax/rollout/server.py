@@ -215,6 +215,7 @@ class VllmServers:
         group: int,
         seeds: Sequence[int],
         progress: Progress | None = None,
+        most: Sequence[int] | None = None,
     ) -> concurrent.futures.Future[Sampled]:
         """Have the servers complete each prompt `group` times while the caller goes on.
 
@@ -222,6 +223,7 @@ class VllmServers:
             sampling: parameters of `/v1/completions`.
             seeds: one per prompt.
             progress: called with the number of completions so far, and of their tokens.
+            most: lowers `max_tokens` of each prompt.
 
         Returns:
             A future of the completions, which raises ServerError if a server refuses a request or does not answer
@@ -231,6 +233,8 @@ class VllmServers:
             {"prompt": list(map(int, ids)), "n": group, "seed": int(seed), "logprobs": 0, "return_token_ids": True}
             for ids, seed in zip(prompts, seeds, strict=True)
         ]
+        for job, room in zip(jobs, most or (), strict=most is not None):
+            job["max_tokens"] = min(room, sampling["max_tokens"])
 
         async def ask(client: httpx2.AsyncClient) -> list[Sampled]:
             gates, done, most = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], self._limits.at_once

@@ -258,16 +258,14 @@ class RolloutTrainer(BaseTrainer):
         """
         args, model = run.args, run.model
         found = {
-            "tools=": bool(self.tools),
-            "environment_factory=": self._environments is not None,
             "several processes": several(),
             "an adapter of virtual tokens": bool(model.backend.virtual.count),
             "rows with images": run.encoder is not None,
         }
         for what in (what for what, there in found.items() if there):
             raise ValueError(
-                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Set use_vllm=False, or "
-                f"train without {what.removesuffix('=')}."
+                f"vLLM servers together with {what} are not in this release of trl_jax. Train without {what}, or with "
+                "GRPOTrainer and use_vllm=False."
             )
         urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
@@ -293,6 +291,11 @@ class RolloutTrainer(BaseTrainer):
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
                 "Leave one of the two out."
+            )
+        if ahead and self._environments is not None:
+            raise ValueError(
+                "generate_ahead=True with environment_factory= would reset environments whose completions are not "
+                "judged yet. Set generate_ahead=False."
             )
         return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -277,6 +278,11 @@ class PolicyWriter:
     def _check(self, prompts: list) -> None:
         for prompt in prompts:
             check_no_media(prompt, f"The prompt {brief(prompt)}", images=self._setup.encoder is not None)
+        if self._sampling.tools is not None and not rows.is_conversation(prompts[0]):
+            raise ValueError(
+                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
+                'as in [{"role": "user", "content": "..."}].'
+            )
 
     def _by_script(self, prompts: list) -> Written:
         setup = self._setup
@@ -296,35 +302,49 @@ class PolicyWriter:
 
     def _written(self, prompts: list, group: int) -> Written:
         tools = self._sampling.tools
-        if tools is not None and not rows.is_conversation(prompts[0]):
-            raise ValueError(
-                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
-                'as in [{"role": "user", "content": "..."}].'
-            )
         ids, images = self._checked_ids(prompts)
         if self._server is not None:
             return self._by_servers(ids, group, GenerationProgress(self._line, len(ids)))()
         keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
-        alike = all(own == keys[place - place % group] for place, own in enumerate(keys))  # not of every environment
-        completions = self.complete(ids, group if alike else 1, images)
+        completions = self.complete(ids, group if _alike(keys, group) else 1, images)
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
 
-        def further(texts: Ids, of_texts: list[TextImages] | None) -> list[np.ndarray]:
+        def further(texts: Ids, of_texts: list[TextImages] | None, rooms: list[int]) -> tuple[list[np.ndarray], None]:
+            del rooms
             seen = None if of_texts is None else list(_with_features(self._setup, of_texts))
-            return self.complete(texts, 1, seen)
+            return self.complete(texts, 1, seen), None
 
         return tools.completed(ids, completions, further, images)
 
     def _by_servers(
         self, ids: list[list[int]], group: int, progress: GenerationProgress | None
     ) -> Callable[[], Written]:
+        group, tools = group if _alike(ids, group) else 1, self._sampling.tools
         completions = self._server.begin(ids[::group], group, progress)
 
         def written() -> Written:
             made = completions()
-            by_model = all_written(made.completions)
-            return Written(ids, made.completions, by_model, sampling_logps=made.logps, seconds=made.seconds)
+            if tools is None:
+                by_model = all_written(made.completions)
+                return Written(ids, made.completions, by_model, sampling_logps=made.logps, seconds=made.seconds)
+            seconds = Counter(made.seconds)
+
+            def further(texts: Ids, of_texts: None, rooms: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+                del of_texts
+                tokens, logps = [np.zeros(0, np.int32)] * len(texts), [np.zeros(0, np.float32)] * len(texts)
+                asked = [place for place, room in enumerate(rooms) if room]  # the others end with an answer
+                if not asked:
+                    return tokens, logps
+                most = [rooms[place] for place in asked]
+                found = self._server.begin([texts[place] for place in asked], 1, most=most)()
+                seconds.update(found.seconds)
+                for place, *own in zip(asked, found.completions, found.logps, strict=True):
+                    tokens[place], logps[place] = own
+                return tokens, logps
+
+            done = tools.completed(ids, made.completions, further, logps=made.logps)
+            return replace(done, seconds=dict(seconds))
 
         return written
 
@@ -396,6 +416,11 @@ class PolicyWriter:
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         known = prompt_ids if self._sampling.parses_messages else None
         return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
+
+
+def _alike(keys: Sequence[Any], group: int) -> bool:
+    """Whether prompts are equal within each group; those of environments may differ."""
+    return all(own == keys[place - place % group] for place, own in enumerate(keys))
 
 
 def has_stray_images(made: Written, image_token: int) -> bool:

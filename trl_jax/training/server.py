@@ -90,9 +90,16 @@ class ServerPolicy:
         self._loaded, self._loaded_at = list(map(weakref.ref, arrays)), step
 
     def begin(
-        self, prompt_ids: Sequence[Sequence[int]], group: int, progress: Progress | None = None
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        group: int,
+        progress: Progress | None = None,
+        most: Sequence[int] | None = None,
     ) -> Callable[[], Completions]:
         """Begin to complete each prompt `group` times with the current weights.
+
+        Args:
+            most: how many tokens each prompt's completions may have; None: as many as the parameters of requests say.
 
         Returns:
             Waits for the completions. If a server lost the weights meanwhile, all prompts are completed again, with
@@ -105,7 +112,8 @@ class ServerPolicy:
             began = time.monotonic()
             self.refresh(prompt_ids[0])
             synced = time.monotonic() - began
-            asked = self._servers.begin(prompt_ids, self._sampling, group=group, seeds=seeds, progress=progress)
+            how = {"group": group, "seeds": seeds, "progress": progress, "most": most}
+            asked = self._servers.begin(prompt_ids, self._sampling, **how)
             self._asked = [*(one for one in self._asked if not one.done()), asked]
             return asked, synced
 
