@@ -115,6 +115,7 @@ class BaseTrainer(abc.ABC):
     _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
     _compiled_methods: ClassVar[frozenset[str]] = frozenset({"compute_loss", "prediction_step"})  # only of a class
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
+    _never_there: ClassVar[Mapping[str, str]] = {}  # attributes of TRL's that ours lack, and what to write instead
     _editable: Editable
     _setup: Setup
     _publisher: HubPublisher

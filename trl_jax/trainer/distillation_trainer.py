@@ -45,6 +45,8 @@ class DistillationTrainer(RolloutTrainer):
         peft_config: a LoraConfig of ours or of peft's.
         tools: functions that the student may call in its completions, by name; their annotations and docstrings say
             how. What they return, or raise, is the next message, which is not learned from, and the student goes on.
+        rollout_func: completes prompts in the student's place, as of `GRPOTrainer`. Not in TRL's DistillationTrainer;
+            the log-probabilities that it returns are not used.
     """
 
     _name, _tag_names = "Distillation", ["trl", "distillation"]
@@ -69,7 +71,14 @@ class DistillationTrainer(RolloutTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: list[Callable] | None = None,
+        *,
+        rollout_func: Callable | None = None,
     ):
+        if tools and rollout_func is not None:
+            raise ValueError(
+                "tools= together with a rollout_func, which writes the completions: pass only one of them."
+            )
+        self.rollout_func = rollout_func
         if teacher_model is None:
             raise ValueError(
                 "teacher_model is missing: pass a checkpoint's folder or Hub name, or a loaded model, of the student's "
@@ -88,6 +97,18 @@ class DistillationTrainer(RolloutTrainer):
     def teacher_model(self) -> PreTrainedModel:
         """The teacher, with the student's tokenizer."""
         return self._setup.reference.as_model(self.model)
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: None,
+        multimodal_fields: dict[str, Any],
+        has_tool_images: bool = False,
+    ) -> list[list[int]]:
+        """One completion of each text; a `rollout_func` may call it. The other arguments are those of the prompts'
+        images, for texts."""
+        del multimodal_fields, has_tool_images
+        return self._turn(prompt_ids, images, 1)[0]
 
     def make_task(self) -> DistillationTask:
         return DistillationTask(**self._of_any_rollout(), beta=self.args.beta)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -70,7 +69,6 @@ class GRPOTrainer(OnlineTrainer):
     _name, _tag_names = "GRPO", ["trl", "grpo"]
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
-    rollout_func: Callable | None = None
     loss_type, importance_sampling_level = map(argument, ("loss_type", "importance_sampling_level"))
     scale_rewards, multi_objective_aggregation = map(argument, ("scale_rewards", "multi_objective_aggregation"))
     off_policy_mask_threshold, top_entropy_quantile = map(
@@ -144,8 +142,23 @@ class GRPOTrainer(OnlineTrainer):
         args, name = self.args, self.args.log_completions_hub_repo
         return None if name is None else CompletionsRepo(name, token=args.hub_token, private=args.hub_private_repo)
 
-    def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
-        return None if self.rollout_func is None else partial(_with_trainer, self)
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: None,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """One completion of each text and the log-probabilities of its tokens by vLLM servers, None without servers.
+        A `rollout_func` may call it.
+
+        Args:
+            prompt_ids: token ids. Where `num_generations` in a row are equal, they are one request.
+            images, multimodal_fields, has_tool_images: as of `_tokenize_prompts`, for texts.
+        """
+        del multimodal_fields, has_tool_images
+        return self._turn(prompt_ids, images, num_generations)
 
     def _bonus(self) -> EntropyBonus | None:
         args = self.args
@@ -153,10 +166,6 @@ class GRPOTrainer(OnlineTrainer):
             return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
         bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
         return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, **bounds)
-
-
-def _with_trainer(trainer: GRPOTrainer, prompts: list) -> Mapping[str, Any]:
-    return trainer.rollout_func(prompts, trainer)
 
 
 def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:

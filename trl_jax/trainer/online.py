@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +46,13 @@ from trl_jax.tasks.policy import Cycle
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online_config import OnlineConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS, check_config
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED_WITH_REWARDS,
+    NEVER_THERE,
+    ONCE_CALLED_WITH_REWARDS,
+    Absent,
+    check_config,
+)
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
@@ -148,9 +155,11 @@ class RolloutTrainer(BaseTrainer):
 
     Attributes:
         tools: functions that the model may call in its completions.
+        rollout_func: the script's own function from prompts to completions; None without one.
     """
 
     tools: Sequence[Callable] = ()
+    rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
     _own_methods: OwnRollout | None = None
     _takes_transforms = True
@@ -164,6 +173,9 @@ class RolloutTrainer(BaseTrainer):
     log_completions, num_completions_to_print = map(argument, ("log_completions", "num_completions_to_print"))
     log_unique_prompts, beta, use_vllm = map(argument, ("log_unique_prompts", "beta", "use_vllm"))
     chat_template_kwargs = argument("chat_template_kwargs", lambda args: args.chat_template_kwargs or {})
+
+    _never_there = NEVER_THERE
+    vllm_generation, vllm_client = Absent(), Absent()
 
     @property
     def generation_config(self) -> Any:
@@ -332,7 +344,29 @@ class RolloutTrainer(BaseTrainer):
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
         """The script's own way from prompts to completions, where it has one."""
-        return None
+        return None if self.rollout_func is None else partial(_with_trainer, self)
+
+    def _turn(
+        self, prompt_ids: Sequence[Sequence[int]], images: Any, group: int
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """The completions of texts, as `PolicyWriter.turn`, for `_generate_single_turn`.
+
+        Raises:
+            ValueError: prompts with images, or with a token that the model does not embed.
+            RuntimeError: on several processes.
+        """
+        if images is not None or self._setup.encoder is not None:
+            raise ValueError(
+                "_generate_single_turn completes texts, and this run has images. Leave rollout_func out, and the "
+                "trainer completes them itself."
+            )
+        if several():
+            raise RuntimeError(
+                "_generate_single_turn on several processes is not in this release of trl_jax. Train in one process."
+            )
+        with self._setup.on_device():
+            completions, logps = self._setup.rollout.rollout.writer.turn(prompt_ids, group)
+        return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
 
     def _of_any_rollout(self) -> dict[str, Any]:
         """The fields of a task that all of these trainers share."""
@@ -350,6 +384,10 @@ class RolloutTrainer(BaseTrainer):
             "temperature": args.temperature,
             "cycle": cycle,
         }
+
+
+def _with_trainer(trainer: RolloutTrainer, prompts: list) -> Mapping[str, Any]:
+    return trainer.rollout_func(prompts, trainer)
 
 
 def _check_processes(trainer: str, shards: int) -> None:

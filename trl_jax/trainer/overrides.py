@@ -240,7 +240,7 @@ _OWN_REWARDS = (
 )
 _OWN_COMPLETIONS = (
     "Override _generate(self, prompts) and change what super() returns, say how completions are sampled by "
-    "generation_kwargs, or give GRPOTrainer a rollout_func(prompts, trainer) that returns them."
+    "generation_kwargs, or pass a rollout_func(prompts, trainer) that returns them."
 )
 _OWN_SAMPLED = "Say how completions are sampled by generation_kwargs."
 _OWN_TEXTS = "Render prompts beforehand, by train_dataset.map, or say chat_template_path and chat_template_kwargs."
@@ -339,6 +339,26 @@ NEVER_CALLED_WITH_TEACHER = _with_rollout(
     ("_generate _generate_and_score_completions", _OWN_SAMPLED),
     ("_tokenize_prompts", _OWN_TEXTS),
 )
+# Attributes of TRL's online trainers that a rollout_func may read, and that ours lack.
+NEVER_THERE = dict.fromkeys(
+    ("vllm_generation", "vllm_client"),
+    "Call trainer._generate_single_turn(prompt_ids, None, {}, num_generations), which asks the run's vLLM servers.",
+)
+
+
+class Absent:
+    """An attribute of TRL's trainers that ours lack until a script sets it: reading it says what to write instead."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        if trainer is None:
+            return self
+        raise AttributeError(
+            f"{owner.__name__!r} object has no attribute {self._name!r}. {NEVER_THERE[self._name]}",
+            name=self._name, obj=trainer,
+        )  # fmt: skip
 
 
 def names_of_script(cls: type) -> frozenset[str]:

@@ -410,6 +410,17 @@ class PolicyWriter:
         device = run_device(self._setup.args)
         return own_room_of(device) if self._alone else room_of(device)
 
+    def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """One completion of each text, of which `group` in a row may be equal, and the servers' log-probabilities of
+        its tokens; None if this process generates."""
+        texts = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
+        texts = [own.tolist() for own in texts]
+        group = group if len(texts) % group == 0 and _alike(texts, group) else 1
+        if self._server is None:
+            return self.complete(texts, group), None
+        made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
+        return made.completions, made.logps
+
     def decoded(self, ids: Ids) -> list[str]:
         return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)
 
@@ -602,7 +613,7 @@ class OwnRollout:
         if name not in self._made:
             raise RuntimeError(
                 f"{self.name}.{name} did not call super().{name}(...), which completions come from. Call it and change "
-                "its result, or pass GRPOTrainer a rollout_func."
+                "its result, or pass a rollout_func."
             )
         return self._made.pop(name)
 
