@@ -416,7 +416,7 @@ class OnlineTrainer(RolloutTrainer):
         hooks = super()._hooks()
         if not hooks.overridden & {"compute_loss", "_compute_loss"}:
             return hooks
-        from trl_jax.training.script_loss import OwnLoss
+        from trl_jax.training.completions_loss import OwnLoss
 
         def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
             world = self.accelerator.num_processes
