@@ -244,3 +244,16 @@ GKDTrainer("m", "t", GKDConfig("out", lmbda=0.3, packing=True), seq_kd=True)
         "GKDConfig(output_dir='out')": WORKS, "GKDTrainer(model=...)": WORKS, "GKDTrainer(args=...)": WORKS,
         "GKDTrainer(teacher_model=...)": WORKS,
     }  # fmt: skip
+
+
+def test_async_grpo():
+    found = {one.what: one.kind for one in findings(read("""
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+args = AsyncGRPOConfig("out", max_staleness=2, token_budget=4096, beta=0.1)
+AsyncGRPOTrainer("m", len, args, rollout_worker=object())
+"""))}  # fmt: skip
+    start = "trl.experimental.async_grpo."
+    wanted = {f"{start}AsyncGRPOConfig": WORKS, f"{start}AsyncGRPOTrainer": WORKS,
+              "AsyncGRPOConfig(max_staleness=2)": WORKS, "AsyncGRPOConfig(token_budget=4096)": REFUSED,
+              "AsyncGRPOConfig(beta=0.1)": REFUSED}  # fmt: skip
+    assert wanted.items() <= found.items()

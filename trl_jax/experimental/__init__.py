@@ -1,5 +1,5 @@
-"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.gkd`, `.kto` and `.orpo`. Except for GKD's, `trl_jax` itself
-has their names, too."""
+"""TRL's modules `trl.experimental.async_grpo`, `.cpo`, `.distillation`, `.gkd`, `.kto` and `.orpo`. Except for those of
+GKD and AsyncGRPO, `trl_jax` itself has their names, too."""
 
 import sys
 from types import ModuleType

@@ -38,6 +38,7 @@ def reward_functions(
     timeout: float | None = None,
     metrics_of_run: tuple[str, ...] = (),
     columns: Collection[str] | None = None,
+    helps: bool = True,
     **models: Any,
 ) -> RewardFunctions:
     """Combine the user's `reward_funcs` into one callable.
@@ -50,6 +51,7 @@ def reward_functions(
         weights: only their number is checked.
         trainer_state, timeout, metrics_of_run: see `RewardFunctions`.
         columns: of the rows, which functions get by name; None if they are not known beforehand.
+        helps: see `RewardFunctions`.
         models: options of `reward_model`.
 
     Raises:
@@ -76,10 +78,10 @@ def reward_functions(
     made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
     for function in made:
         if not isinstance(function, RewardModel):
-            check_signature(function, columns)
+            check_signature(function, columns, helps=helps)
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
-    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run)
+    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run, helps=helps)
 
 
 def _listed(value: Any) -> list:
@@ -98,22 +100,25 @@ def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable
     return function
 
 
-def check_signature(function: Callable, columns: Collection[str] | None = None) -> None:
+def check_signature(function: Callable, columns: Collection[str] | None = None, *, helps: bool = True) -> None:
     """Raise TypeError for a reward function that does not take the arguments that it would be called with.
 
     Args:
         columns: of the rows, which it gets by name; None if they are not known.
+        helps: see `RewardFunctions`.
     """
+    of_trainer = _OF_TRAINER if helps else ()
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
     except (TypeError, ValueError):  # of a class in C
         return
-    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *_OF_TRAINER)
+    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *of_trainer)
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     found = f"The reward function {callable_name(function)}{signature}"
+    given = ", ".join(("prompts", "completions", "completion_ids", "the columns of the dataset", *of_trainer))
     wanted = (
-        "Reward functions are called by name, with prompts, completions, completion_ids, the columns of the dataset, "
-        f"{', '.join(_OF_TRAINER)}: write def {callable_name(function)}(prompts, completions, **kwargs)."
+        f"Reward functions are called by name, with {given}: write def {callable_name(function)}(prompts, completions, "
+        "**kwargs)."
     )
     if positional := [one for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
         raise TypeError(f"{found} takes {positional[0].name} by position only. {wanted}")
@@ -266,6 +271,7 @@ class RewardFunctions:
             passed no list.
         metrics_of_run: names that the trainer logs in this run only, in addition to `_METRICS`.
         own: a script's own `_calculate_rewards`, with the arguments and the result of `calculated`; None without one.
+        helps: whether functions get `trainer_state`, `log_extra` and `log_metric`.
     """
 
     names: list[str]
@@ -275,6 +281,7 @@ class RewardFunctions:
     given: list[Any] | None = None
     metrics_of_run: tuple[str, ...] = ()
     own: Callable[..., Any] | None = None
+    helps: bool = True
     _taken: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -333,7 +340,8 @@ class RewardFunctions:
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
         check_columns(columns, "A row has the column")
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        helpers = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        helpers = dict(zip(_OF_TRAINER, (self.trainer_state(), self._log_extra, self._log_metric), strict=True))
+        helpers = helpers if self.helps else {}
         rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
         later = []
         for number, function in enumerate(self.functions):

@@ -94,6 +94,7 @@ def rollout_steps(
         rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
         parts.bonus, setup.task.logps, sampler,
         ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
+        sync_steps=1 if parts.server is None else parts.server.sync_steps,
     )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, *, shu
     sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
     if isinstance(dataset, IterableDataset):
         return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
-    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, **sizes)
+    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, wraps=cycle.wraps, **sizes)
 
 
 def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
@@ -146,7 +147,7 @@ class RowReader:
             KeyError, ValueError: a transform made a row that cannot be completed.
         """
         row = self._read(index)
-        if not self._setup.args.remove_unused_columns:
+        if self._setup.args.keeps_columns:
             return row
         return {name: row[name] for name in ("prompt", "image", "images") if name in row}
 
