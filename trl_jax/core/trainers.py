@@ -100,6 +100,9 @@ EXPERIMENTAL: dict[str, TrainerNames] = {
     "gkd": TrainerNames(
         "gkd", "GKDTrainer", "GKDConfig", "rows", "distill a teacher on completions of the student and of a dataset"
     ),
+    "online_dpo": TrainerNames(
+        "online_dpo", "OnlineDPOTrainer", "OnlineDPOConfig", "prompts", "DPO on pairs that the model writes itself"
+    ),
 }
 DEFAULT = "reward"  # command that `trl-jax plan` assumes
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}

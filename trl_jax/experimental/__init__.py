@@ -1,5 +1,5 @@
-"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.gkd`, `.kto` and `.orpo`. Except for GKD's, `trl_jax` itself
-has their names, too."""
+"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.gkd`, `.kto`, `.online_dpo` and `.orpo`. Except for those of
+GKD and online DPO, `trl_jax` itself has their names, too."""
 
 import sys
 from types import ModuleType

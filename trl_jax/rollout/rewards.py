@@ -38,6 +38,7 @@ def reward_functions(
     timeout: float | None = None,
     metrics_of_run: tuple[str, ...] = (),
     columns: Collection[str] | None = None,
+    logs: bool = True,
     **models: Any,
 ) -> RewardFunctions:
     """Combine the user's `reward_funcs` into one callable.
@@ -48,7 +49,7 @@ def reward_functions(
         processing_classes: the tokenizers of the reward models, as a list with None for functions. None loads each
             model's own tokenizer.
         weights: only their number is checked.
-        trainer_state, timeout, metrics_of_run: see `RewardFunctions`.
+        trainer_state, timeout, metrics_of_run, logs: see `RewardFunctions`.
         columns: of the rows, which functions get by name; None if they are not known beforehand.
         models: options of `reward_model`.
 
@@ -76,10 +77,10 @@ def reward_functions(
     made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
     for function in made:
         if not isinstance(function, RewardModel):
-            check_signature(function, columns)
+            check_signature(function, columns, logs=logs)
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
-    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run)
+    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run, logs=logs)
 
 
 def _listed(value: Any) -> list:
@@ -98,22 +99,24 @@ def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable
     return function
 
 
-def check_signature(function: Callable, columns: Collection[str] | None = None) -> None:
+def check_signature(function: Callable, columns: Collection[str] | None = None, *, logs: bool = True) -> None:
     """Raise TypeError for a reward function that does not take the arguments that it would be called with.
 
     Args:
         columns: of the rows, which it gets by name; None if they are not known.
+        logs: see `RewardFunctions`.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
     except (TypeError, ValueError):  # of a class in C
         return
-    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *_OF_TRAINER)
+    of_trainer = _OF_TRAINER if logs else _OF_TRAINER[:1]
+    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *of_trainer)
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     found = f"The reward function {callable_name(function)}{signature}"
     wanted = (
         "Reward functions are called by name, with prompts, completions, completion_ids, the columns of the dataset, "
-        f"{', '.join(_OF_TRAINER)}: write def {callable_name(function)}(prompts, completions, **kwargs)."
+        f"{', '.join(of_trainer)}: write def {callable_name(function)}(prompts, completions, **kwargs)."
     )
     if positional := [one for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
         raise TypeError(f"{found} takes {positional[0].name} by position only. {wanted}")
@@ -265,6 +268,7 @@ class RewardFunctions:
         given: the user's own list of functions, whose entries may be replaced at any time, as in TRL; None if the user
             passed no list.
         metrics_of_run: names that the trainer logs in this run only, in addition to `_METRICS`.
+        logs: whether functions get `log_extra` and `log_metric`.
         own: a script's own `_calculate_rewards`, with the arguments and the result of `calculated`; None without one.
     """
 
@@ -275,6 +279,7 @@ class RewardFunctions:
     given: list[Any] | None = None
     metrics_of_run: tuple[str, ...] = ()
     own: Callable[..., Any] | None = None
+    logs: bool = True
     _taken: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -333,7 +338,8 @@ class RewardFunctions:
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
         check_columns(columns, "A row has the column")
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        helpers = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        helpers = {"trainer_state": self.trainer_state()}
+        helpers |= {"log_extra": self._log_extra, "log_metric": self._log_metric} if self.logs else {}
         rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
         later = []
         for number, function in enumerate(self.functions):
