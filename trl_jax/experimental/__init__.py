@@ -1,5 +1,5 @@
-"""TRL's modules `trl.experimental.async_grpo`, `.cpo`, `.distillation`, `.gkd`, `.kto`, `.online_dpo` and `.orpo`. Except
-for those of AsyncGRPO, GKD and online DPO, `trl_jax` itself has their names, too."""
+"""TRL's modules `trl.experimental.async_grpo`, `.cpo`, `.distillation`, `.gkd`, `.kto`, `.online_dpo` and `.orpo`.
+`trl_jax` itself has their names, too, but for AsyncGRPO, GKD and online DPO."""
 
 import sys
 from types import ModuleType
