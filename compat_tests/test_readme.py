@@ -323,4 +323,4 @@ def test_a_table_of_measurements_names_its_command(page):
 
 def test_the_family_shown_is_the_one_that_runs():
     shown = (FOLDER / "add-a-family.md").read_text(encoding="utf-8")
-    assert f"```python\n{(ROOT / 'trl_jax/hub/families/arcee.py').read_text(encoding='utf-8')}```" in shown
+    assert f"```python\n{(ROOT / 'trl_jax/hub/families/starcoder2.py').read_text(encoding='utf-8')}```" in shown

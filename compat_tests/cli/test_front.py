@@ -99,12 +99,14 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.gkd import gkd_trainer
 from trl.experimental.gold import GOLDTrainer, gold_trainer
 from trl.experimental.kto import KTOTrainer
+from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.experimental.gkd.gkd_trainer import unwrap_model_for_generation
 assert gkd_trainer.GKDTrainer is GKDTrainer and gold_trainer.GOLDTrainer is GOLDTrainer
 from importlib.resources import files
 assert "model" in files("trl").joinpath("templates/lm_model_card.md").read_text()  # checkpoints have a model card
 print(GKDTrainer.__module__, GOLDTrainer.__mro__[1].__module__, SFTTrainer.__module__, KTOTrainer.__module__)
 print(AsyncGRPOTrainer.__module__)
+assert OnlineDPOTrainer.__module__ == "trl_jax.trainer.online_dpo_trainer"
 """
 
 

@@ -136,6 +136,7 @@ def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
     assert runs["one"][0] != runs["one"][1] and len({tuple(ids) for ids in runs["one"][0]}) > 4
 
 
+@only_thorough
 def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
     """In the middle of a generation, whose log-probabilities are in the checkpoint; the servers get its weights."""
     config = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}

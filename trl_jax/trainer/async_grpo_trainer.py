@@ -70,7 +70,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = AsyncGRPOConfig
     _not_arguments = tuple(field.name for field in fields(OnlineConfig) if field.name not in _KNOWN)
-    _helps_rewards = False
+    _reward_helpers = ()
     _writes_completions = False
     _uses_server = True
     _never_called = NEVER_CALLED_WITH_REWARDS | {

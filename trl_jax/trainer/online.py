@@ -32,6 +32,7 @@ from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
 from trl_jax.rollout.rewards import (
+    HELPERS,
     RewardFunctions,
     check_columns,
     check_signature,
@@ -247,7 +248,7 @@ class RolloutTrainer(BaseTrainer):
             check_generates(model)
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
-        options = _options(args, tokenizer, model, run.encoder)
+        options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None
@@ -295,7 +296,7 @@ class RolloutTrainer(BaseTrainer):
         sampling = sampling_parameters(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
-            ends=_eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
         ahead = self._generates_ahead()
@@ -401,21 +402,27 @@ def _check_processes(trainer: str, shards: int) -> None:
         )
 
 
-def _eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
+def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     """The model's ids that end a text; the tokenizer's comes first if it is not among them."""
     own, found = tokenizer.eos_token_id, model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or ())
     return ids if own in ids or own is None else [own, *ids]
 
 
-def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any) -> dict[str, Any]:
+def sampling_options(
+    args: BaseConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any = None, *, new_tokens: int | None
+) -> dict[str, Any]:
     """The fields of the GenerationConfig that completions are sampled with. With images, the image token is never
-    sampled: it would stand for an image that is not there."""
+    sampled: it would stand for an image that is not there.
+
+    Args:
+        new_tokens: the most tokens of a completion.
+    """
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options["top_k"] = 0 if args.top_k == -1 else args.top_k
-    ids = {"eos_token_id": _eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
+    ids = {"eos_token_id": eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
     ids["bos_token_id"] = tokenizer.bos_token_id
-    options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
+    options |= {"max_new_tokens": new_tokens, "do_sample": True} | ids
     options |= {} if encoder is None else {"suppress_tokens": [encoder.image_token_id]}
     options |= args.generation_kwargs or {}
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
@@ -436,7 +443,7 @@ class OnlineTrainer(RolloutTrainer):
 
     config_class = OnlineConfig
     _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
-    _helps_rewards: ClassVar[bool] = True  # whether reward functions get trainer_state, log_extra and log_metric
+    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # what reward functions get besides the columns
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
     _ref_model: Any = None  # scripts of TRL up to 0.21 pass one; else the policy as it is before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
@@ -476,7 +483,7 @@ class OnlineTrainer(RolloutTrainer):
         hooks = super()._hooks()
         if not hooks.overridden & {"compute_loss", "_compute_loss"}:
             return hooks
-        from trl_jax.training.script_loss import OwnLoss
+        from trl_jax.training.completions_loss import OwnLoss
 
         def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
             world = self.accelerator.num_processes
@@ -677,9 +684,8 @@ class OnlineTrainer(RolloutTrainer):
         self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
         for function in self.reward_funcs:
             if callable(function) and not is_model(function):
-                check_signature(
-                    function, helps=self._helps_rewards
-                )  # before weights are read; later with the columns of the rows
+                # before weights are read; later with the columns of the rows
+                check_signature(function, helpers=self._reward_helpers)
         self.reward_funcs += self._own_rewards
         if isinstance(reward_processing_classes, list | tuple):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
@@ -715,7 +721,7 @@ class OnlineTrainer(RolloutTrainer):
             trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
-            columns=None if open_ended or has_transform(rows) else rows.column_names, helps=self._helps_rewards,
+            columns=None if open_ended or has_transform(rows) else rows.column_names, helpers=self._reward_helpers,
         )  # fmt: skip
         if "_calculate_rewards" in run.overridden:
             rewards.own = self._calculate_rewards

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from trl_jax.mesh.mesh import fetched
 
@@ -161,8 +161,6 @@ def _bad(value: Any) -> bool:
 
 
 def _line(equation: Any) -> str:
-    from jax._src import source_info_util  # the one place where JAX has an operation's line
-
     return f"{equation.primitive.name} ({source_info_util.summarize(equation.source_info)})"
 
 

@@ -1,5 +1,8 @@
-"""One small file per model_type: what its config means (`arch`) and the names of its modules on disk (`names`).
-Vision-language models share one file for their text part: `vlm_text`.
+"""One file per model family. For each model_type it says what a config means (`arch`) and how the tensors are named on
+disk (`names`). Vision-language models share one file for their text part: `vlm_text`.
+
+A file defines `FAMILY`, or `FAMILIES` if it has several model types. Functions of later versions end in `_v2`, `_moe`
+and so on.
 """
 
 from __future__ import annotations

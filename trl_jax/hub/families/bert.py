@@ -1,14 +1,19 @@
-"""bert: a post-norm encoder with learned positions and a pooler before the classifier."""
+"""BERT, ELECTRA and DistilBERT.
+
+bert: a post-norm encoder with learned positions and a pooler before the classifier.
+electra: bert with a smaller embedding, and roberta's head with another activation.
+distilbert: bert without token types, with its own names and config keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader
-from trl_jax.hub.families import Family
-from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.families import Family, llama
 from trl_jax.hub.heads import Draw, ScoreHead
-from trl_jax.hub.tensor_map import Names
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import EncoderArch, HeadFacts
 from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.layers import ACTIVATIONS
@@ -50,7 +55,7 @@ def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
         initializer_range=config.number("initializer_range", 0.02),
-        padding_idx=read_padding_idx(config),
+        padding_idx=llama.read_padding_idx(config),
     )
 
 
@@ -102,13 +107,95 @@ def draw_head(dense: str, out: str) -> Callable[[EncoderArch], list[Draw]]:
     return drawn
 
 
-FAMILY = Family(
-    "bert",
-    "Bert",
-    arch,
-    names,
-    base_prefix="bert.",
-    score_head=ScoreHead(EncoderScorer, (), ("classifier.",), draw_head("bert.pooler.dense", "classifier")),
-    lm_head=None,
-    ignored=(r"^cls\.", *BUFFERS),
+def arch_electra(config: ConfigReader) -> EncoderArch:
+    for key in ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"):
+        config.value(key)  # only for the multiple-choice head
+    dropout = read_classifier_dropout(config)
+    base = shared(config, HeadFacts("gelu", dropout_before=dropout, dropout_after=dropout))
+    return replace(base, embedding_size=config.size("embedding_size", 128))
+
+
+def names_electra(arch: EncoderArch) -> Names:
+    names = body("electra.") | {
+        "encoder.projection": "electra.embeddings_project",
+        "head.dense": "classifier.dense",
+        "head.out": "classifier.out_proj",
+    }
+    return ordered(names, "encoder.projection", before="encoder.layers.attention.q")
+
+
+def arch_distilbert(config: ConfigReader) -> EncoderArch:
+    hidden, heads = read_heads(config, "dim", "n_heads")
+    # Keys of the initialization of positions, of another head or of older code
+    for key in ("sinusoidal_pos_embds", "qa_dropout", "tie_weights_", "output_past"):
+        config.value(key)
+    dropout = read_dropout(config, "dropout", 0.1)
+    return EncoderArch(
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden,
+        mlp_size=config.size("hidden_dim"),
+        num_layers=config.size("n_layers", maximum=4096),
+        num_heads=heads,
+        norm_eps=1e-12,
+        head=HeadFacts("relu", dropout_after=read_dropout(config, "seq_classif_dropout", 0.2)),
+        activation=config.one_of("activation", ACTIVATIONS, "gelu"),
+        learned_positions=config.size("max_position_embeddings", 512),
+        embedding_dropout=dropout,
+        attention_dropout=read_dropout(config, "attention_dropout", 0.1),
+        mlp_out_dropout=dropout,
+        initializer_range=config.number("initializer_range", 0.02),
+        padding_idx=llama.read_padding_idx(config),
+    )
+
+
+def names_distilbert(arch: EncoderArch) -> Names:
+    layer = "distilbert.transformer.layer.{}."
+    return {
+        "encoder.embed": "distilbert.embeddings.word_embeddings",
+        "encoder.position_embed": "distilbert.embeddings.position_embeddings",
+        "encoder.embed_norm": "distilbert.embeddings.LayerNorm",
+        **{f"encoder.layers.attention.{name}": f"{layer}attention.{name}_lin" for name in "qkv"},
+        "encoder.layers.attention.o": layer + "attention.out_lin",
+        "encoder.layers.attention_out_norm": layer + "sa_layer_norm",
+        "encoder.layers.mlp.up": layer + "ffn.lin1",
+        "encoder.layers.mlp.down": layer + "ffn.lin2",
+        "encoder.layers.mlp_out_norm": layer + "output_layer_norm",
+        "head.dense": "pre_classifier",
+        "head.out": "classifier",
+    }
+
+
+FAMILIES = (
+    Family(
+        "bert",
+        "Bert",
+        arch,
+        names,
+        base_prefix="bert.",
+        score_head=ScoreHead(EncoderScorer, (), ("classifier.",), draw_head("bert.pooler.dense", "classifier")),
+        lm_head=None,
+        ignored=(r"^cls\.", *BUFFERS),
+    ),
+    Family(
+        "electra",
+        "Electra",
+        arch_electra,
+        names_electra,
+        base_prefix="electra.",
+        score_head=ScoreHead(EncoderScorer, (), ("classifier.",), draw_head("classifier.dense", "classifier.out_proj")),
+        lm_head=None,
+        ignored=(r"^(discriminator_predictions|generator_predictions|generator_lm_head)\.", *BUFFERS),
+    ),
+    Family(
+        "distilbert",
+        "DistilBert",
+        arch_distilbert,
+        names_distilbert,
+        base_prefix="distilbert.",
+        score_head=ScoreHead(
+            EncoderScorer, (), ("pre_classifier.", "classifier."), draw_head("pre_classifier", "classifier")
+        ),
+        lm_head=None,
+        ignored=(r"^vocab_(transform|layer_norm|projector)\.", *BUFFERS),
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_window, windows_of
-from trl_jax.hub.families import Family, llama, olmo2
+from trl_jax.hub.families import Family, llama, olmo
 from trl_jax.models.arch import Arch
 
 
@@ -28,4 +28,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("exaone4", "Exaone4", arch, olmo2.names)
+FAMILY = Family("exaone4", "Exaone4", arch, olmo.names_v2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader
-from trl_jax.hub.families import Family, granitemoehybrid, llama
+from trl_jax.hub.families import Family, granite, llama
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch, LayerKind, MixerScales, StateSpace
 
@@ -42,7 +42,7 @@ def _state_space(config: ConfigReader, hidden: int) -> StateSpace:
     inner = expand * hidden if own is None or config.is_null("mamba_d_ssm") else config.size("mamba_d_ssm")
     normed, before = config.flag("mamba_rms_norm"), config.flag("mamba_norm_before_gate", True)
     return replace(
-        granitemoehybrid.read_state_space(config, inner),
+        granite.read_state_space(config, inner),
         out_bias=config.flag("projectors_bias"),
         norm=("before_gate" if before else "after_gate") if normed else None,
         scales=_scales(config, "ssm_multipliers", 5),
@@ -69,7 +69,7 @@ def names(arch: Arch) -> Names:
     return {
         "decoder.embed": "model.embed_tokens",
         **{mlp + name: f"{layer}feed_forward.{name}_proj" for name in ("gate", "up", "down")},
-        **granitemoehybrid.mamba_names(arch, layer + "mamba.", ours + "attention.mamba."),
+        **granite.mamba_names(arch, layer + "mamba.", ours + "attention.mamba."),
         **{attention + name: f"{layer}self_attn.{name}_proj" for name in "qkvo"},
         ours + "attention_norm": layer + "input_layernorm",
         ours + "mlp_norm": layer + "pre_ff_layernorm",

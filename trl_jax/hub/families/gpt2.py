@@ -1,4 +1,8 @@
-"""gpt2: learned positions, layer norms, a plain MLP, weights on disk as (in, out)."""
+"""GPT-2 and GPT-J.
+
+gpt2: learned positions, layer norms, a plain MLP, weights on disk as (in, out).
+gptj: parallel attention and MLP on one layer norm, and interleaved rotary channels.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,17 @@ from trl_jax.hub.families import Family
 from trl_jax.hub.tensor_map import Names, concatenated
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS
+from trl_jax.nn.rope import Rope
 
 # Keys of other heads or of older code
-OF_OTHER_HEADS = """
+_OF_OTHER_HEADS = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx
 """.split()
 
 
 def arch(config: ConfigReader) -> Arch:
-    base = shared(config)
-    for key in (*OF_OTHER_HEADS, "reorder_and_upcast_attn", "classifier_dropout"):
+    base = _shared(config)
+    for key in (*_OF_OTHER_HEADS, "reorder_and_upcast_attn", "classifier_dropout"):
         config.value(key)  # reorder_and_upcast_attn only affects rounding in float16
     scale = base.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
@@ -31,7 +36,7 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-def shared(config: ConfigReader) -> Arch:
+def _shared(config: ConfigReader) -> Arch:
     """The part of the architecture that gptj shares."""
     hidden, layers, heads = config.size("n_embd"), config.size("n_layer", maximum=4096), config.size("n_head")
     if hidden % heads:
@@ -78,11 +83,52 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family(
-    "gpt2",
-    "GPT2",
-    arch,
-    names,
-    base_prefix="transformer.",
-    ignored=(r"\.attn\.(masked_)?bias$",),
+def arch_j(config: ConfigReader) -> Arch:
+    base = _shared(config)
+    config.size("n_positions", 2048)
+    for key in (*_OF_OTHER_HEADS, "scale_attn_weights", "gradient_checkpointing"):
+        config.value(key)
+    rotary_dim = config.size("rotary_dim", base.head_dim, maximum=base.head_dim)
+    if rotary_dim % 2:
+        raise config.wrong("rotary_dim", rotary_dim, "an even number: rotary positions turn pairs of channels")
+    return replace(
+        base,
+        block="parallel",
+        head_bias=True,
+        rotary_dim=rotary_dim,
+        rope_interleaved=True,
+        ropes=(Rope(theta=10_000.0),) * base.num_layers,
+    )
+
+
+def names_j(arch: Arch) -> Names:
+    layer = "transformer.h.{}."
+    return {
+        "decoder.embed": "transformer.wte",
+        "decoder.layers.attention_norm": layer + "ln_1",
+        **{f"decoder.layers.attention.{name}": f"{layer}attn.{name}_proj" for name in "kvq"},
+        "decoder.layers.attention.o": layer + "attn.out_proj",
+        "decoder.layers.mlp.up": layer + "mlp.fc_in",
+        "decoder.layers.mlp.down": layer + "mlp.fc_out",
+        "decoder.norm": "transformer.ln_f",
+    }
+
+
+FAMILIES = (
+    Family(
+        "gpt2",
+        "GPT2",
+        arch,
+        names,
+        base_prefix="transformer.",
+        ignored=(r"\.attn\.(masked_)?bias$",),
+    ),
+    Family(
+        "gptj",
+        "GPTJ",
+        arch_j,
+        names_j,
+        base_prefix="transformer.",
+        ignored=(r"\.attn\.(masked_)?bias$", r"^lm_head\.bias$"),
+    ),
 )

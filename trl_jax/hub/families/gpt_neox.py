@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader, rotated
-from trl_jax.hub.families import Family, llama
-from trl_jax.hub.families.persimmon import per_head
+from trl_jax.hub.families import Family, llama, persimmon
 from trl_jax.hub.heads import lm_head
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
@@ -43,7 +42,7 @@ def names(arch: Arch) -> Names:
     return {
         "decoder.embed": "gpt_neox.embed_in",
         "decoder.layers.attention_norm": layer + "input_layernorm",
-        **per_head(layer + "attention.query_key_value", arch.num_heads),
+        **persimmon.per_head(layer + "attention.query_key_value", arch.num_heads),
         "decoder.layers.attention.o": layer + "attention.dense",
         "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
         "decoder.layers.mlp.up": layer + "mlp.dense_h_to_4h",

@@ -1,4 +1,8 @@
-"""lfm2: LFM2: gated short convolutions, and attention in some of the layers."""
+"""LFM2, with and without experts.
+
+lfm2: LFM2: gated short convolutions, and attention in some of the layers.
+lfm2_moe: lfm2 with experts in all layers but the first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import replace
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, llama
 from trl_jax.hub.tensor_map import Names, concatenated, in_runs
-from trl_jax.models.arch import Arch, LayerKind, ShortConvolution
+from trl_jax.models.arch import Arch, Experts, LayerKind, ShortConvolution
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"
 # Keys of early checkpoints that transformers does not read, or that have no effect
@@ -26,20 +30,20 @@ def arch(config: ConfigReader) -> Arch:
     hidden = config.size("hidden_size")
     for key in ("block_dim", "conv_dim", "conv_dim_out"):
         config.refuse(key, hidden)
-    base = hybrid_arch(config)
+    base = _hybrid_arch(config)
     types = _types(config, base.num_layers)
-    mixers = read_mixers(config, config.names("layer_types") or types, base.num_layers)
+    mixers = _read_mixers(config, config.names("layer_types") or types, base.num_layers)
     return replace(base, mlp_size=_mlp_size(config), kinds=tuple(LayerKind(mixer) for mixer in mixers))
 
 
-def hybrid_arch(config: ConfigReader) -> Arch:
+def _hybrid_arch(config: ConfigReader) -> Arch:
     """The architecture of a model in which some layers are convolutions."""
     base = llama.arch(config.with_values(rms_norm_eps=config.number("norm_eps", 1e-5)))
     convolution = ShortConvolution(config.size("conv_L_cache", 3, minimum=2), config.flag("conv_bias"))
     return replace(base, qk_norm="head", short_convolution=convolution)
 
 
-def read_mixers(config: ConfigReader, types: list[str], num_layers: int) -> list[str]:
+def _read_mixers(config: ConfigReader, types: list[str], num_layers: int) -> list[str]:
     """The mixer of each layer."""
     if len(types) != num_layers or set(types) - {_CONVOLUTION, _ATTENTION}:
         raise config.wrong("layer_types", types, f"{num_layers} of {_CONVOLUTION!r} and {_ATTENTION!r}")
@@ -61,12 +65,10 @@ def _mlp_size(config: ConfigReader) -> int:
 
 
 def names(arch: Arch) -> Names:
-    ours, theirs = "decoder.layers.mlp.", "model.layers.{}.feed_forward."
-    mlp = {ours + "gate": theirs + "w1", ours + "up": theirs + "w3", ours + "down": theirs + "w2"}
-    return in_runs(arch.runs, lambda kind: mixer_names(arch, kind) | mlp)
+    return in_runs(arch.runs, lambda kind: _mixer_names(arch, kind) | _mlp_names(kind))
 
 
-def mixer_names(arch: Arch, kind: LayerKind) -> Names:
+def _mixer_names(arch: Arch, kind: LayerKind) -> Names:
     """All but the MLP of a layer."""
     layer, ours = "model.layers.{}.", "decoder.layers.attention."
     if kind.mixer == "convolution":
@@ -90,4 +92,42 @@ def mixer_names(arch: Arch, kind: LayerKind) -> Names:
     }
 
 
-FAMILY = Family("lfm2", "Lfm2", arch, names, in_transformers=False)
+def arch_moe(config: ConfigReader) -> Arch:
+    config.refuse("tie_embedding", True)
+    config.value("output_router_logits")
+    base = _hybrid_arch(config)
+    types, dense = config.names("layer_types") or [], config.size("num_dense_layers", 2, minimum=0)
+    mixers = _read_mixers(config, types, base.num_layers)
+    kinds = tuple(LayerKind(mixer, layer >= dense) for layer, mixer in enumerate(mixers))
+    return replace(base, experts=_experts(config), kinds=kinds)
+
+
+def _experts(config: ConfigReader) -> Experts:
+    return Experts(
+        count=config.size("num_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        size=config.size("moe_intermediate_size"),
+        renormalized=config.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        weight_floor=1e-6,
+        scale=config.number("routed_scaling_factor", 1.0),
+        correction_bias=config.flag("use_expert_bias", True),
+    )
+
+
+def _mlp_names(kind: LayerKind) -> Names:
+    ours, theirs = "decoder.layers.mlp.", "model.layers.{}.feed_forward."
+    matrices = {"gate": "w1", "up": "w3", "down": "w2"}
+    if not kind.experts:
+        return {ours + name: theirs + place for name, place in matrices.items()}
+    return {
+        ours + "router": theirs + "gate",
+        ours + "correction_bias": theirs + "expert_bias",
+        **{ours + name: f"{theirs}experts.{{}}.{place}.weight" for name, place in matrices.items()},
+    }
+
+
+FAMILIES = (
+    Family("lfm2", "Lfm2", arch, names, in_transformers=False),
+    Family("lfm2_moe", "Lfm2Moe", arch_moe, names, in_transformers=False),
+)

@@ -1,8 +1,27 @@
-"""llama: Llama 1 to 3, SmolLM, TinyLlama, Vicuna and most that copied them."""
+"""Llama, and the models that differ from it in a few fields only.
+
+llama: Llama 1 to 3, SmolLM, TinyLlama, Vicuna and most that copied them.
+arcee: llama without a gate in its MLP.
+helium: llama with interleaved rotary channels and norms that scale in float32.
+seed_oss: llama with a separate flag for the bias on o, and dropout after attention and MLP.
+smollm3: llama without positions in every fourth layer.
+stablelm: llama with layer norms and a quarter of each head's channels rotated.
+"""
 
 from __future__ import annotations
 
-from trl_jax.hub.config_reader import ConfigReader, read_rope
+from dataclasses import replace
+
+from trl_jax.hub.config_reader import (
+    FULL,
+    SLIDING,
+    ConfigReader,
+    read_layer_types,
+    read_rope,
+    read_rotary_dim,
+    read_window,
+    windows_of,
+)
 from trl_jax.hub.families import Family
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
@@ -80,4 +99,63 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("llama", "Llama", arch, names)
+def arch_arcee(config: ConfigReader) -> Arch:
+    return replace(arch(config), gated=False)
+
+
+def arch_helium(config: ConfigReader) -> Arch:
+    return replace(arch(config), rope_interleaved=True, norm="rms_float32", o_bias=False)
+
+
+def arch_seed_oss(config: ConfigReader) -> Arch:
+    dropout = config.number("residual_dropout", 0.0, maximum=0.99)
+    return replace(
+        arch(config),
+        o_bias=config.flag("attention_out_bias"),
+        attention_out_dropout=dropout,
+        mlp_out_dropout=dropout,
+    )
+
+
+def arch_smollm3(config: ConfigReader) -> Arch:
+    base = arch(config)
+    interval = config.size("no_rope_layer_interval", 4)
+    turns = config.value("no_rope_layers")
+    if turns is None:
+        turns = [int((layer + 1) % interval != 0) for layer in range(base.num_layers)]
+    if not isinstance(turns, list) or len(turns) != base.num_layers or set(turns) - {0, 1}:
+        raise config.wrong("no_rope_layers", turns, f"{base.num_layers} entries, 1 for a layer with positions, else 0")
+    window = read_window(config)
+    window = window if config.flag("use_sliding_window") else None
+    types = read_layer_types(config, [SLIDING if window and not turn else FULL for turn in turns])
+    return replace(
+        base,
+        ropes=tuple(rope if turn else None for rope, turn in zip(base.ropes, turns, strict=True)),
+        windows=windows_of(types, window),
+    )
+
+
+def arch_stablelm(config: ConfigReader) -> Arch:
+    base = arch(config, partial=True)
+    config.refuse("qk_layernorm", False)
+    return replace(
+        base,
+        block="parallel" if config.flag("use_parallel_residual") else "pre",
+        norm="layer",
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        rotary_dim=read_rotary_dim(config, base.head_dim, 0.25),
+        qkv_bias=config.flag("use_qkv_bias"),
+        o_bias=False,
+        mlp_bias=False,
+        mlp_out_dropout=config.number("hidden_dropout", 0.0, maximum=0.99),
+    )
+
+
+FAMILIES = (
+    Family("llama", "Llama", arch, names),
+    Family("arcee", "Arcee", arch_arcee, names),
+    Family("helium", "Helium", arch_helium, names),
+    Family("seed_oss", "SeedOss", arch_seed_oss, names),
+    Family("smollm3", "SmolLM3", arch_smollm3, names),
+    Family("stablelm", "StableLm", arch_stablelm, names),
+)

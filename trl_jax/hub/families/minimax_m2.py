@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader, read_rotary_dim
-from trl_jax.hub.families import Family, llama, mixtral
+from trl_jax.hub.families import Family, llama, mistral
 from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 
@@ -36,13 +36,13 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=False,
         rotary_dim=read_rotary_dim(config, base.head_dim, rotary_dim / base.head_dim),
         qk_norm="full",
-        experts=replace(mixtral.read_experts(config, base), scores="sigmoid", correction_bias=True),
+        experts=replace(mistral.read_experts(config, base), scores="sigmoid", correction_bias=True),
     )
 
 
 def names(arch: Arch) -> Names:
     correction = {"decoder.layers.mlp.correction_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
-    return ordered(mixtral.names(arch) | correction, *correction, before="decoder.layers.mlp.router")
+    return ordered(mistral.names_mixtral(arch) | correction, *correction, before="decoder.layers.mlp.router")
 
 
 FAMILY = Family("minimax_m2", "MiniMaxM2", arch, names, moved=((".block_sparse_moe.", ".mlp."),), in_transformers=False)

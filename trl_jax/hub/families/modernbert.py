@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_ropes, windows_of
-from trl_jax.hub.families import Family, bert
-from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.families import Family, bert, llama
 from trl_jax.hub.heads import Draw, ScoreHead
 from trl_jax.hub.tensor_map import Names, concatenated
 from trl_jax.models.arch import EncoderArch, HeadFacts
@@ -55,7 +54,7 @@ def arch(config: ConfigReader) -> EncoderArch:
         mlp_dropout=bert.read_dropout(config, "mlp_dropout", 0.0),
         initializer_range=config.number("initializer_range", 0.02),
         initializer_cutoff=config.number("initializer_cutoff_factor", 3.0, minimum=_LEAST_CUTOFF),
-        padding_idx=read_padding_idx(config),
+        padding_idx=llama.read_padding_idx(config),
     )
 
 

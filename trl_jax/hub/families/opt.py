@@ -6,8 +6,7 @@ The checkpoint of 350M parameters norms the residual stream itself, after each s
 from __future__ import annotations
 
 from trl_jax.hub.config_reader import ConfigReader
-from trl_jax.hub.families import Family
-from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.families import Family, llama
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS
@@ -48,7 +47,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_out_dropout=dropout,
         initializer_range=config.number("init_std", 0.02),
         tied_embeddings=config.flag("tie_word_embeddings", True),
-        padding_idx=read_padding_idx(config),
+        padding_idx=llama.read_padding_idx(config),
     )
 
 

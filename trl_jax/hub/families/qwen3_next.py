@@ -1,32 +1,38 @@
-"""qwen3_next: gated delta nets, gated attention in every fourth layer, and experts."""
+"""Qwen3-Next and Qwen 3.5, whose layers are mostly gated delta nets.
+
+qwen3_next: gated delta nets, gated attention in every fourth layer, and experts.
+qwen3_5_text: qwen3_next without experts, with each projection in its own tensor.
+qwen3_5_moe_text: qwen3_5_text with experts in every layer, one of them shared.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader, read_rotary_dim
-from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.hub.families import Family, llama, qwen
 from trl_jax.hub.heads import Draw, Head, ScoreHead, lm_head
 from trl_jax.hub.tensor_map import Names, concatenated, in_runs, interleaved
 from trl_jax.models.arch import Arch, GatedDelta, LayerKind
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
-OURS = "decoder.layers.attention."
-IGNORED = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^mtp\.")  # mtp predicts further tokens
+_OURS = "decoder.layers.attention."
+IGNORED = (*Family.ignored, r"^mtp\.")  # mtp predicts further tokens
 
 
 def arch(config: ConfigReader) -> Arch:
     step, dense = config.size("decoder_sparse_step", 1), config.value("mlp_only_layers") or []
     every = config.with_values(decoder_sparse_step=1, mlp_only_layers=None)
-    base = hybrid_arch(config)
+    base = _hybrid_arch(config)
     kinds = tuple(
         LayerKind(kind.mixer, layer not in dense and not (layer + 1) % step) for layer, kind in enumerate(base.kinds)
     )
-    experts = qwen2_moe.read_experts(every, shared_size=config.size("shared_expert_intermediate_size"))
+    experts = qwen.read_experts(every, shared_size=config.size("shared_expert_intermediate_size"))
     return replace(base, experts=experts, kinds=kinds)
 
 
-def hybrid_arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset()) -> Arch:
+def _hybrid_arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset()) -> Arch:
     """The architecture of a model of gated delta nets and gated attention; `extra_keys` as in `read_rope`."""
     base = llama.arch(config, partial=True, extra_keys=extra_keys)
     return replace(
@@ -61,17 +67,14 @@ def _mixers(config: ConfigReader, num_layers: int) -> list[str]:
 
 
 def names(arch: Arch) -> Names:
-    return in_runs(arch.runs, lambda kind: _layer_names(arch, kind))
+    return in_runs(arch.runs, lambda kind: _layer_names(arch, kind, _fused_projections))
 
 
-def _layer_names(arch: Arch, kind: LayerKind) -> Names:
-    base, mlp = qwen2_moe.names(arch) if kind.experts else llama.names(arch), "decoder.layers.mlp."
-    return layer_names(arch, kind, {name: place for name, place in base.items() if name.startswith(mlp)}, _projections)
-
-
-def layer_names(arch: Arch, kind: LayerKind, mlp: Names, projections) -> Names:
-    """The names of a layer. `mlp` has the names of its MLP; `projections` maps an Arch to the names of a delta net."""
+def _layer_names(arch: Arch, kind: LayerKind, projections: Callable[[Arch], Names]) -> Names:
+    """The names of a layer; `projections` maps an Arch to the names of a delta net."""
     mixer = projections(arch) if kind.mixer == "delta_net" else _attention(arch)
+    base = qwen.names_v2_moe(arch) if kind.experts else llama.names(arch)
+    mlp = {name: place for name, place in base.items() if name.startswith("decoder.layers.mlp.")}
     return {
         "decoder.embed": "model.embed_tokens",
         **mixer,
@@ -85,41 +88,41 @@ def layer_names(arch: Arch, kind: LayerKind, mlp: Names, projections) -> Names:
 def _attention(arch: Arch) -> Names:
     theirs = "model.layers.{}.self_attn."
     return {
-        **interleaved(theirs + "q_proj", arch.num_heads, {OURS + "q": arch.head_dim, OURS + "gate": arch.head_dim}),
-        **{OURS + name: f"{theirs}{name}_proj" for name in "kvo"},
-        **{f"{OURS}{name}_norm": f"{theirs}{name}_norm" for name in "qk"},
+        **interleaved(theirs + "q_proj", arch.num_heads, {_OURS + "q": arch.head_dim, _OURS + "gate": arch.head_dim}),
+        **{_OURS + name: f"{theirs}{name}_proj" for name in "kvo"},
+        **{f"{_OURS}{name}_norm": f"{theirs}{name}_norm" for name in "qk"},
     }
 
 
-def _projections(arch: Arch) -> Names:
+def _fused_projections(arch: Arch) -> Names:
     facts, theirs = arch.gated_delta, "model.layers.{}.linear_attn."
     group = facts.value_heads // facts.key_heads
     values = group * facts.value_dim
-    qkvz = {OURS + "q": facts.key_dim, OURS + "k": facts.key_dim, OURS + "v": values, OURS + "gate": values}
+    qkvz = {_OURS + "q": facts.key_dim, _OURS + "k": facts.key_dim, _OURS + "v": values, _OURS + "gate": values}
     return {
-        **of_delta_net(arch),
+        **_of_delta_net(arch),
         **interleaved(theirs + "in_proj_qkvz", facts.key_heads, qkvz),
-        **interleaved(theirs + "in_proj_ba", facts.key_heads, {OURS + "beta": group, OURS + "decay": group}),
-        OURS + "out_norm": theirs + "norm",
-        OURS + "o": theirs + "out_proj",
+        **interleaved(theirs + "in_proj_ba", facts.key_heads, {_OURS + "beta": group, _OURS + "decay": group}),
+        _OURS + "out_norm": theirs + "norm",
+        _OURS + "o": theirs + "out_proj",
     }
 
 
-def of_delta_net(arch: Arch) -> Names:
+def _of_delta_net(arch: Arch) -> Names:
     """The names of a delta net's parameters outside linear layers and norms."""
     theirs = "model.layers.{}.linear_attn."
-    convolutions = concatenated(theirs + "conv1d.weight", delta_channels(arch, "_convolution"))
-    return {OURS + name: theirs + name for name in ("dt_bias", "A_log")} | convolutions
+    convolutions = concatenated(theirs + "conv1d.weight", _delta_channels(arch, "_convolution"))
+    return {_OURS + name: theirs + name for name in ("dt_bias", "A_log")} | convolutions
 
 
-def delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
+def _delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
     """The numbers of channels of queries, keys and values, by our names with this ending."""
     facts = arch.gated_delta
     keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
-    return {f"{OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
+    return {f"{_OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
 
 
-def behind_decays(head: Head) -> Head:
+def _behind_decays(head: Head) -> Head:
     """The head, initialized as in transformers, which first draws a decay for each value head, even though the
     checkpoint has them."""
 
@@ -130,5 +133,53 @@ def behind_decays(head: Head) -> Head:
     return replace(head, draws=draws)
 
 
-HEADS = {"score_head": behind_decays(ScoreHead()), "lm_head": behind_decays(lm_head())}
-FAMILY = Family("qwen3_next", "Qwen3Next", arch, names, ignored=IGNORED, **HEADS)
+HEADS = {"score_head": _behind_decays(ScoreHead()), "lm_head": _behind_decays(lm_head())}
+
+
+# Unused by texts, which have the same position on all three axes
+_OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})
+
+
+def arch_v3_5(config: ConfigReader) -> Arch:
+    return _hybrid_arch(config, extra_keys=_OF_IMAGES)
+
+
+def names_v3_5(arch: Arch) -> Names:
+    return in_runs(arch.runs, lambda kind: _layer_names(arch, kind, _separate_projections))
+
+
+def _separate_projections(arch: Arch) -> Names:
+    """The names of a delta net's parameters."""
+    theirs = "model.layers.{}.linear_attn."
+    return {
+        **_of_delta_net(arch),
+        _OURS + "out_norm": theirs + "norm",
+        _OURS + "o": theirs + "out_proj",
+        **concatenated(theirs + "in_proj_qkv", _delta_channels(arch)),
+        _OURS + "gate": theirs + "in_proj_z",
+        _OURS + "beta": theirs + "in_proj_b",
+        _OURS + "decay": theirs + "in_proj_a",
+    }
+
+
+def arch_v3_5_moe(config: ConfigReader) -> Arch:
+    size = config.size("moe_intermediate_size")
+    base = arch_v3_5(config.with_values(intermediate_size=size))
+    experts = qwen.read_experts(config, shared_size=config.size("shared_expert_intermediate_size"))
+    kinds = tuple(LayerKind(kind.mixer, experts=True) for kind in base.kinds)
+    return replace(base, experts=replace(experts, renormalized=True), kinds=kinds)
+
+
+FAMILIES = (
+    Family("qwen3_next", "Qwen3Next", arch, names, ignored=IGNORED, **HEADS),
+    Family("qwen3_5_text", "Qwen3_5Text", arch_v3_5, names_v3_5, ignored=IGNORED, **HEADS),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeText",
+        arch_v3_5_moe,
+        names_v3_5,
+        ignored=IGNORED,
+        in_transformers=False,
+        **HEADS,
+    ),
+)

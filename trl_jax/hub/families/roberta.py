@@ -1,4 +1,9 @@
-"""roberta: bert with positions that skip pads, and a head of two linear layers."""
+"""RoBERTa and the models that copied it.
+
+roberta: bert with positions that skip pads, and a head of two linear layers.
+camembert: roberta in French.
+xlm-roberta: roberta in a hundred languages.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +31,12 @@ def names(arch: EncoderArch) -> Names:
     return ordered(names, "encoder.type_embed", before="encoder.position_embed")
 
 
-def head_first(arch: EncoderArch) -> Names:
+def _names_head_first(arch: EncoderArch) -> Names:
     """The names in the order of the models that copied it."""
     return ordered(names(arch), "head.dense", "head.out", before="encoder.embed")
 
 
-def family(model_type: str, architecture: str, names: Callable[[EncoderArch], Names]) -> Family:
+def _family(model_type: str, architecture: str, names: Callable[[EncoderArch], Names]) -> Family:
     return Family(
         model_type,
         architecture,
@@ -46,4 +51,8 @@ def family(model_type: str, architecture: str, names: Callable[[EncoderArch], Na
     )
 
 
-FAMILY = family("roberta", "Roberta", names)
+FAMILIES = (
+    _family("roberta", "Roberta", names),
+    _family("camembert", "Camembert", _names_head_first),
+    _family("xlm-roberta", "XLMRoberta", _names_head_first),
+)

@@ -12,21 +12,17 @@ from typing import Any
 from trl_jax.hub.config_reader import ConfigReader, config_object
 from trl_jax.hub.families import (
     Family,
-    cohere2,
+    cohere,
     exaone4,
-    gemma3_text,
-    gemma4_text,
-    glm4,
+    gemma,
+    gemma4,
+    glm,
     lfm2,
     llama,
-    llama4_text,
-    ministral3,
+    llama4,
     mistral,
-    qwen2,
-    qwen3,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
+    olmo,
+    qwen,
     qwen3_next,
     read_section,
 )
@@ -108,60 +104,57 @@ def _family(
 
 def _renormalized(config: ConfigReader) -> Arch:
     """qwen3_moe with weights of experts that always sum to 1."""
-    found = qwen3_moe.arch(config)
+    found = qwen.arch_v3_moe(config)
     return replace(found, experts=replace(found.experts, renormalized=True))
 
 
 def _unscaled(config: ConfigReader) -> Arch:
     """cohere2 without logit scaling, which transformers applies only in the text-only model."""
-    return replace(cohere2.arch(config), logit_scale=1.0)
+    return replace(cohere.arch_v2(config), logit_scale=1.0)
 
 
 def _biased(config: ConfigReader) -> Arch:
     """glm4 with biases on q, k and v."""
-    return replace(glm4.arch(config), qkv_bias=True)
+    return replace(glm.arch_v4(config), qkv_bias=True)
 
 
 _GATED_DELTA = {"ignored": qwen3_next.IGNORED, **qwen3_next.HEADS}
-_LLAMAS = {"llama": llama.arch, "mistral": mistral.arch, "qwen2": qwen2.arch, "qwen3": qwen3.arch}
+_LLAMAS = {"llama": llama.arch, "mistral": mistral.arch, "qwen2": qwen.arch_v2, "qwen3": qwen.arch_v3}
 _COHERE2 = {"cohere2": _unscaled}
 _GLM4V = {"glm4v_text": _biased}
 
 FAMILIES = (
     _family("aya_vision", "AyaVision", _COHERE2, llama.names, _LLAVA),
     _family("cohere2_vision", "Cohere2Vision", _COHERE2, llama.names, _PROJECTED),
-    _family("exaone4_5", "Exaone4_5_", {"exaone4": exaone4.arch}, exaone4.FAMILY.names, _VISUAL),
+    _family("exaone4_5", "Exaone4_5_", {"exaone4": exaone4.arch}, olmo.names_v2, _VISUAL),
+    _family("gemma3", "Gemma3", {"gemma3_text": gemma.arch_v3}, gemma.names_v2, _LLAVA, in_transformers=True),
     _family(
-        "gemma3", "Gemma3", {"gemma3_text": gemma3_text.arch}, gemma3_text.FAMILY.names, _LLAVA, in_transformers=True
+        "gemma4", "Gemma4", {"gemma4_text": gemma4.arch}, gemma4.names, _GEMMA4, ignored=gemma4.FAMILY.ignored
     ),
-    _family(
-        "gemma4", "Gemma4", {"gemma4_text": gemma4_text.arch}, gemma4_text.names, _GEMMA4,
-        ignored=gemma4_text.FAMILY.ignored,
-    ),
-    _family("glm46v", "Glm46V", _GLM4V, glm4.names, _VISUAL),
-    _family("glm4v", "Glm4v", _GLM4V, glm4.names, _VISUAL),
+    _family("glm46v", "Glm46V", _GLM4V, glm.names_v4, _VISUAL),
+    _family("glm4v", "Glm4v", _GLM4V, glm.names_v4, _VISUAL),
     _family("idefics3", "Idefics3", _LLAMAS, llama.names, _IDEFICS),
     _family("internvl", "InternVL", _LLAMAS, llama.names, _LLAVA),
     _family("lfm2_vl", "Lfm2Vl", {"lfm2": lfm2.arch}, lfm2.names, _PROJECTED),
-    _family("llama4", "Llama4", {"llama4_text": llama4_text.arch}, llama4_text.names, _LLAMA4, linear_router=True),
+    _family("llama4", "Llama4", {"llama4_text": llama4.arch}, llama4.names, _LLAMA4, linear_router=True),
     _family("llava", "Llava", _LLAMAS, llama.names, _LLAVA),
     _family("llava_next", "LlavaNext", _LLAMAS, llama.names, _LLAVA),
     _family("llava_next_video", "LlavaNextVideo", _LLAMAS, llama.names, _LLAVA),
     _family("llava_onevision", "LlavaOnevision", _LLAMAS, llama.names, _LLAVA),
-    _family("mistral3", "Mistral3", _LLAMAS | {"ministral3": ministral3.arch}, llama.names, _LLAVA),
+    _family("mistral3", "Mistral3", _LLAMAS | {"ministral3": mistral.arch_ministral3}, llama.names, _LLAVA),
     _family("ovis2", "Ovis2", _LLAMAS, llama.names, _OVIS),
-    _family("qwen2_5_vl", "Qwen2_5_VL", {"qwen2_5_vl_text": qwen2.arch}, llama.names, _QWEN2),
-    _family("qwen2_vl", "Qwen2VL", {"qwen2_vl_text": qwen2.arch}, llama.names, _QWEN2),
+    _family("qwen2_5_vl", "Qwen2_5_VL", {"qwen2_5_vl_text": qwen.arch_v2}, llama.names, _QWEN2),
+    _family("qwen2_vl", "Qwen2VL", {"qwen2_vl_text": qwen.arch_v2}, llama.names, _QWEN2),
     _family(
-        "qwen3_5", "Qwen3_5", {"qwen3_5_text": qwen3_5_text.arch}, qwen3_5_text.names, _VISUAL, in_transformers=True,
-        **_GATED_DELTA,
+        "qwen3_5", "Qwen3_5", {"qwen3_5_text": qwen3_next.arch_v3_5}, qwen3_next.names_v3_5, _VISUAL,
+        in_transformers=True, **_GATED_DELTA,
     ),
     _family(
-        "qwen3_5_moe", "Qwen3_5Moe", {"qwen3_5_moe_text": qwen3_5_moe_text.arch}, qwen3_5_moe_text.names, _VISUAL,
+        "qwen3_5_moe", "Qwen3_5Moe", {"qwen3_5_moe_text": qwen3_next.arch_v3_5_moe}, qwen3_next.names_v3_5, _VISUAL,
         **_GATED_DELTA,
     ),
-    _family("qwen3_vl", "Qwen3VL", {"qwen3_vl_text": qwen3.arch}, llama.names, _VISUAL),
-    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalized}, qwen3_moe.names, _VISUAL),
+    _family("qwen3_vl", "Qwen3VL", {"qwen3_vl_text": qwen.arch_v3}, llama.names, _VISUAL),
+    _family("qwen3_vl_moe", "Qwen3VLMoe", {"qwen3_vl_moe_text": _renormalized}, qwen.names_v3_moe, _VISUAL),
     _family("smolvlm", "SmolVLM", _LLAMAS, llama.names, _IDEFICS),
     _family("vipllava", "VipLlava", _LLAMAS, llama.names, _LLAVA),
 )  # fmt: skip

@@ -1,13 +1,12 @@
 """gemma4_text: gemma3_text with other head sizes in full attention, layers that share keys and values, and
-embeddings of each layer's own.
-"""
+embeddings of each layer's own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_ropes, read_window, windows_of
-from trl_jax.hub.families import Family, gemma2, llama
+from trl_jax.hub.families import Family, gemma, llama
 from trl_jax.hub.tensor_map import ExpertRows, Names, in_runs
 from trl_jax.models.arch import Arch, Experts, Heads, LayerEmbedding, LayerKind
 from trl_jax.nn.layers import ACTIVATIONS
@@ -116,7 +115,7 @@ def _kinds(config: ConfigReader, base: Arch, types: list[str], heads: dict[str, 
 
 
 def names(arch: Arch) -> Names:
-    own = gemma2.names(arch) | _of_layer_embeddings()
+    own = gemma.names_v2(arch) | _of_layer_embeddings()
     own |= {} if arch.experts is None else _of_experts(arch.experts.size)
     return in_runs(arch.runs, lambda kind: own)
 
@@ -154,7 +153,7 @@ FAMILY = Family(
     "Gemma4Text",
     arch,
     names,
-    ignored=(*llama.FAMILY.ignored, _UNUSED),
+    ignored=(*Family.ignored, _UNUSED),
     linear_router=True,
     in_transformers=False,
 )

@@ -1,22 +1,33 @@
-"""ernie4_5_moe: ernie4_5 with experts in some layers, and shared experts."""
+"""ERNIE 4.5, with and without experts.
+
+ernie4_5: llama with interleaved rotary channels, and one flag for all biases.
+ernie4_5_moe: ernie4_5 with experts in some layers, and shared experts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader
-from trl_jax.hub.families import Family, deepseek_v3, ernie4_5, llama
+from trl_jax.hub.families import Family, deepseek, llama
 from trl_jax.hub.tensor_map import Names, OneRow, in_runs
 from trl_jax.models.arch import Arch, Experts, LayerKind
+
+
+def arch(config: ConfigReader) -> Arch:
+    bias = config.flag("use_bias")
+    base = llama.arch(config.with_values(attention_bias=bias, mlp_bias=bias))
+    return replace(base, rope_interleaved=True, attention_dropout=0.0)
+
 
 _OF_TRAINING = ("moe_capacity", "moe_gate", "moe_use_aux_free", "output_router_logits", "router_aux_loss_coef")
 
 
-def arch(config: ConfigReader) -> Arch:
+def arch_moe(config: ConfigReader) -> Arch:
     config.refuse("use_bias", False)
     for key in _OF_TRAINING:
         config.value(key)
-    base = ernie4_5.arch(config)
+    base = arch(config)
     return replace(base, experts=_experts(config), kinds=_kinds(config, base.num_layers))
 
 
@@ -42,24 +53,27 @@ def _kinds(config: ConfigReader, num_layers: int) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(experts=(i + 1) % every == 0 and first <= i <= last) for i in range(num_layers))
 
 
-def names(arch: Arch) -> Names:
+def names_moe(arch: Arch) -> Names:
     own = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
     corrections = ("model.layers.{}.mlp.moe_statics.e_score_correction_bias", OneRow())
 
     def of_kind(kind: LayerKind) -> Names:
-        found = own | deepseek_v3.mlp_names(arch, kind, router_first=True)
+        found = own | deepseek.mlp_names(arch, kind, router_first=True)
         return found | ({"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {})
 
     return in_runs(arch.runs, of_kind)
 
 
-FAMILY = Family(
-    "ernie4_5_moe",
-    "Ernie4_5_Moe",
-    arch,
-    names,
-    moved=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
-    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.mtp_"),
-    in_float32=deepseek_v3.ROUTER,
-    in_transformers=False,
+FAMILIES = (
+    Family("ernie4_5", "Ernie4_5", arch, llama.names, in_transformers=False),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        arch_moe,
+        names_moe,
+        moved=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+        ignored=(*Family.ignored, r"^model\.mtp_"),
+        in_float32=deepseek.ROUTER,
+        in_transformers=False,
+    ),
 )

@@ -1,16 +1,20 @@
-"""deepseek_v3: DeepSeek V3 and R1: latent attention, and sigmoid-routed experts in groups with a shared one."""
+"""DeepSeek V2, V3 and R1.
+
+deepseek_v2: latent attention, and softmax-routed experts with a shared one.
+deepseek_v3: DeepSeek V3 and R1: latent attention, and sigmoid-routed experts in groups with a shared one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader, read_score_scale
-from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.hub.families import Family, llama, qwen
 from trl_jax.hub.tensor_map import Names, in_runs, ordered
 from trl_jax.models.arch import Arch, Experts, Latent, LayerKind
 
 # Keys of early checkpoints that transformers does not read; it computes as if they had these values.
-_SAID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_SAID_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 _OF_TRAINING = (
     "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits", "seq_aux",
 )  # fmt: skip
@@ -18,10 +22,10 @@ _LATENT_EPS = 1e-6
 ROUTER = r"\.gate\.weight$|\.e_score_correction_bias$"
 
 
-def arch(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+def arch_v3(config: ConfigReader) -> Arch:
+    for key, value in _SAID_V3.items():
         config.refuse(key, value)
-    base = latent_arch(config)
+    base = _latent_arch(config)
     return replace(
         base,
         mlp_bias=False,
@@ -31,7 +35,7 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-def latent_arch(config: ConfigReader) -> Arch:
+def _latent_arch(config: ConfigReader) -> Arch:
     """The architecture of a model with latent attention."""
     for key in ("head_dim", "qk_head_dim", *_OF_TRAINING):  # the first two follow from others
         config.value(key)
@@ -82,7 +86,7 @@ def mlp_names(arch: Arch, kind: LayerKind, *, router_first: bool = False) -> Nam
     ours, theirs = "decoder.layers.mlp.", "model.layers.{}.mlp."
     if not kind.experts:
         return {ours + name: f"{theirs}{name}_proj" for name in ("gate", "up", "down")}
-    found = {name: place for name, place in qwen2_moe.names(arch).items() if name.startswith(ours)}
+    found = {name: place for name, place in qwen.names_v2_moe(arch).items() if name.startswith(ours)}
     found.pop(ours + "shared_gate")
     found |= {f"{ours}shared.{name}": f"{theirs}shared_experts.{name}_proj" for name in ("gate", "up", "down")}
     found[ours + "correction_bias"] = theirs + "gate.e_score_correction_bias"
@@ -108,12 +112,52 @@ def _latent_names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family(
-    "deepseek_v3",
-    "DeepseekV3",
-    arch,
-    names,
-    # the last one's predict further tokens
-    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.layers\.61\."),
-    in_float32=ROUTER,
+_SAID_V2 = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}
+
+
+def arch_v2(config: ConfigReader) -> Arch:
+    for key, value in _SAID_V2.items():
+        config.refuse(key, value)
+    config.value("norm_topk_prob")  # transformers' router does not read it
+    base = _latent_arch(config.with_values(num_key_value_heads=_key_heads(config)))
+    kinds = read_kinds(config, base.num_layers)
+    return replace(base, rope_interleaved=True, experts=_experts_v2(config), kinds=kinds)
+
+
+def _key_heads(config: ConfigReader) -> int:
+    return config.size("num_key_value_heads", config.size("num_attention_heads"))
+
+
+def _experts_v2(config: ConfigReader) -> Experts:
+    grouped = config.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "group_limited_greedy"
+    size, count = config.size("moe_intermediate_size"), config.size("n_routed_experts")
+    groups, top_groups = (config.size("n_group"), config.size("topk_group")) if grouped else (1, 1)
+    config.value("n_group"), config.value("topk_group")
+    if count % groups:
+        raise config.wrong("n_routed_experts", count, f"a multiple of n_group {groups}")
+    return Experts(
+        count=count,
+        top_k=config.size("num_experts_per_tok"),
+        size=size,
+        renormalized=False,
+        shared_size=size * config.size("n_shared_experts"),
+        shared_gated=False,
+        float32_router=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        top_groups=top_groups,
+        group_best=1,
+    )
+
+
+FAMILIES = (
+    Family(
+        "deepseek_v3",
+        "DeepseekV3",
+        arch_v3,
+        names,
+        ignored=(*Family.ignored, r"^model\.layers\.61\."),  # predicts further tokens
+        in_float32=ROUTER,
+    ),
+    Family("deepseek_v2", "DeepseekV2", arch_v2, names, in_float32=ROUTER),
 )
