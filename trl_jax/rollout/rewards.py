@@ -82,7 +82,7 @@ def reward_functions(
             check_signature(function, columns, helpers)
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
-    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run, helpers)
+    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run, helpers=helpers)
 
 
 def _listed(value: Any) -> list:
