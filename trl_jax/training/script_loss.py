@@ -24,6 +24,7 @@ from trl_jax.losses.supervised import load_balancing_loss, of_texts, real_exampl
 from trl_jax.models.model import merge
 from trl_jax.nn.head import outputs_of_logits
 from trl_jax.rollout.rollout import TRL_LOGPS
+from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.tasks.policy import means
 from trl_jax.tasks.task import STEP_SUMS, Task, TokenTask, joined
 from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scripts
@@ -596,9 +597,10 @@ class OwnPass:
         mask = jnp.where(self.real, rows.completion_mask, 1)  # a mean over the tokens of an empty pass is finite
         inputs = {
             "prompt_ids": rows.prompt_ids, "prompt_mask": rows.prompt_mask, "completion_ids": rows.completion_ids,
-            "completion_mask": mask, "advantages": extras.example["advantage"],
-            "num_items_in_batch": rows.numbers["generated_tokens"][0],
+            "completion_mask": mask, "num_items_in_batch": rows.numbers["generated_tokens"][0],
         }  # fmt: skip
+        if "advantage" in extras.example:
+            inputs["advantages"] = extras.example["advantage"]
         if "old_logps" in extras.example:  # of whole completions
             inputs["old_logps"] = extras.example["old_logps"]
         of_reads = dict(extras.read)
@@ -608,7 +610,7 @@ class OwnPass:
                 itself, jax.lax.stop_gradient(self._outputs["logps"]), of_reads["ref_logps"]
             )
         inputs |= {name: self._by_row(of_reads[key]) for name, key in TRL_LOGPS.items() if key in of_reads}
-        if task.correction is not None:
+        if "sampling_logps" in of_reads and task.correction is not None:
             old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
             ratio = sampler_ratio(old, sampling, mask, settings=task.correction)
             inputs["importance_sampling_ratio"] = ratio.reshape(len(mask), -1)
@@ -658,6 +660,12 @@ class OwnPass:
             balance = jnp.sum(jnp.where(self._batch.weight > 0, of_examples, 0))
             balance /= jnp.maximum(jnp.sum(self._batch.weight > 0), 1)
         return logps, entropies if entropy else None, balance
+
+    def divergences(self, model: Any, beta: float) -> TokenDivergences:
+        """Numbers of tokens `[B, C]`, for the loss of a distillation."""
+        if model is not self.model:
+            raise TypeError("_get_per_token_divergences was called with another model than the one the loss is given.")
+        return jax.tree.map(self._by_row, self._setup.task.of_tokens(self._outputs["distributions"], beta))
 
     def default_loss(self, inputs: dict[str, Any]) -> jax.Array:
         """The task's loss of the micro-batch, scaled as TRL's.
@@ -718,7 +726,8 @@ class PolicyInPass:
         raise TypeError(
             "The model was called in a loss of completions, where logits are never there as a whole. Their "
             "log-probabilities and entropies are those of self._get_per_token_logps_and_entropies(model, input_ids, "
-            "attention_mask, logits_to_keep, compute_entropy=True)."
+            "attention_mask, logits_to_keep, compute_entropy=True), or in a distillation of "
+            "self._get_per_token_divergences(model)."
         )
 
     def __getattr__(self, name: str) -> Any:
