@@ -69,7 +69,7 @@ def test_the_names_of_all_trainers_are_ours(tmp_path):
 THEIRS = """
 import trl, trl.trainer.base_trainer
 from trl import WeaveCallback, add_response_schema
-assert add_response_schema.__module__ == "trl.chat_template_utils"  # which knows more templates than ours
+assert add_response_schema.__module__ == "trl.chat_template_utils"  # the installed one
 from trl.trainer.utils import pad
 from trl.experimental.utils import pad_to_length
 import trl.import_utils as own, trl.generation as another

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
@@ -15,11 +17,11 @@ from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
-from trl_jax.tasks.distillation import DistillationTask
+from trl_jax.tasks.distillation import DistillationTask, ScriptedDistillationTask, TokenDivergences
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.distillation_config import DistillationConfig
 from trl_jax.trainer.online import RolloutTrainer, argument
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER, names_of_script
 from trl_jax.training import model
 from trl_jax.training.reference import ReferenceModel, given
 from trl_jax.training.setup import Policy
@@ -111,7 +113,51 @@ class DistillationTrainer(RolloutTrainer):
         return self._turn(prompt_ids, images, 1)[0]
 
     def make_task(self) -> DistillationTask:
-        return DistillationTask(**self._of_any_rollout(), beta=self.args.beta)
+        scripted = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
+        kind = ScriptedDistillationTask if scripted else DistillationTask
+        return kind(**self._of_any_rollout(), beta=self.args.beta)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of `_compute_loss`, whose entropy is logged, as in TRL. Scripts override either, in jax.numpy."""
+        if self.model.training and inputs.get("num_items_in_batch") is not None:
+            num_items_in_batch = jnp.maximum(inputs["num_items_in_batch"], 1) / self.accelerator.num_processes
+        loss, entropy_sum, num_valid_tokens = self._compute_loss(model, inputs, num_items_in_batch)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["entropy"].append(entropy_sum / jnp.maximum(num_valid_tokens, 1))
+        return (loss, None) if return_outputs else loss
+
+    def _compute_loss(
+        self, unwrapped_student: Any, inputs: dict[str, jax.Array], num_items_in_batch: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The loss of a micro-batch of completions, a step's part: a step adds them up. A script's subclass may
+        override it, in jax.numpy: it is compiled, gradient and all.
+
+        Args:
+            unwrapped_student: for `_get_per_token_divergences`; it cannot be called.
+            inputs: TRL's, by TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
+                `[B, C]` (0 for the answers of tools, too) and `num_items_in_batch`.
+            num_items_in_batch: the tokens of the step that count, which a loss divides by.
+
+        Returns:
+            The loss, the sum of the student's entropies, and the number of tokens that count.
+        """
+        del unwrapped_student, num_items_in_batch
+        one = self._in_own_loss("_compute_loss")
+        loss = one.default_loss(inputs)
+        return loss, one.default_sums["entropy"].sum(), one.default_sums["targets"].sum()
+
+    def _get_per_token_divergences(self, model: Any, beta: float | None = None) -> TokenDivergences:
+        """`divergence`, `entropy`, `student_logps` and `teacher_logps` of the completions' tokens at the temperature,
+        float32 `[B, C]`, 0 where a token does not count, for a loss of the script's own. TRL has no such method.
+
+        Args:
+            model: the one that the loss was given.
+            beta: of the divergence, from 0 to 1; None for the argument's.
+        """
+        one = self._in_own_loss("_get_per_token_divergences")
+        return one.divergences(model, self.args.beta if beta is None else beta)
 
     def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
         del task

@@ -167,6 +167,8 @@ class RolloutTrainer(BaseTrainer):
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
+    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss"}
+    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
 
     temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
     repetition_penalty, max_completion_length = map(argument, ("repetition_penalty", "max_completion_length"))
@@ -203,6 +205,49 @@ class RolloutTrainer(BaseTrainer):
             "writes as it trains, so none is there beforehand. The prompts are trainer.train_dataset; what was written "
             "is in the tables of log_completions=True."
         )
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
+        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
+        loss of the script's own they are arrays of the step."""
+        if self._own_pass is not None:
+            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
+        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
+
+    @property
+    def _own_pass(self) -> Any:
+        """The pass whose loss a script's own method computes now; None outside of it."""
+        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
+        return None if script_loss is None else script_loss.current
+
+    @property
+    def current_gradient_accumulation_steps(self) -> Any:
+        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
+        fewer."""
+        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
+
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
+            return hooks
+        from trl_jax.training.completions_loss import OwnLoss
+
+        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+            world = self.accelerator.num_processes
+            # A batch is divided over the shards, as over TRL's processes.
+            self.accelerator.num_processes = self._setup.shards
+            try:
+                return self.compute_loss(model, inputs)
+            finally:
+                self.accelerator.num_processes = world
+
+        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
+        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+
+    def _in_own_loss(self, name: str) -> Any:
+        if self._own_pass is None:
+            raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
+        return self._own_pass
 
     @abc.abstractmethod
     def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
@@ -456,47 +501,7 @@ class OnlineTrainer(RolloutTrainer):
         "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
     )
 
-    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss", "_calculate_rewards", *OWN_METHODS}
-    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
-
-    @property
-    def _metrics(self) -> dict[str, dict[str, list[float]]]:
-        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
-        loss of the script's own they are arrays of the step."""
-        if self._own_pass is not None:
-            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
-        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
-
-    @property
-    def _own_pass(self) -> Any:
-        """The pass whose loss a script's own method computes now; None outside of it."""
-        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
-        return None if script_loss is None else script_loss.current
-
-    @property
-    def current_gradient_accumulation_steps(self) -> Any:
-        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
-        fewer."""
-        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
-
-    def _hooks(self) -> Hooks:
-        hooks = super()._hooks()
-        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
-            return hooks
-        from trl_jax.training.completions_loss import OwnLoss
-
-        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
-            world = self.accelerator.num_processes
-            self.accelerator.num_processes = (
-                self._setup.shards
-            )  # which a batch is divided over, as over TRL's processes
-            try:
-                return self.compute_loss(model, inputs)
-            finally:
-                self.accelerator.num_processes = world
-
-        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
-        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+    _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *OWN_METHODS}
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -611,11 +616,6 @@ class OnlineTrainer(RolloutTrainer):
         if self._own_methods is None:
             raise RuntimeError(f"{name} of {type(self).__name__} can be called by a method of the same name alone.")
         return self._own_methods
-
-    def _in_own_loss(self, name: str) -> Any:
-        if self._own_pass is None:
-            raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
-        return self._own_pass
 
     @staticmethod
     def get_high_entropy_mask(entropies: jax.Array, mask: jax.Array, threshold: float) -> jax.Array:

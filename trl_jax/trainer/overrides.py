@@ -230,8 +230,8 @@ _POLICY_LOSS = (
     "The step is one compiled function: override _compute_loss(self, model, inputs), in jax.numpy, or choose loss_type."
 )
 _TEACHERS_LOSS = (
-    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
-    "distillation: choose beta, and say by temperature how soft the distributions are."
+    "The step is one compiled function: override _compute_loss(self, model, inputs, num_items_in_batch) in jax.numpy, "
+    "with self._get_per_token_divergences(model), or choose beta."
 )
 _OWN_REWARDS = (
     "Override _calculate_rewards, or write a reward function: it gets prompts, completions, completion_ids and all "
@@ -334,7 +334,7 @@ NEVER_CALLED_WITH_REWARDS = _with_rollout(
 NEVER_CALLED_WITH_TEACHER = _with_rollout(
     _TEACHERS_LOSS,
     _OWN_SAMPLED,
-    ("compute_loss _compute_loss _get_last_hidden_state", _TEACHERS_LOSS),
+    ("_get_last_hidden_state", _TEACHERS_LOSS),
     ("_generate _generate_and_score_completions", _OWN_SAMPLED),
     ("_tokenize_prompts", _OWN_TEXTS),
 )

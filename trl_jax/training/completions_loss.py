@@ -17,6 +17,7 @@ from trl_jax.data.batch import Batch, Extras
 from trl_jax.losses.policy_gradient import sampler_ratio
 from trl_jax.losses.supervised import of_texts, real_examples
 from trl_jax.rollout.rollout import TRL_LOGPS
+from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.training.forward import AUX_LOSS, with_aux_loss
 from trl_jax.training.script_loss import described, own_metrics, own_sums, parameters_refused, read_in_jax
 from trl_jax.training.state import Setup
@@ -95,9 +96,10 @@ class OwnPass:
         mask = jnp.where(self.real, rows.completion_mask, 1)  # a mean over the tokens of an empty pass is finite
         inputs = {
             "prompt_ids": rows.prompt_ids, "prompt_mask": rows.prompt_mask, "completion_ids": rows.completion_ids,
-            "completion_mask": mask, "advantages": extras.example["advantage"],
-            "num_items_in_batch": rows.numbers["generated_tokens"][0],
+            "completion_mask": mask, "num_items_in_batch": rows.numbers["generated_tokens"][0],
         }  # fmt: skip
+        if "advantage" in extras.example:
+            inputs["advantages"] = extras.example["advantage"]
         if "old_logps" in extras.example:  # of whole completions
             inputs["old_logps"] = extras.example["old_logps"]
         of_reads = dict(extras.read)
@@ -107,7 +109,7 @@ class OwnPass:
                 itself, jax.lax.stop_gradient(self._outputs["logps"]), of_reads["ref_logps"]
             )
         inputs |= {name: self._by_row(of_reads[key]) for name, key in TRL_LOGPS.items() if key in of_reads}
-        if task.correction is not None:
+        if "sampling_logps" in of_reads and task.correction is not None:
             old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
             ratio = sampler_ratio(old, sampling, mask, settings=task.correction)
             inputs["importance_sampling_ratio"] = ratio.reshape(len(mask), -1)
@@ -157,6 +159,12 @@ class OwnPass:
             balance = jnp.sum(jnp.where(self._batch.weight > 0, of_examples, 0))
             balance /= jnp.maximum(jnp.sum(self._batch.weight > 0), 1)
         return logps, entropies if entropy else None, balance
+
+    def divergences(self, model: Any, beta: float) -> TokenDivergences:
+        """Numbers of tokens `[B, C]`, for the loss of a distillation."""
+        if model is not self.model:
+            raise TypeError("_get_per_token_divergences was called with another model than the one the loss is given.")
+        return jax.tree.map(self._by_row, self._setup.task.of_tokens(self._outputs["distributions"], beta))
 
     def default_loss(self, inputs: dict[str, Any]) -> jax.Array:
         """The task's loss of the micro-batch, scaled as TRL's.
@@ -217,7 +225,8 @@ class PolicyInPass:
         raise TypeError(
             "The model was called in a loss of completions, where logits are never there as a whole. Their "
             "log-probabilities and entropies are those of self._get_per_token_logps_and_entropies(model, input_ids, "
-            "attention_mask, logits_to_keep, compute_entropy=True)."
+            "attention_mask, logits_to_keep, compute_entropy=True), or in a distillation of "
+            "self._get_per_token_divergences(model)."
         )
 
     def __getattr__(self, name: str) -> Any:
