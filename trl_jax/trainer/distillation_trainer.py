@@ -26,25 +26,26 @@ from trl_jax.training.setup import Policy
 
 
 class DistillationTrainer(RolloutTrainer):
-    """Trains a language model, the student, to predict each token of completions that it writes itself as another one,
-    the teacher, does (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
+    """Trains a language model, the student, to match the predictions of another one, the teacher, on each token of the
+    student's own completions (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
 
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: the student: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch
-            model of transformers, which has the trained weights after `train()`.
-        teacher_model: the same of the teacher, whose vocabulary is the student's. It is held as it is stored.
+        model: the student: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a
+            torch model of transformers, which receives the trained weights after `train()`.
+        teacher_model: the teacher, in the same forms, with the student's vocabulary. Its weights keep the dtype in
+            which they are stored.
         args: a DistillationConfig; None means `DistillationConfig("<model>-Distillation")`.
         train_dataset: rows with a `prompt`, a text or messages.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the student if None.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
-        quantization_config: the student's base model under an adapter is loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig of ours or of peft's.
-        tools: functions that the student may call in its completions, by name; their annotations and docstrings say
-            how. What they return, or raise, is the next message, which is not learned from, and the student goes on.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
+        quantization_config: loads the student's base model under an adapter in 4 or 8 bits (QLoRA).
+        peft_config: our or peft's LoraConfig.
+        tools: functions that the student may call by name in its completions; annotations and docstrings describe them.
+            What a call returns or raises becomes the next message, which is not trained on, and the student continues.
     """
 
     _name, _tag_names = "Distillation", ["trl", "distillation"]

@@ -71,8 +71,8 @@ class GKDTrainer(BaseTrainer):
         eval_dataset: the same, or a dict of them. An evaluation reads the dataset's completions.
         processing_class: the tokenizer; loaded with the student if None.
         compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
         peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen student trains, and only it is saved.
         formatting_func: refused: TRL does not call it either.
