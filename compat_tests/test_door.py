@@ -105,11 +105,13 @@ def test_names_are_where_trl_has_them():
     from trl_jax.experimental.distillation import DistillationTrainer
     from trl_jax.experimental.gkd import GKDConfig
     from trl_jax.experimental.kto import KTOConfig
+    from trl_jax.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
     from trl_jax.models import create_reference_model
     from trl_jax.trainer.callbacks import SyncRefModelCallback
 
     assert CPOTrainer is trl_jax.CPOTrainer and DistillationTrainer is trl_jax.DistillationTrainer
     assert GKDConfig.__module__ == "trl_jax.trainer.gkd_config"
+    assert OnlineDPOTrainer.__module__ == "trl_jax.trainer.online_dpo_trainer"
     assert KTOConfig is trl_jax.KTOConfig and create_reference_model is trl_jax.create_reference_model
     with pytest.raises(NotImplementedError, match="sync_ref_model=True"):
         SyncRefModelCallback()
@@ -117,7 +119,7 @@ def test_names_are_where_trl_has_them():
         trl_jax.trainer.callbacks.Frobnicate  # noqa: B018
     with pytest.raises(ImportError, match="GKDTrainer is in trl_jax.experimental.gkd, as TRL has it in trl.experim"):
         trl_jax.GKDTrainer  # noqa: B018
-    for name in ("OnlineDPOConfig", "A2POTrainer"):
+    for name in ("IWOPDConfig", "A2POTrainer"):
         with pytest.raises(ImportError, match=f"{name} is not implemented in trl_jax. .* trl.experimental"):
             getattr(trl_jax, name)
 

@@ -57,19 +57,18 @@ def traced(name: str) -> dict[str, set[str]]:
     package = f"{Path(trl_jax.__file__).parent}/"
     seen: set[Any] = set()
 
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        if event == "call":
-            seen.add(frame.f_code)
+    def called(frame: Any, event: str, arg: Any) -> None:  # None: no events of the lines
+        seen.add(frame.f_code)
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(tiny_model(Path(folder) / "model", "llama", head="causal"))
-        threading.setprofile(profile)
-        sys.setprofile(profile)
+        threading.settrace(called)
+        sys.settrace(called)
         try:
             RUNS[name](model, folder).train()
         finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+            sys.settrace(None)
+            threading.settrace(None)
     found: dict[str, set[str]] = defaultdict(set)
     for code in seen:
         function = code.co_flags & inspect.CO_OPTIMIZED  # and not the body of a module or a class

@@ -164,6 +164,7 @@ def test_a_script_that_one_side_does_not_run():
     assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are those of TRL.")
 
 
+@only_thorough
 def test_what_a_script_says_is_printed_without_control_characters_and_tokens(tmp_path):
     token = "hf_" + "a1" * 17
     (tmp_path / "it.py").write_text(f"raise RuntimeError('\\x1b[31m {token}')")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import trl_jax
+from compat_tests.effort import thorough
 from trl_jax.core.text import FRAMES_HIDDEN, api_boundary
 
 # Stands in for a module of the package: `call` is its public function.
@@ -116,7 +117,7 @@ MESSAGE = (
 )
 
 
-@pytest.mark.parametrize(("package", "launcher"), [("trl_jax", []), ("trl", ["-m", "trl_jax"])])
+@pytest.mark.parametrize(("package", "launcher"), [("trl_jax", []), thorough("trl", ["-m", "trl_jax"])])
 def test_a_script_ends_with_its_own_line_and_the_message(tmp_path, package, launcher):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(package=package))

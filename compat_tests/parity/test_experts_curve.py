@@ -80,6 +80,7 @@ def test_preferences(layout, checkpoint, tmp_path):
     assert list(steps_of(theirs.logs)[0])[:5] == ["loss", "grad_norm", "learning_rate", "aux_loss", "entropy"]
 
 
+@only_thorough
 def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
     """KTO computes them beside each row's own, from which the shared layout has its prompt."""
     ours, theirs = both(

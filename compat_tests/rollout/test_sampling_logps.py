@@ -8,6 +8,7 @@ import trl
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
@@ -69,6 +70,7 @@ def with_rollouts_in_trl(monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", NoEngine)
 
 
+@usual("token_mask", "sequence_truncate")
 @pytest.mark.parametrize("mode", CORRECTED)
 def test_reported_logps_correct_the_loss_as_in_trl(mode, checkpoint, tmp_path, with_rollouts_in_trl):
     config = {"use_vllm": True, "vllm_importance_sampling_mode": mode} | CORRECTED[mode]

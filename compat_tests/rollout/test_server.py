@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
@@ -135,6 +136,7 @@ def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
     assert runs["one"][0] != runs["one"][1] and len({tuple(ids) for ids in runs["one"][0]}) > 4
 
 
+@only_thorough
 def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
     """In the middle of a generation, whose log-probabilities are in the checkpoint; the servers get its weights."""
     config = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}

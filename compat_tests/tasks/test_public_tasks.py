@@ -31,7 +31,7 @@ from custom_preference_loss import DpoPositiveTask, DpoPositiveTrainer  # noqa: 
 import trl_jax  # noqa: E402
 import trl_jax.losses  # noqa: E402
 import trl_jax.tasks  # noqa: E402
-from compat_tests.effort import only_thorough  # noqa: E402
+from compat_tests.effort import only_thorough, usual  # noqa: E402
 from trl_jax import BaseConfig, BaseTrainer, LoraConfig, ReferenceTrainer  # noqa: E402
 from trl_jax.tasks import PairTask, TextTask, weighted_loss  # noqa: E402
 
@@ -155,6 +155,7 @@ class Stops(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
+@usual("online")
 @KINDS
 def test_it_resumes_to_the_bit(kind, folder, tmp_path):
     config = {"save_strategy": "steps", "save_steps": 2}
@@ -168,6 +169,7 @@ def test_it_resumes_to_the_bit(kind, folder, tmp_path):
     assert weights[0] == weights[1]
 
 
+@usual("online")
 @KINDS
 def test_layouts_give_the_same_losses(kind, folder, tmp_path, caplog):
     with caplog.at_level("INFO", "trl_jax"):
@@ -185,6 +187,7 @@ def test_layouts_give_the_same_losses(kind, folder, tmp_path, caplog):
 # Adapters and export.
 
 
+@usual("online")
 @KINDS
 def test_an_adapter_trains(kind, folder, tmp_path):
     trainer = MAKE[kind](folder, tmp_path, peft_config=LORA)

@@ -146,6 +146,7 @@ def test_a_policy_that_has_learned_nothing_is_its_reference(make, checkpoint, ad
         np.testing.assert_array_equal(array, before[path], path)
 
 
+@only_thorough
 def test_a_policy_that_has_moved_is_compared_with_its_reference(make):
     trainer = make(beta=0.1, max_steps=2)
     trainer.train()

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 import trl_jax
-from compat_tests.effort import usually
+from compat_tests.effort import only_thorough, thorough, usually
 from compat_tests.hub.vision.models import CASES
 from compat_tests.hub.vision.processors import MADE_BY
 from compat_tests.models import towers
@@ -84,10 +84,10 @@ def test_losses_and_metrics_are_trls(case, llava, tmp_path):
 
 
 OTHERS = [*((name, "SFT") for name in MADE_BY), ("gemma3", "DPO"), ("llava_next", "DPO")]
-USUAL = {("internvl", "SFT")}
 
 
-@pytest.mark.parametrize(("name", "kind"), usually(lambda *case: case in USUAL, OTHERS))
+@only_thorough
+@pytest.mark.parametrize(("name", "kind"), OTHERS)
 def test_losses_of_other_models_are_trls(name, kind, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     folder = tmp_path / "model"
@@ -222,7 +222,7 @@ def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, mo
     assert found["both"] == 2 * found["text"]
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", [thorough("padded"), "packed"])
 def test_qwens_first_loss_is_transformers(layout, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
@@ -251,6 +251,7 @@ def test_qwens_first_loss_is_transformers(layout, tmp_path):
     assert entry["loss"] == pytest.approx(losses / targets, abs=1e-5)
 
 
+@only_thorough
 def test_gradients_are_accumulated_over_steps_with_and_without_images(llava, tmp_path):
     trl = pytest.importorskip("trl")
     options = {"gradient_accumulation_steps": 2, "max_steps": 2, "weight_decay": 0.1}
@@ -293,6 +294,7 @@ def test_the_parameters_that_decay_are_transformers(name, tmp_path):
     assert found - {float("inf"), -float("inf")} == {0.0, 1.0}  # gemma4's clipped maps have no limits by default
 
 
+@only_thorough
 def test_a_saved_adapter_is_pefts(llava, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -364,6 +366,7 @@ def test_rows_of_a_table_are_told_apart():
     assert raw_row({"image": {"bytes": b"a", "path": None}}) != raw_row({"image": {"bytes": b"b", "path": None}})
 
 
+@only_thorough
 def test_loaded_models_train_with_their_towers(llava, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForImageTextToText

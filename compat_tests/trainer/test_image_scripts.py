@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import trl_jax
-from compat_tests.effort import THOROUGH
+from compat_tests.effort import THOROUGH, only_thorough
 from compat_tests.trainer.vision_models import completions, logged, messages, pairs, tiny_llava, trainer, unpaired
 
 KINDS = {
@@ -123,6 +123,7 @@ class Predicting(trl_jax.SFTTrainer):
         return logits.mean(), logits, inputs["labels"]
 
 
+@only_thorough
 def test_predictions_of_a_script_and_rows_without_their_images(llava, tmp_path):
     args = trainer(
         trl_jax, "SFT", llava, tmp_path, messages(), per_device_eval_batch_size=6, pad_to_multiple_of=64

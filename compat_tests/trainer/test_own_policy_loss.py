@@ -135,6 +135,7 @@ def test_the_surrogate_in_jax_numpy_is_the_built_in_one(trained):
     assert quarter["entropy"] == pytest.approx(history[0]["entropy"])
 
 
+@only_thorough
 def test_the_loss_of_rloo_is_averaged_over_micro_batches(trained):
     same(trained(Rloo, "own"), trained(RLOOTrainer, "built-in"))
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
-from compat_tests.effort import usual
+from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data import preference
 from trl_jax.trainer.cpo_trainer import CPOTrainer
@@ -102,7 +102,7 @@ def test_full_prompts_are_left_out_and_long_ones_shortened(folder, caplog):
         preference.prepare_reference_free(rows.remove_columns("rejected"), tokenizer, max_prompt_length=None, **options)
 
 
-@usual("ORPOTrainer")
+@only_thorough
 @pytest.mark.parametrize("trainer", [ORPOTrainer, CPOTrainer])
 def test_an_adapter_trains_in_every_layout_alike(trainer, folder, tmp_path):
     curves = []
@@ -175,6 +175,7 @@ assert "log_odds_ratio" in trainer.state.log_history[0]
 """
 
 
+@only_thorough
 def test_a_script_of_any_year_runs(folder, tmp_path):
     """By the places where TRL has had them: at the top, in trl.trainer, and in trl.experimental."""
     pytest.importorskip("torch")

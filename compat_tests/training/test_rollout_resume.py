@@ -184,7 +184,7 @@ def test_in_a_generation_other_sizes_complete_its_prompts_again(changed, folder,
     assert "Resuming in the middle of a generation with changed arguments" in caplog.text and f"{name} " in caplog.text
 
 
-@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("kind", [GRPOTrainer, thorough(RLOOTrainer)])
 @pytest.mark.parametrize("betas", [(0.0, 0.1), (0.1, 0.0)])
 def test_another_beta_in_a_generation_writes_its_completions_again(kind, betas, folder, tmp_path, caplog):
     one = ONE | {"steps_per_generation": 4}
@@ -194,7 +194,7 @@ def test_another_beta_in_a_generation_writes_its_completions_again(kind, betas, 
     assert "beta, from or to 0): its completions are dropped and its prompts are completed again." in caplog.text
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (1, 8), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), thorough(1, 8), (2, 1)])
 def test_other_micro_batches_of_a_step_in_a_generation(before, after, folder, tmp_path, caplog):
     """Steps that use up generations begin where these do; of others a generation goes on where it was."""
     one = ONE | {"steps_per_generation": 4}

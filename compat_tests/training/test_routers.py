@@ -76,6 +76,7 @@ class Own(trl_jax.SFTTrainer):
         return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
 
 
+@only_thorough
 def test_a_loss_behind_super_has_it(losses, default):
     assert [len(values) for values in default] == [3, 3]
     np.testing.assert_allclose(losses(Own), default, rtol=1e-5)

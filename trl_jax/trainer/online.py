@@ -31,6 +31,7 @@ from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
 from trl_jax.rollout.rewards import (
+    HELPERS,
     RewardFunctions,
     check_columns,
     check_signature,
@@ -39,7 +40,7 @@ from trl_jax.rollout.rewards import (
     reward_functions,
 )
 from trl_jax.rollout.rollout import EntropyBonus, Rewards
-from trl_jax.rollout.server import Requirements, VllmServers, is_local, sampling_parameters, server_urls
+from trl_jax.rollout.server import Limits, Requirements, VllmServers, is_local, sampling_parameters, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.tasks.task import Task
@@ -130,7 +131,7 @@ def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
     raises AttributeError, because it would have no effect."""
 
     def get(self: BaseTrainer) -> Any:
-        return vars(self.args)[name] if read is None else read(self.args)
+        return getattr(self.args, name) if read is None else read(self.args)
 
     def put(self: BaseTrainer, value: Any) -> None:
         if "_editable" not in vars(self) or value is get(self) or value == get(self):
@@ -206,19 +207,36 @@ class RolloutTrainer(BaseTrainer):
     @property
     def _may_get_images(self) -> bool:
         """Whether images may come in answers of tools or environments."""
-        return (bool(self.tools) or self._environments is not None) and not uses_server(vars(self.args))
+        return (bool(self.tools) or self._environments is not None) and not self._uses_server
+
+    @property
+    def _uses_server(self) -> bool:
+        """Whether completions come from vLLM servers."""
+        return uses_server(vars(self.args))
+
+    def _limits(self) -> Limits:
+        """How long servers may take, and how much they are asked for at once."""
+        return Limits(self.args.vllm_server_timeout)
+
+    def _generates_ahead(self) -> bool:
+        """Whether servers generate while the step before trains."""
+        return vars(self.args).get("generate_ahead", False)
+
+    def _sync_steps(self) -> int:
+        """The number of steps between two updates of the servers' weights."""
+        return 1
 
     def _rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
         rollout_func, server = self._rollout_func(), None
-        if uses_server(vars(args)):
+        if self._uses_server:
             server = self._server(run)
         elif rollout_func is None:
             check_generates(model)
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
-        options = _options(args, tokenizer, model, run.encoder)
+        options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None
@@ -263,21 +281,21 @@ class RolloutTrainer(BaseTrainer):
             model.name_or_path, run.vocab_size, args.max_completion_length + (args.max_prompt_length or 1),
             "sampling_logps" in run.task.logps,
         )  # fmt: skip
-        servers = VllmServers(urls, needs, args.vllm_server_timeout)
+        servers = VllmServers(urls, needs, self._limits())
         servers.check()
         sampling = sampling_parameters(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
-            ends=_eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
-        ahead = vars(args).get("generate_ahead", False)
+        ahead = self._generates_ahead()
         if ahead and self._rollout_func() is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
                 "Leave one of the two out."
             )
-        return ServerParts(servers, sampling, root, ahead)
+        return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 
     def _table(self, names: Sequence[str] | None) -> CompletionsLog:
         args = self.args
@@ -343,21 +361,27 @@ def _check_processes(trainer: str, shards: int) -> None:
         )
 
 
-def _eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
+def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     """The model's ids that end a text; the tokenizer's comes first if it is not among them."""
     own, found = tokenizer.eos_token_id, model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or ())
     return ids if own in ids or own is None else [own, *ids]
 
 
-def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any) -> dict[str, Any]:
+def sampling_options(
+    args: BaseConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any = None, *, new_tokens: int | None
+) -> dict[str, Any]:
     """The fields of the GenerationConfig that completions are sampled with. With images, the image token is never
-    sampled: it would stand for an image that is not there."""
+    sampled: it would stand for an image that is not there.
+
+    Args:
+        new_tokens: the most tokens of a completion.
+    """
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options["top_k"] = 0 if args.top_k == -1 else args.top_k
-    ids = {"eos_token_id": _eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
+    ids = {"eos_token_id": eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
     ids["bos_token_id"] = tokenizer.bos_token_id
-    options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
+    options |= {"max_new_tokens": new_tokens, "do_sample": True} | ids
     options |= {} if encoder is None else {"suppress_tokens": [encoder.image_token_id]}
     options |= args.generation_kwargs or {}
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
@@ -377,6 +401,8 @@ class OnlineTrainer(RolloutTrainer):
     """
 
     config_class = OnlineConfig
+    _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
+    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # what reward functions get besides the columns
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
     _ref_model: Any = None  # scripts of TRL up to 0.21 pass one; else the policy as it is before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
@@ -610,14 +636,15 @@ class OnlineTrainer(RolloutTrainer):
             environments: that completions act in; some of them have rewards of their own. None for none.
             arguments: those of `BaseTrainer`, by name.
         """
-        check_config(type(self), OnlineConfig, ("scale_rewards",))
+        check_config(type(self), OnlineConfig, self._not_arguments)
         functions = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
         self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
         for function in self.reward_funcs:
             if callable(function) and not is_model(function):
-                check_signature(function)  # before weights are read; later with the columns of the rows
+                # before weights are read; later with the columns of the rows
+                check_signature(function, helpers=self._reward_helpers)
         self.reward_funcs += self._own_rewards
         if isinstance(reward_processing_classes, list | tuple):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
@@ -625,7 +652,7 @@ class OnlineTrainer(RolloutTrainer):
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         prepared = super().prepare_dataset(dataset, name, bounded=bounded)
-        if not self.args.remove_unused_columns and not has_transform(prepared):
+        if self.args.keeps_columns and not has_transform(prepared):
             columns = prepared.column_names or next(iter(prepared.take(1)), {})
             more = () if self._environments is None else ("environments",)
             check_columns(columns, f"{argument_checks(name)} has the column", *more)
@@ -653,7 +680,7 @@ class OnlineTrainer(RolloutTrainer):
             trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
-            columns=None if open_ended or has_transform(rows) else rows.column_names,
+            columns=None if open_ended or has_transform(rows) else rows.column_names, helpers=self._reward_helpers,
         )  # fmt: skip
         if "_calculate_rewards" in run.overridden:
             rewards.own = self._calculate_rewards

@@ -56,8 +56,7 @@ NEAR: dict[str, str] = {
 # Trainers that TRL 1.16 has in trl.experimental alone: their names, without Config and Trainer, by their module.
 _EXPERIMENTAL: dict[str, tuple[str, str]] = {
     "A2PO": ("a2po", _REWARDED), "AsyncDistillation": ("async_distillation", _DISTILLED),
-    "AsyncGRPO": ("async_grpo", _REWARDED), "GMPO": ("gmpo", _REWARDED),
-    "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED), "OnlineDPO": ("online_dpo", _REWARDED),
+    "GMPO": ("gmpo", _REWARDED), "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED),
     "SDFT": ("sdft", _DISTILLED), "SDPO": ("sdpo", _DISTILLED),
     "ServerDistillation": ("server_distillation", _DISTILLED), "TPO": ("tpo", _PAIRS),
 }  # fmt: skip

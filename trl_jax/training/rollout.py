@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,12 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
-from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.images import TextImages
-from trl_jax.data.loader import IndexedExample, StepBatch
+from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
 from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -28,6 +29,7 @@ from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import raised_by
 from trl_jax.rollout.rollout import (
+    BASE_SEED_WORDS,
     TRL_LOGPS,
     Completed,
     EntropyBonus,
@@ -94,6 +96,7 @@ def rollout_steps(
         rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
         parts.bonus, setup.task.logps, sampler,
         ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
+        sync_steps=1 if parts.server is None else parts.server.sync_steps,
     )  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, *, shu
     sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
     if isinstance(dataset, IterableDataset):
         return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
-    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, **sizes)
+    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, wraps=cycle.wraps, **sizes)
 
 
 def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
@@ -146,7 +149,7 @@ class RowReader:
             KeyError, ValueError: a transform made a row that cannot be completed.
         """
         row = self._read(index)
-        if not self._setup.args.remove_unused_columns:
+        if self._setup.args.keeps_columns:
             return row
         return {name: row[name] for name in ("prompt", "image", "images") if name in row}
 
@@ -713,3 +716,80 @@ class RolloutParts:
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
     server: ServerParts | None = None
     own: OwnRollout | None = None
+
+
+# Completions that are written just before the step that learns from them.
+
+
+@dataclass
+class WrittenSteps(abc.ABC):
+    """The steps of a loader whose completions are written when a step is asked for, with the parameters of that moment.
+
+    Completions are sampled with the process's random stream, which is advanced at the start of an epoch by the words
+    that torch's DataLoader draws there.
+    """
+
+    loader: ExampleLoader
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.loader.drop_last
+
+    def laid_out(self, **changes: Any) -> ExampleLoader:
+        """The loader of the dataset's own rows, with these fields of the layout changed."""
+        return self.loader.laid_out(**changes)
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        self.loader.set_epoch(epoch, skip, skipped_digest)
+        if not skip:  # within an epoch, the restored stream has been advanced
+            default_generator().skip(BASE_SEED_WORDS)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for number, group in enumerate(self.loader.groups()):
+            yield self._step(group, number)
+
+    @abc.abstractmethod
+    def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
+        """The arrays of a step, with new completions.
+
+        Args:
+            group: the rows of each micro-batch.
+            number: of the step.
+        """
+
+
+class Completer:
+    """Completes prompts with the process's random stream.
+
+    Args:
+        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`.
+    """
+
+    def __init__(self, setup: Setup, options: Mapping[str, Any]):
+        self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
+
+    def __call__(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
+        """The completions of one prompt each, int32; each includes the token that ends it.
+
+        Args:
+            model: the PreTrainedModel that writes.
+            dtype: of its computation.
+        """
+        args = self._setup.args
+        how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
+        how["progress"] = GenerationProgress(self._line, len(prompts))
+        with self._setup.on_device():
+            out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
+        self._line("training")
+        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]

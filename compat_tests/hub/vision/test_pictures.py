@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.hub.vision.models import CASES, IMAGE
 from compat_tests.hub.vision.processors import PROCESSORS
 from compat_tests.hub.vision.test_families import built
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
 
 
+@usual("clip", "gemma3", "gemma4", "idefics3", "llava_next", "mistral3")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_logits_of_pictures_are_those_of_transformers(name, tmp_path):
     import transformers

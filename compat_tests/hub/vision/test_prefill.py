@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 NEW = 4
 
 
-@usual("gemma3", "gemma4 with embeddings of layers")
+@usual("gemma4 with embeddings of layers")
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4 with embeddings of layers"])
 def test_a_prompt_with_images_and_a_cache_give_the_logits_of_whole_texts(name, tmp_path):
     case, theirs, _, native, params, backend = built(CASES[name], tmp_path)
