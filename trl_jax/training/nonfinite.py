@@ -227,6 +227,6 @@ class NonFiniteGuard:
         )
 
 
-def _some(numbers: list[int], shown: int = 16) -> str:
-    listed = ", ".join(map(str, numbers[:shown]))
-    return listed + (f" and {len(numbers) - shown:,} more" if len(numbers) > shown else "")
+def _some(numbers: list[int]) -> str:
+    listed = ", ".join(map(str, numbers[:16]))
+    return listed + (f" and {len(numbers) - 16:,} more" if len(numbers) > 16 else "")
