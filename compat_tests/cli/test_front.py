@@ -335,7 +335,7 @@ def test_the_data_of_scripts_of_2024():
 
 
 def test_a_name_of_trl_core_says_what_stands_for_it():
-    with pytest.raises(NotImplementedError, match="^LengthSampler of TRL's .* Near it: max_completion_length of GRPO"):
+    with pytest.raises(NotImplementedError, match="^TRL's LengthSampler .* Closest: max_completion_length of GRPO"):
         FrontModule("trl.core").LengthSampler(2, 4)
 
 

@@ -28,27 +28,28 @@ from trl_jax.training.setup import Policy
 
 
 class DistillationTrainer(RolloutTrainer):
-    """Trains a language model, the student, to predict each token of completions that it writes itself as another one,
-    the teacher, does (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
+    """Trains a language model, the student, to match the predictions of another one, the teacher, on each token of the
+    student's own completions (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
 
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: the student: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch
-            model of transformers, which has the trained weights after `train()`.
-        teacher_model: the same of the teacher, whose vocabulary is the student's. It is held as it is stored.
+        model: the student: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a
+            torch model of transformers, which receives the trained weights after `train()`.
+        teacher_model: the teacher, in the same forms, with the student's vocabulary. Its weights keep the dtype in
+            which they are stored.
         args: a DistillationConfig; None means `DistillationConfig("<model>-Distillation")`.
         train_dataset: rows with a `prompt`, a text or messages.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the student if None.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
-        quantization_config: the student's base model under an adapter is loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig of ours or of peft's.
-        tools: functions that the student may call in its completions, by name; their annotations and docstrings say
-            how. What they return, or raise, is the next message, which is not learned from, and the student goes on.
-        rollout_func: completes prompts in the student's place, as of `GRPOTrainer`. Not in TRL's DistillationTrainer;
-            the log-probabilities that it returns are not used.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
+        quantization_config: loads the student's base model under an adapter in 4 or 8 bits (QLoRA).
+        peft_config: our or peft's LoraConfig.
+        tools: functions that the student may call by name in its completions; annotations and docstrings describe them.
+            What a call returns or raises becomes the next message, which is not trained on, and the student continues.
+        rollout_func: completes prompts instead of the student, as in `GRPOTrainer`. TRL's DistillationTrainer has none;
+            log-probabilities that it returns are not used.
     """
 
     _name, _tag_names = "Distillation", ["trl", "distillation"]
@@ -169,16 +170,5 @@ class DistillationTrainer(RolloutTrainer):
         loaded = model.load_teacher(
             self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision, images=policy.has_tower
         )
-        own, found = (model.config.get_text_config().vocab_size for model in (policy.model, loaded))
-        if own != found:
-            raise ValueError(
-                f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. Distillation "
-                "compares the teacher's full next-token distribution, which requires a shared vocabulary. Use a "
-                "teacher with the same vocab_size."
-            )
-        if not isinstance(loaded.backend, NativeBackend | LoraBackend):
-            raise ValueError(
-                f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
-                "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
-            )
+        model.check_teacher(loaded, policy.model, "Distillation")
         return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None)

@@ -70,8 +70,8 @@ class GKDTrainer(BaseTrainer):
         eval_dataset: the same, or a dict of them. An evaluation reads the dataset's completions.
         processing_class: the tokenizer; loaded with the student if None.
         compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
         peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen student trains, and only it is saved.
         formatting_func: refused: TRL does not call it either.
@@ -187,18 +187,7 @@ class GKDTrainer(BaseTrainer):
                 "trl_jax computes itself (docs/models lists them) and, as an adapter, a weight-based one such as LoRA."
             )
         loaded = model.load_teacher(self._teacher, args, args.teacher_model_init_kwargs, None)
-        own, found = (one.config.get_text_config().vocab_size for one in (policy.model, loaded))
-        if own != found:
-            raise ValueError(
-                f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. GKD compares "
-                "the teacher's full next-token distribution, which requires a shared vocabulary. Use a teacher with "
-                "the same vocab_size."
-            )
-        if not isinstance(loaded.backend, NativeBackend | LoraBackend):
-            raise ValueError(
-                f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
-                "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
-            )
+        model.check_teacher(loaded, policy.model, "GKD")
         self._teacher_generation = loaded.generation_config
         return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None and not self.seq_kd)
 

@@ -130,7 +130,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
 # Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
 
 
-_OWN_SAMPLING = "generation_config of {}: tokens are sampled by its arguments. Say generation_kwargs in its config."
+_OWN_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
 
 
 def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
@@ -144,7 +144,7 @@ def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
         if "_editable" not in vars(self) or value is get(self) or value == get(self):
             return  # before the constructor, as in TRL, which then overwrites it; or nothing new
         raise AttributeError(
-            f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Say "
+            f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Set "
             f"{name} in {self.config_class.__name__}."
         )
 
