@@ -294,7 +294,7 @@ def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: b
 # Response templates, to parse tool calls with tokenizers that have none
 
 
-_THOUGHT = "reasoning_content", {"open": "<think>", "close_pattern": r"</think>\s*"}
+_THINKING = "reasoning_content", {"open": "<think>", "close_pattern": r"</think>\s*"}
 
 
 def _turn(
@@ -302,7 +302,7 @@ def _turn(
     end: str,
     calls: dict[str, Any] | None,
     *,
-    thoughts: tuple[str, dict[str, str]] | None = _THOUGHT,
+    thoughts: tuple[str, dict[str, str]] | None = _THINKING,
     opens: str | None = None,
 ) -> dict[str, Any]:
     """A transformers response template for turns of one form.
@@ -370,7 +370,7 @@ _FORMS = {
             tag_pattern=rf"(?P<key>\w+)=(?P<value>{_argument_in_brackets(4)}|[^,)]*)",
             value_parser={"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
         ),
-        thoughts=("thinking", _THOUGHT[1]),
+        thoughts=("thinking", _THINKING[1]),
     ),
     # headers, one call as JSON, which is the whole turn
     r'<\|end_header_id\|>\s*\{"name": "f", "parameters": \{"a": "b"\}\}<\|eot_id\|>': _turn(
