@@ -50,12 +50,13 @@ def take_tunix(
         pad: tokens that every text is padded to; None rounds the longest of a batch up to a multiple of 128.
     """
     import jax
+    import numpy as np
     from flax import nnx
 
     compiling, size = turns.count_compilation(), config["per_device_train_batch_size"]
     words = sft_turns.tokenizer(model)
     batches = [_batch(task, words, rows[at : at + size], pad) for at in range(0, len(rows), size)]
-    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), devices=jax.devices()[:1])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     with mesh:
         trainer, losses = _trainer(task, model, mesh, config, stop)
         places = [sum(_places(batch)) for batch in batches]

@@ -4,7 +4,7 @@
 trl` runs the same arguments under TRL, for its curve.
 
   grpo          full fine-tuning on sums; the reward is 1 for the right number, otherwise 0
-  dpo           full fine-tuning on short pairs of a jsonl file of chosen and rejected dialogues, as hh-rlhf has them
+  dpo           LoRA on short pairs of a jsonl file of chosen and rejected dialogues, as hh-rlhf has them
   sft           LoRA on sentences about people, which are to be turned into JSON
   distillation  the first layers of the model learn the distributions of the whole model, on the dialogues of `--data`
 """
@@ -154,10 +154,10 @@ def _clock(stop: int | None) -> Any:
                 now = time.process_time()
                 self.seconds += [] if self._last is None else [now - self._last]
                 self._last = now
-            shown = (f"{name} {logs[name]:.4g}" for name in SHOWN if name in logs)
-            print(
-                f"{time.perf_counter() - self._start:6.0f} s  step {state.global_step}: {', '.join(shown)}", flush=True
-            )
+            shown = [f"{name} {logs[name]:.4g}" for name in SHOWN if name in logs]
+            if shown:
+                past = time.perf_counter() - self._start
+                print(f"{past:6.0f} s  step {state.global_step}: {', '.join(shown)}", flush=True)
 
         def on_train_begin(self, args, state, control, **kwargs):
             self._start = time.perf_counter()
@@ -220,16 +220,17 @@ def is_right(completions: Any, answer: Any, **columns: Any) -> list[float]:
 def dpo(package: Any, args: Any, folder: Path) -> Run:
     rows = [
         row for row in dpo_turns._pairs(args.data)
-        if all(_tokens(args.weights, row["prompt"] + row[side]) <= 96 for side in ("chosen", "rejected"))
+        if all(_tokens(args.weights, row["prompt"] + row[side]) <= 72 for side in ("chosen", "rejected"))
     ]  # fmt: skip
-    rows, held_out = rows[:256], rows[-96:]
+    rows, held_out = _parts(rows, 128, 48, lambda row: row["prompt"])
     config = package.DPOConfig(**config_of(
-        args, folder, num_train_epochs=1, eval_steps=16, per_device_train_batch_size=8, max_length=96,
-        learning_rate=3e-5, warmup_steps=4, per_device_eval_batch_size=16,
+        args, folder, num_train_epochs=1, eval_steps=8, per_device_train_batch_size=8, max_length=72,
+        learning_rate=3e-4, warmup_steps=2, per_device_eval_batch_size=16,
     ))  # fmt: skip
     trainer = package.DPOTrainer(
-        model=str(args.weights), args=config, train_dataset=_dataset(rows), eval_dataset=_dataset(held_out)
-    )
+        model=str(args.weights), args=config, train_dataset=_dataset(rows), eval_dataset=_dataset(held_out),
+        peft_config=_lora(args.side),
+    )  # fmt: skip
     return Run(trainer, ASKED, None, 48)
 
 
@@ -241,10 +242,9 @@ def sft(package: Any, args: Any, folder: Path) -> Run:
         args, folder, num_train_epochs=1, eval_steps=10, per_device_train_batch_size=8, max_length=128,
         learning_rate=1e-3, warmup_steps=5,
     ))  # fmt: skip
-    lora = package if args.side == "trl_jax" else importlib.import_module("peft")
     trainer = package.SFTTrainer(
         model=str(args.weights), args=config, train_dataset=_dataset(rows), eval_dataset=_dataset(held_out),
-        peft_config=lora.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=_lora(args.side),
     )  # fmt: skip
     return Run(trainer, [row["prompt"] for row in held_out], [row["completion"][0]["content"] for row in held_out], 32)
 
@@ -255,6 +255,11 @@ def person(dice: random.Random, names: Sequence[str], cities: Sequence[str]) -> 
     system = {"role": "system", "content": "Reply in JSON."}
     asked = user(dice.choice(SENTENCES).format(**known))
     return {"prompt": [system, asked], "completion": [assistant(json.dumps(known))]}
+
+
+def _lora(side: str) -> Any:
+    package = importlib.import_module("trl_jax" if side == "trl_jax" else "peft")
+    return package.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 NAMES = (
@@ -280,12 +285,12 @@ def distillation(package: Any, args: Any, folder: Path) -> Run:
     gkd = importlib.import_module(f"{package.__name__}.experimental.gkd")
     chats = [{"messages": row["prompt"] + row["chosen"]} for row in dpo_turns._pairs(args.data)]
     chats = [row for row in chats if _tokens(args.weights, row["messages"]) <= 96]
-    rows, held_out = chats[:320], chats[-48:]
+    rows, held_out = _parts(chats, 192, 32, lambda row: row["messages"][:-1])
     student = folder / "student"
     first_layers(args.weights, student, 20)
     config = gkd.GKDConfig(**config_of(
-        args, folder, num_train_epochs=1, eval_steps=10, per_device_train_batch_size=8, max_length=96,
-        learning_rate=3e-4, warmup_steps=5, per_device_eval_batch_size=16, lmbda=0.0, beta=0.0,
+        args, folder, num_train_epochs=1, eval_steps=8, per_device_train_batch_size=8, max_length=96,
+        learning_rate=5e-4, warmup_steps=3, per_device_eval_batch_size=16, lmbda=0.0, beta=0.0,
     ))  # fmt: skip
     trainer = gkd.GKDTrainer(
         model=str(student), teacher_model=str(args.weights), args=config, train_dataset=_dataset(rows),
@@ -320,6 +325,16 @@ def _layer(name: str) -> int:
     """The number of the layer that a tensor belongs to, -1 for one outside."""
     parts = name.split(".")
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
+
+
+def _parts(rows: Sequence[dict], train: int, held_out: int, prompt: Callable[[dict], Any]) -> tuple[list, list]:
+    """The first rows, and the last ones whose prompt is none of theirs."""
+    first = list(rows[:train])
+    known = [prompt(row) for row in first]
+    others = [row for row in rows[train:] if prompt(row) not in known]
+    if len(others) < held_out:
+        raise ValueError(f"--data has {len(others)} short dialogues to hold out, wanted {held_out}.")
+    return first, others[-held_out:]
 
 
 def _dataset(rows: Sequence[dict[str, Any]]) -> Any:
