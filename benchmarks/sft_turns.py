@@ -20,8 +20,9 @@ _TEMPLATE = (
 )
 
 
-# Types with layers of several kinds: these in turn.
+# The kinds of layers of a type, in turn.
 LAYER_TYPES = {
+    "qwen3": ("full_attention",),
     "lfm2": ("conv", "conv", "full_attention"),
     "qwen3_5_text": ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
 }

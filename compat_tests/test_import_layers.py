@@ -217,6 +217,12 @@ def test_no_files_import_each_other_in_a_circle():
     assert left == {}
 
 
+def test_private_parts_of_jax_are_used_in_one_file():
+    """They change without notice, so what depends on them is easy to find."""
+    used = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "jax._src" in path.read_text()}
+    assert used == {"mesh/jax_internals.py"}
+
+
 def test_every_room_has_a_floor():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms <= set(FLOORS) and {"core", "nn", "hub", "training", "trainer"} <= rooms

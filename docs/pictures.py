@@ -89,19 +89,22 @@ def _panel(rows: list[dict[str, float]], grows: str, kinds: dict[str, str], firs
     return parts
 
 
-def _line(points: list[tuple[float, float, float]], name: str, kind: str) -> list[str]:
-    """A line through points (x, y, value), labeled with its first and last value and its name."""
+def _line(
+    points: list[tuple[float, float, float]], name: str, kind: str, digits: int = 1, shift: float = 0.0
+) -> list[str]:
+    """A line through points (x, y, value), labeled with its first and last value and its name, `shift` pixels lower."""
     (first_x, first_y, first), (last_x, last_y, last) = points[0], points[-1]
+    first_y, last_y = first_y + 5 + shift, last_y + 5 + shift
     through = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     return [
         f'<polyline class="line {kind}" points="{through}"/>',
-        f'<text class="soft" x="{first_x - 8:.1f}" y="{first_y + 5:.1f}" text-anchor="end">{_told(first)}</text>',
-        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y + 5:.1f}">{_told(last)} {name}</text>',
+        f'<text class="soft" x="{first_x - 8:.1f}" y="{first_y:.1f}" text-anchor="end">{_told(first, digits)}</text>',
+        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y:.1f}">{_told(last, digits)} {name}</text>',
     ]
 
 
-def _told(value: float) -> str:
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+def _told(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}" if value < 100 else f"{value:,.0f}"
 
 
 def _logarithmic(values: list[float], low: float, high: float) -> Callable[[float], float]:
@@ -128,6 +131,49 @@ def folders() -> str:
     return _page(60 + 44 * len(layers) + 8, "Folders by layer", "imports only point down", parts)
 
 
+def results_grpo() -> str:
+    """SVG: the rewards of the run with GRPO."""
+    return _curves("GRPO on sums", "Reward", "mean of sampled answers")
+
+
+def results_sft() -> str:
+    """SVG: the losses of the run with SFT."""
+    return _curves("SFT with LoRA on a format", "Loss", "nats per token")
+
+
+def results_dpo() -> str:
+    """SVG: the losses of the run with DPO."""
+    return _curves("DPO on pairs", "Loss", "0.693 is a guess")
+
+
+def results_distillation() -> str:
+    """SVG: the losses of the run with distillation."""
+    return _curves("Distillation into fewer layers", "Forward KL from the teacher", "nats per token")
+
+
+def _curves(heading: str, title: str, told: str) -> str:
+    """SVG: the second and third column of a table of results.md, training and held out, against the step."""
+    rows = [list(row.items()) for row in table("results.md", heading)]
+    last = float(rows[-1][0][1])
+    lines = {}
+    for column, kind in ((1, "theirs"), (2, "ours")):
+        name = rows[0][column][0]
+        lines[name, kind] = [(float(row[0][1]), float(row[column][1])) for row in rows if row[column][1] != "-"]
+    most = max(value for points in lines.values() for _, value in points)
+    first, right, low = _FIRST + 40, _RIGHT - 210, 330.0
+    parts = [f'<path class="grid" d="M{first} 330H{right}"/>', f'<text class="soft" x="{first}" y="384">step</text>']
+    for row in rows:
+        x = first + (right - first) * float(row[0][1]) / last
+        parts.append(f'<path class="grid" d="M{x:.1f} 60V340"/>')
+        parts.append(f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{row[0][1]}</text>')
+    ends = [points[-1][1] for points in lines.values()]
+    for (name, kind), points in lines.items():
+        shift = 0.0 if max(ends) - min(ends) > most / 12 else 9.0 if points[-1][1] == min(ends) else -9.0
+        places = [(first + (right - first) * x / last, low - (low - 80) * y / most, y) for x, y in points]
+        parts += _line(places, name, kind, digits=2, shift=shift)
+    return _page(400, title, told, parts)
+
+
 def _page(height: int, title: str, told: str, parts: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" font-size="15" role="img" '
@@ -140,5 +186,5 @@ def _page(height: int, title: str, told: str, parts: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for draw in (cost, folders, generation, speed):
+    for draw in (cost, folders, generation, results_distillation, results_dpo, results_grpo, results_sft, speed):
         (PAGES / "images" / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")

@@ -36,7 +36,7 @@ trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fi
 WORKS, CHANGED, REFUSED = "works", "changed", "refused"
 WANTED = {
     "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
-    "trl.OnlineDPOConfig": (REFUSED, "TRL has it in trl.experimental.online_dpo"),
+    "trl.OnlineDPOConfig": (REFUSED, "OnlineDPOConfig is in trl_jax.experimental.online_dpo, as TRL has it"),
     "trl.PPOConfig": (CHANGED, "but not used: trl_jax does not implement it. Closest: GRPOTrainer"),
     "trl.PPOTrainer": (REFUSED, "does not implement it"),
     "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
@@ -234,8 +234,10 @@ def test_collate_functions_of_a_script():
 def test_a_trainer_of_trls_experimental_package():
     found = {one.what: one.kind for one in findings(read("""
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl import GKDTrainer as Absent
 GKDTrainer("m", "t", GKDConfig("out", lmbda=0.3, packing=True), seq_kd=True)
+OnlineDPOTrainer("m", reward_funcs=[], args=OnlineDPOConfig("out", beta=[0.1, 0.2], use_vllm=True, vllm_mode="server"))
 """))}  # fmt: skip
     assert found == {
         "trl.experimental.gkd.GKDConfig": WORKS, "trl.experimental.gkd.GKDTrainer": WORKS,
@@ -243,4 +245,22 @@ GKDTrainer("m", "t", GKDConfig("out", lmbda=0.3, packing=True), seq_kd=True)
         "GKDTrainer(seq_kd=...)": REFUSED,  # it belongs into the config
         "GKDConfig(output_dir='out')": WORKS, "GKDTrainer(model=...)": WORKS, "GKDTrainer(args=...)": WORKS,
         "GKDTrainer(teacher_model=...)": WORKS,
+        "trl.experimental.online_dpo.OnlineDPOConfig": WORKS, "trl.experimental.online_dpo.OnlineDPOTrainer": WORKS,
+        "OnlineDPOTrainer(model=...)": WORKS, "OnlineDPOTrainer(reward_funcs=...)": WORKS,
+        "OnlineDPOTrainer(args=...)": WORKS, "OnlineDPOConfig(output_dir='out')": WORKS,
+        "OnlineDPOConfig(beta=[0.1, 0.2])": WORKS, "OnlineDPOConfig(use_vllm=True)": CHANGED,
+        "OnlineDPOConfig(vllm_mode='server')": WORKS, "OnlineDPOConfig(...)": REFUSED,
     }  # fmt: skip
+
+
+def test_async_grpo():
+    found = {one.what: one.kind for one in findings(read("""
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+args = AsyncGRPOConfig("out", max_staleness=2, token_budget=4096, beta=0.1)
+AsyncGRPOTrainer("m", len, args, rollout_worker=object())
+"""))}  # fmt: skip
+    start = "trl.experimental.async_grpo."
+    wanted = {f"{start}AsyncGRPOConfig": WORKS, f"{start}AsyncGRPOTrainer": WORKS,
+              "AsyncGRPOConfig(max_staleness=2)": WORKS, "AsyncGRPOConfig(token_budget=4096)": REFUSED,
+              "AsyncGRPOConfig(beta=0.1)": REFUSED}  # fmt: skip
+    assert wanted.items() <= found.items()

@@ -89,7 +89,7 @@ ROLLOUT = """
             trainer.model.generate(ids, max_new_tokens=limit)
             if hasattr(trainer, "vllm_client"):
                 trainer.vllm_client.reset()
-            return Agent().turn(trainer, ids), trainer.processing_class, trainer.args
+            return Agent().turn(trainer, ids), trainer.processing_class, trainer.vllm_generation
         return rollout
 
     class Mine(Base):
@@ -115,10 +115,10 @@ def test_private_methods_of_trainers():
     said = found(ROLLOUT)
     refused = {what for what, (kind, _) in said.items() if kind == REFUSED}
     assert refused == {
-        "Mine._generate_single_turn", "Mine._get_train_sampler = ...",
+        "Mine._get_train_sampler = ...", "Mine.vllm_generation",
         "Mine.neftune_noise_alpha = ...", "GRPOTrainer._prepare_inputs = ...",
     }, refused  # fmt: skip
-    assert "rollout_func(prompts, trainer)" in said["Mine._generate_single_turn"][1]
+    assert "Call trainer._generate_single_turn(prompt_ids, None, {}" in said["Mine.vllm_generation"][1]
     assert said["Mine.evaluate"] == (WORKS, "") and said["trl.GRPOTrainer"] == (WORKS, "")
 
 

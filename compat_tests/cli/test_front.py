@@ -69,7 +69,7 @@ def test_the_names_of_all_trainers_are_ours(tmp_path):
 THEIRS = """
 import trl, trl.trainer.base_trainer
 from trl import WeaveCallback, add_response_schema
-assert add_response_schema.__module__ == "trl.chat_template_utils"  # which knows more templates than ours
+assert add_response_schema.__module__ == "trl.chat_template_utils"  # the installed one
 from trl.trainer.utils import pad
 from trl.experimental.utils import pad_to_length
 import trl.import_utils as own, trl.generation as another
@@ -95,21 +95,25 @@ try:
 except ImportError:
     from trl.experimental.gkd import GKDTrainer
 from trl import SFTTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.gkd import gkd_trainer
 from trl.experimental.gold import GOLDTrainer, gold_trainer
 from trl.experimental.kto import KTOTrainer
+from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.experimental.gkd.gkd_trainer import unwrap_model_for_generation
 assert gkd_trainer.GKDTrainer is GKDTrainer and gold_trainer.GOLDTrainer is GOLDTrainer
 from importlib.resources import files
 assert "model" in files("trl").joinpath("templates/lm_model_card.md").read_text()  # checkpoints have a model card
 print(GKDTrainer.__module__, GOLDTrainer.__mro__[1].__module__, SFTTrainer.__module__, KTOTrainer.__module__)
+print(AsyncGRPOTrainer.__module__)
+assert OnlineDPOTrainer.__module__ == "trl_jax.trainer.online_dpo_trainer"
 """
 
 
 def test_experimental_trainers_are_ours_or_the_installed_trls(tmp_path):
     pytest.importorskip("trl")
     done = run(tmp_path, OWN)
-    ours = [f"trl_jax.trainer.{name}_trainer" for name in ("gkd", "sft", "kto")]
+    ours = [f"trl_jax.trainer.{name}_trainer" for name in ("gkd", "sft", "kto", "async_grpo")]
     assert done.stdout.split() == [ours[0], "trl.trainer.sft_trainer", *ours[1:]], done.stderr
     assert done.stderr.count("trl.experimental.gold is the installed trl's: its trainers train with torch.") == 1
     assert "trl.experimental.gkd is" not in done.stderr
@@ -331,7 +335,7 @@ def test_the_data_of_scripts_of_2024():
 
 
 def test_a_name_of_trl_core_says_what_stands_for_it():
-    with pytest.raises(NotImplementedError, match="^LengthSampler of TRL's .* Near it: max_completion_length of GRPO"):
+    with pytest.raises(NotImplementedError, match="^TRL's LengthSampler .* Closest: max_completion_length of GRPO"):
         FrontModule("trl.core").LengthSampler(2, 4)
 
 

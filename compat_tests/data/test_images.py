@@ -12,7 +12,6 @@ from trl_jax.data.images import (
     grid_positions,
     images_from_arrays,
     images_to_arrays,
-    join_images,
     rounded_up,
     spans_of,
     text_images,
@@ -124,13 +123,6 @@ def test_positions_go_on_after_the_longest_side_of_an_image():
 def test_a_text_with_another_number_of_image_tokens_is_refused():
     with pytest.raises(ValueError, match="the text has 5 image tokens, but its 1 images have 6 features"):
         feature_index(np.full(5, IMAGE), IMAGE, [image(0)])
-
-
-def test_images_that_do_not_fit_are_refused():
-    from trl_jax.data.images import Sizes
-
-    with pytest.raises(ValueError, match="do not fit"):
-        join_images([[image(0)] * 20], np.zeros((1, 1), np.int32), Sizes(64, 16))
 
 
 def test_few_sizes():

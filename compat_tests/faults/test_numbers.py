@@ -78,7 +78,7 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
         trained.train()
     text = str(error.value)
     assert text.startswith("Step 5: loss inf, grad_norm") and "on rows 4 of train_dataset." in text
-    assert "Steps 3, 4, 5 in a row gave no number. The first one arises in exp (" in text
+    assert "Steps 3, 4, 5 in a row were not finite. The first one arises in exp (" in text
     assert "test_numbers.py:" in text and "(Overflows.loss)" in text and "It is computed from rows 4." in text
     assert "The weights are those from before step 3, and every checkpoint is good" in text
     state = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())
@@ -87,7 +87,7 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
 
 
 def test_row11_three_bad_steps_from_the_first_are_explained_though_checkpoints_are_written(run, tmp_path):
-    with pytest.raises(FloatingPointError, match="^Step 3: loss inf, .* Steps 1, 2, 3 in a row gave no number"):
+    with pytest.raises(FloatingPointError, match="^Step 3: loss inf, .* Steps 1, 2, 3 in a row were not finite"):
         run([BAD] * 4).train()
     card = (tmp_path / "run" / "README.md").read_text()  # of the first checkpoint, which has no finite loss to draw
     assert "| save_steps | 1 |" in card and "training_loss.svg" not in card
@@ -141,7 +141,7 @@ def test_row11_updates_that_are_not_finite_leave_the_weights_and_end_the_run(con
     assert all(np.array_equal(array, before[path]) for path, array in jax.device_get(trained.model.params).items())
     assert ", update not finite, on rows 0" in caplog.text and "Its update was left out; 3 such steps" in caplog.text
     text = str(error.value)
-    assert text.startswith("Step 3: loss ") and "Steps 1, 2, 3 in a row gave no number. The gradient is f" in text
+    assert text.startswith("Step 3: loss ") and "Steps 1, 2, 3 in a row were not finite. The gradient is f" in text
     assert "or adam_epsilon lets it divide by zero. The weights are those from before step 1" in text
 
 

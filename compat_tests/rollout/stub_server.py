@@ -130,6 +130,7 @@ class StubServer:
         prompt_logps = [None, *self._scores(ids, [])] if "prompt_logprobs" in body else None
         if "logprobs" in body:
             written = self._sampled(ids, n, body) if self.replay is None else self.replay(ids, n)
+            written = [own[: body["max_tokens"]] for own in written]
         else:
             written = [[0]] * n
         choices = []

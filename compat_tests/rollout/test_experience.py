@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trl_jax.rollout.rollout import Completed, Experience
+from trl_jax.rollout.rollout import Completed, Experience, Written
 
 
 def completed(prompt, completion, mask, logps):
@@ -23,6 +23,19 @@ def test_what_is_saved_comes_back(logps):
         for found, array in zip(row, wanted, strict=True):
             np.testing.assert_array_equal(found, array)
     assert back.num_tokens == 2
+
+
+@pytest.mark.parametrize("calls", [None, (2, 1)])
+def test_completions_that_are_generated_ahead_come_back(calls):
+    ids, logps = [np.int32([7, 8, 9]), np.int32([4])], [np.float32([-1, np.nan, -2]), np.float32([-3])]
+    by_model = [np.asarray([True, calls is None, True]), np.asarray([True])]
+    messages = None if calls is None else [[{"role": "assistant", "content": "ä"}], []]
+    made = Written([[1, 2], [3]], ids, by_model, messages=messages, calls=calls, sampling_logps=logps)
+    back = Written.of_arrays(made.arrays())
+    assert (back.prompt_ids, back.messages, back.calls) == (made.prompt_ids, messages, calls)
+    for name in ("completion_ids", "by_model", "sampling_logps"):
+        for own, other in zip(vars(back)[name], vars(made)[name], strict=True):
+            np.testing.assert_array_equal(own, other)
 
 
 def test_a_checkpoint_has_the_names_that_earlier_ones_have():

@@ -212,6 +212,58 @@ def test_adapters_are_merged_and_distillation_completes(serve, make, folder):
     assert other.loads == 2 and student.state.log_history[0]["completions/mean_length"] > 0
 
 
+@pytest.fixture
+def turns():
+    """A rollout_func that has the trainer generate, and what it got: `turns.written`."""
+
+    class Turns(list):
+        def __call__(self, prompts, trainer):
+            ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+            rewarded = isinstance(trainer, trl_jax.GRPOTrainer)
+            found = trainer._generate_single_turn(ids, None, {}, *([4] if rewarded else []))
+            self.append(found if rewarded else (found, None))
+            return {"prompt_ids": ids, "completion_ids": self[-1][0], "logprobs": self[-1][1]}
+
+    return Turns()
+
+
+def test_a_rollout_func_has_turns_generated(serve, make, turns):
+    """Which gives the run without it, in this process and by a server."""
+    plain = make([], recorder(seen := []), max_steps=1)
+    plain.train()
+    trainer = make([], recorder(again := []), arguments={"rollout_func": turns}, max_steps=1)
+    trainer.train()
+    assert again == seen and turns == [(seen[0], None)]
+    assert trainer.state.log_history[0]["loss"] == plain.state.log_history[0]["loss"]
+    with pytest.raises(ValueError, match="_generate_single_turn completes texts, and this run has images"):
+        trainer._generate_single_turn([[1]], [["image"]], {}, 1)
+    with pytest.raises(AttributeError, match="no attribute 'vllm_client'. Call trainer._generate_single_turn"):
+        trainer.vllm_client  # noqa: B018
+    assert not hasattr(trainer, "vllm_generation")
+    stub = serve()
+    texts = [plain.processing_class(text)["input_ids"] for text in plain.train_dataset["prompt"]]
+    stub.replay = lambda ids, n: seen[0][4 * texts.index(ids) :][:n]
+    trainer = make([stub], recorder(again := []), arguments={"rollout_func": turns}, max_steps=1)
+    trainer.train()
+    assert again == seen and stub.loads == 1
+    log = trainer.state.log_history[0]
+    assert log["loss"] == pytest.approx(plain.state.log_history[0]["loss"], abs=1e-6)
+    assert 0 < log["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+@only_thorough
+def test_a_rollout_func_of_rloo_and_distillation(make, folder, turns):
+    for kind, more in (("RLOO", {}), ("Distillation", {"teacher_model": str(folder)})):
+        rewards = None if kind == "Distillation" else length_reward
+        plain = make([], rewards, kind, more, max_steps=1)
+        trainer = make([], rewards, kind, more | {"rollout_func": turns}, max_steps=1)
+        plain.train(), trainer.train()
+        assert trainer.state.log_history[0]["loss"] == plain.state.log_history[0]["loss"]
+    assert len(turns) == 2
+    with pytest.raises(ValueError, match="^tools= together with a rollout_func"):
+        make([], None, "Distillation", more | {"rollout_func": turns, "tools": [len]})
+
+
 SCRIPT = """
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -330,7 +382,7 @@ def test_arguments_that_servers_do_not_take(serve, make):
         with pytest.raises(error, match=text):
             make([serve()], **config)
     prompts = {"peft_config": trl_jax.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}
-    with pytest.raises(ValueError, match="vllm_mode='server' together with an adapter of virtual tokens"):
+    with pytest.raises(ValueError, match="vLLM servers together with an adapter of virtual tokens are not"):
         make([serve()], arguments=prompts)
 
 

@@ -107,7 +107,7 @@ def test_a_student_learns_and_its_teacher_stays(make, checkpoint):
     losses = [loss for (loss,) in numbers(trainer, "loss")]
     assert losses[-1] < 0.7 * losses[0]
     jax.tree.map(np.testing.assert_array_equal, before, trainer.teacher_model.params)
-    with pytest.raises(AttributeError, match="Say beta in DistillationConfig"):
+    with pytest.raises(AttributeError, match="Set beta in DistillationConfig"):
         trainer.beta = 0.1
     assert (trainer.beta, trainer.max_tool_calling_iterations, trainer.tools) == (0.5, None, [])
 

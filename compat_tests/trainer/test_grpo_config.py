@@ -197,6 +197,15 @@ def test_keys_of_generation_kwargs_that_are_not_built(kind):
         ValueError, match=r"^generation_kwargs has the keys \['num_beams'\], which are not in this release"
     ):
         kind("out", generation_kwargs={"num_beams": 2, "top_p": 0.5})
+    for given, text in (
+        ({"num_beams": 2}, "There is no beam search: TRL learns from beams as if they had been sampled"),
+        ({"stop_strings": ["END"]}, "TRL fails in the first step, as it passes no tokenizer"),
+        ({"num_return_sequences": 2}, "GRPO and RLOO have num_generations"),
+        ({"num_beams": 2, "seed": 1}, "There is no beam search"),
+        ({"seed": 1}, "supported: bad_words_ids, begin_suppress_tokens"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kind("out", generation_kwargs=given)
 
 
 @BOTH

@@ -12,6 +12,7 @@ import trl_jax
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same
+from compat_tests.rollout.stub_server import StubServer
 from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
 from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.tools import Environments
@@ -83,8 +84,8 @@ class Runs:
         self.seen.append(list(zip(completions, ids, prompts, kinds, strict=True)))
         return [float(len(ids) % 7) for ids in completion_ids]
 
-    def made(self, package, **options):
-        args = package.GRPOConfig(str(self.out / package.__name__), **CONFIG)
+    def made(self, package, config=None, **options):
+        args = package.GRPOConfig(str(self.out / package.__name__), **CONFIG | (config or {}))
         words = tokenizer_of("json")
         if package is trl:
             words.response_template = response_template(words)
@@ -150,6 +151,39 @@ def test_environments_are_trls(runs):
     for own, other in zip(logs, numbers, strict=True):
         assert "rewards/Shop/mean" in other and other["tools/call_frequency"] == 0.75
         assert_same(own, other, same_order=True)
+
+
+def test_turns_by_a_server_are_those_of_this_process(runs, monkeypatch):
+    """Each turn is a request with the conversation so far; tools and environments act here."""
+    kinds, turns, complete = {"shop": Shop, "library": Library}, {}, PolicyWriter.complete
+    runs.rows = [row | {"environment": list(kinds)[number % 2]} for number, row in enumerate(ROWS)]
+    runs.texts, runs.options = VISITS, {"tools": [add], "environment_factory": kinds}
+
+    def recorded(writer, ids, group, images=None):
+        found = complete(writer, ids, group, images)
+        turns.update({tuple(text): tokens for text, tokens in zip(ids, found, strict=True)})
+        return found
+
+    monkeypatch.setattr(PolicyWriter, "complete", recorded)
+    seen, logs = runs.ours()
+    stub = StubServer(runs.folder, max_model_len=2048)
+    stub.replay = lambda ids, n: runs.first() if n == 4 else [turns[tuple(ids)]]
+    config = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url}
+    try:
+        again, own = runs.trained(runs.made(trl_jax, config, **runs.options))
+        with pytest.raises(ValueError, match="generate_ahead=True with environment_factory= would reset environments"):
+            runs.made(trl_jax, config | {"generate_ahead": True}, **runs.options)
+    finally:
+        stub.stop()
+    assert again == seen
+    for found, wanted in zip(own, logs, strict=True):
+        assert found["tools/call_frequency"] == 0.75 and found["perf/generation_s"] > 0
+        assert found["sampling/sampling_logp_difference/max"] < 1e-5
+        for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+            assert found[name] == pytest.approx(wanted[name], abs=1e-5), name
+    asked = [body for path, body in stub.seen if "stop_token_ids" in (body or {})]
+    assert {body["max_tokens"] for body in asked if body["n"] == 4} == {220}
+    assert all(0 < body["max_tokens"] < 220 for body in asked if body["n"] == 1) and len(asked) == 8
 
 
 @pytest.mark.parametrize(("rows", "factory", "text"), [

@@ -19,12 +19,12 @@ KINDS = (
 WRITERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"prediction_step"})  # that others call
 REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), {"prediction_step", "get_train_dataloader"})
-REFUSED |= {"DistillationTrainer": {"compute_loss", "prediction_step", "get_train_dataloader"}}
+REFUSED |= {"DistillationTrainer": {"prediction_step", "get_train_dataloader"}}
 OF_POLICIES = {  # that are called in some trainers
     "_compute_loss", "_calculate_rewards", "_generate", "_generate_and_score_completions", "_tokenize_prompts",
 }  # fmt: skip
 HONORED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), OF_POLICIES)
-HONORED |= dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"_compute_loss"})
+HONORED |= dict.fromkeys(("DPOTrainer", "KTOTrainer", "DistillationTrainer"), {"_compute_loss"})
 CALLED = frozenset(
     "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
     "get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model".split()
@@ -97,9 +97,8 @@ def test_what_a_script_writes_in_the_place_of_a_policys_method_is_said(kind, nam
 
 
 OF_STUDENTS = {
-    "_compute_loss": "choose beta",
-    "compute_loss": "choose beta",
-    "_get_last_hidden_state": "choose beta",
+    "training_step": "choose beta",
+    "_get_last_hidden_state": r"with self._get_per_token_divergences\(model\)",
     "_generate": "generation_kwargs",
     "_tokenize_prompts": "train_dataset.map",
 }

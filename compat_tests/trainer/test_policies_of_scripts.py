@@ -126,7 +126,7 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
     for name in ("beta", "temperature", "epsilon_low"):
         with pytest.raises(AttributeError, match=f"was set on the trainer.* in {kind}Config"):
             setattr(ours, name, 0.5)
-    with pytest.raises(AttributeError, match="generation_config of .*Say generation_kwargs"):
+    with pytest.raises(AttributeError, match="generation_config of .*Set generation_kwargs"):
         ours.generation_config.temperature = 0.5
 
 

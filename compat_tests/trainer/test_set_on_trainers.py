@@ -120,7 +120,8 @@ def test_what_is_changed_before_and_while_a_run_trains_counts_as_in_trl(kind, ma
     for mine, other in zip(*logs, strict=True):
         assert_same(mine, other)
     told = [record.message for record in caplog.records if "compiled again" in record.message]
-    assert told == [f"After step 2, {words} was changed: the step is compiled again, as it is after every such change."]
+    said = "was changed: the step is compiled again, which happens after every such change."
+    assert told == [f"After step 2, {words} {said}"]
 
 
 ANYWHERE = {"accelerator", "args", "model", "ref_model", "_metrics", "_total_train_tokens", "_tp_size"}
@@ -145,7 +146,7 @@ def test_every_attribute_that_trls_loss_reads_counts_or_is_refused(kind):
 
 
 REFUSED = {
-    "other rows": ("KTO", {"loss_type": "apo_zero_unpaired"}, ValueError, "asks for rows of the columns .*KTOConfig"),
+    "other rows": ("KTO", {"loss_type": "apo_zero_unpaired"}, ValueError, "needs rows with the columns .*KTOConfig"),
     "no such loss": ("DPO", {"loss_types": ["best"]}, ValueError, "Unknown loss type: best"),
     "too few weights": ("DPO", {"loss_weights": [0.2, 0.3]}, ValueError, "must have the same length as `loss_type`"),
     "beta": ("DPO", {"beta": -1}, ValueError, "beta must be a number of at least 1e-09, got -1"),
@@ -169,8 +170,8 @@ def test_what_cannot_count_is_refused_before_a_step(name, make):
 
 SETTLED = {
     "compute_loss_func": (lambda outputs, labels, num_items_in_batch: 0.0, "Pass it to the constructor"),
-    "router_aux_loss_coef": (0.1, "Say router_aux_loss_coef in the arguments"),
-    "aux_loss_enabled": (True, "Say router_aux_loss_coef in the arguments"),
+    "router_aux_loss_coef": (0.1, "Set router_aux_loss_coef in the arguments"),
+    "aux_loss_enabled": (True, "Set router_aux_loss_coef in the arguments"),
 }
 
 
@@ -186,7 +187,7 @@ def test_another_layout_is_refused_while_the_run_trains(make):
     def sort(trainer):
         trainer.loss_types = ["aot"]
 
-    with pytest.raises(ValueError, match=r"asks for another layout of its steps\. Set it before train\(\)"):
+    with pytest.raises(ValueError, match=r"needs another layout of its steps\. Set it before train\(\)"):
         make(trl_jax, "DPO", After(1, sort)).train()
 
 

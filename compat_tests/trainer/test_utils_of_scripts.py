@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,3 +95,26 @@ def test_values_that_are_none_are_left_out():
     with pytest.raises(TypeError, match="takes a list or a mapping, got str"):
         utils.remove_none_values("text")
     assert utils.identity(rows) is rows
+
+
+def test_generate_model_card(tmp_path):
+    given = {
+        "base_model": "org/base", "model_name": "mine", "hub_model_id": "me/mine", "dataset_name": "org/rows",
+        "tags": ["trl", "grpo"], "wandb_url": "https://wandb.ai/run", "trackio_url": None, "trainer_name": "GRPO",
+        "trainer_citation": "@article{a}", "paper_title": "A paper", "paper_id": "2402.03300",
+    }  # fmt: skip
+    assert list(inspect.signature(utils.generate_model_card).parameters) == list(
+        inspect.signature(theirs.generate_model_card).parameters
+    )
+    card, other = utils.generate_model_card(**given), theirs.generate_model_card(**given)
+    assert card.data.to_dict() == other.data.to_dict()
+    card.save(tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    links = ("https://huggingface.co/papers/2402.03300", "https://huggingface.co/datasets/org/rows", "wandb.ai/run")
+    assert all(link in text and link in str(other) for link in (*links, "@article{a}", 'model="me/mine"'))
+    reward = utils.generate_model_card(
+        None, "mine", "me/mine", None, [], None, None, "Reward", template_file="rm_model_card.md"
+    )
+    assert "text-classification" in str(reward) and "fine-tuned" not in str(reward)
+    with pytest.raises(ValueError, match="template_file='own.md' is none of lm_model_card.md, rm_model_card.md"):
+        utils.generate_model_card(**given, template_file="own.md")

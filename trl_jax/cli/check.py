@@ -406,8 +406,8 @@ def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     if "*" in own:
         return Finding(line, what, "not known", "A base class of the script's is not read, and may have it.")
     text = f"{trainer.__name__} of trl_jax has no such attribute."
-    if name in trainer._never_called:
-        text += f" {trainer._never_called[name]}"
+    if (instead := {**trainer._never_called, **trainer._never_there}.get(name)) is not None:
+        text += f" {instead}"
     elif name.startswith("_"):
         text += " It is a private one of TRL's."
     return Finding(line, what, "refused", text)

@@ -199,7 +199,7 @@ def attributes_of(trainer: type) -> frozenset[str]:
                 and isinstance(one.value, ast.Name)
                 and one.value.id == "self"
             }
-    return frozenset(found)
+    return frozenset(found - trainer._never_there.keys())
 
 
 def follow_trainers(modules: list[Module]) -> None:

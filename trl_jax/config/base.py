@@ -547,6 +547,16 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         return "bfloat16" if self.bf16_full_eval or self.fp16_full_eval else None
 
     @property
+    def keeps_columns(self) -> bool:
+        """Whether reward functions of online trainers get all columns of the rows."""
+        return not self.remove_unused_columns
+
+    @property
+    def restarts_epoch(self) -> bool:
+        """Whether a resumed run restarts its epoch instead of continuing after the last step."""
+        return self.ignore_data_skip
+
+    @property
     def remats(self) -> list[bool | str]:
         """Values of the model's `remat` to try in this order; the step uses the first that fits into memory."""
         if self.activation_offloading:

@@ -37,6 +37,13 @@ SERVER_KEYS = frozenset(
 )
 _IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # no effect with these values
 _NOTHING = object()
+# Keys that are not among GENERATION_KEYS -> what TRL does with them, and what to write.
+_INSTEAD = {
+    "num_beams": "There is no beam search: TRL learns from beams as if they had been sampled. Leave num_beams out.",
+    "num_return_sequences": "TRL fails in the first step. Leave it out; GRPO and RLOO have num_generations.",
+    "stop_strings": "TRL fails in the first step, as it passes no tokenizer to generate(). Name the token that ends a "
+    "completion in eos_token_id, or ask a vLLM server (vllm_mode='server') with stop.",
+}
 _OWN_ENGINE = "completions come from trl_jax's own generator"
 _ORDER_OF_PROMPTS = "shuffle_dataset and seed determine the order of prompts."
 
@@ -48,7 +55,9 @@ def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str |
     unknown = [key for key in asked if key not in keys and asked[key] != _IDLE.get(key, _NOTHING)]
     if not unknown:
         return None
-    return f"{name} has the keys {unknown}, which are not {rules.HERE}; supported: {', '.join(sorted(keys))}."
+    known = "" if uses_server(values) else " ".join(_INSTEAD[key] for key in unknown if key in _INSTEAD)
+    supported = f"supported: {', '.join(sorted(keys))}."
+    return f"{name} has the keys {unknown}, which are not {rules.HERE}{f'. {known}' if known else f'; {supported}'}"
 
 
 def uses_server(values: Mapping[str, Any]) -> bool:

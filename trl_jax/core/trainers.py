@@ -100,6 +100,12 @@ EXPERIMENTAL: dict[str, TrainerNames] = {
     "gkd": TrainerNames(
         "gkd", "GKDTrainer", "GKDConfig", "rows", "distill a teacher on completions of the student and of a dataset"
     ),
+    "async_grpo": TrainerNames(
+        "async_grpo", "AsyncGRPOTrainer", "AsyncGRPOConfig", "prompts", "train with GRPO while vLLM servers generate"
+    ),
+    "online_dpo": TrainerNames(
+        "online_dpo", "OnlineDPOTrainer", "OnlineDPOConfig", "prompts", "DPO on pairs that the model writes itself"
+    ),
 }
 DEFAULT = "reward"  # command that `trl-jax plan` assumes
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import json
@@ -293,38 +294,122 @@ def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: b
 # Response templates, to parse tool calls with tokenizers that have none
 
 
-def _chatml(tool_calls: dict[str, Any]) -> dict[str, Any]:
-    """A transformers response template for turns between <|im_start|> and <|im_end|>."""
-    repeated = {"close_pattern": r"</tool_call>\s*", "repeats": True}
-    return {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
-            "tool_calls": tool_calls | repeated,
-            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-        },
-    }
+_THOUGHT = "reasoning_content", {"open": "<think>", "close_pattern": r"</think>\s*"}
 
 
-# Pattern of the rendered call f(a="b") -> response template that parses such calls.
-_FORMS = {
-    r'<tool_call>\s*\{"name": "f", "arguments": \{"a": "b"\}\}\s*</tool_call>': _chatml({
-        "open": "<tool_call>",
-        "content": "json",
-        "transform": {"type": "function", "function": "{content}"},
-    }),
-    r"<tool_call>\s*<function=f>\s*<parameter=a>\s*b\s*</parameter>\s*</function>\s*</tool_call>": _chatml({
-        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-        "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-            "value_parser": {"name": "text"},  # the function's annotations determine the type later
-        },
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-    }),
+def _turn(
+    start: str,
+    end: str,
+    calls: dict[str, Any] | None,
+    *,
+    thoughts: tuple[str, dict[str, str]] | None = _THOUGHT,
+    opens: str | None = None,
+) -> dict[str, Any]:
+    """A transformers response template for turns of one form.
+
+    Args:
+        start: pattern of what the model's turn begins with, part of the generation prompt.
+        end: pattern of what ends its content.
+        calls: the field of tool calls; None without one.
+        thoughts: name and field of what the model thinks; None without one.
+        opens: what content begins with; None where it is all that no other field has.
+    """
+    content = {"close_pattern": end} if opens is None else {"open": opens, "close_pattern": end}
+    fields = {} if thoughts is None else dict([thoughts])
+    fields |= ({} if calls is None else {"tool_calls": {"repeats": True} | calls}) | {"content": content}
+    fields = {name: {"content": "text"} | field for name, field in fields.items()}
+    return {"defaults": {"role": "assistant"}, "start_anchor_pattern": start, "fields": fields}
+
+
+def _called(open_pattern: str, close_pattern: str, content: str = "json", **content_args: Any) -> dict[str, Any]:
+    """The field of calls whose name is in `open_pattern`, and whose arguments are its content."""
+    found = {"open_pattern": open_pattern, "close_pattern": close_pattern, "content": content}
+    found |= {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
+    return found | ({"content_args": content_args} if content_args else {})
+
+
+def _argument_in_brackets(depth: int) -> str:
+    """Pattern of a Python literal: a quoted string, or a list or mapping of at most `depth` levels."""
+    atom = inner = r"[^\[\]{}'\"]|'[^']*'|\"[^\"]*\""
+    for _ in range(depth - 1):
+        inner = rf"{atom}|[\[{{](?:{inner})*[\]}}]"
+    return rf"'[^']*'|[\[{{](?:{inner})*[\]}}]"
+
+
+_TEXT = {"name": "text"}  # the function's annotations determine the type later
+_CHATML, _IM_END = r"<\|im_start\|>assistant\n", r"<\|im_end\|>\s*"
+# A prompt that has begun to think: what comes before </think>, if that comes at all, are thoughts.
+_BEGUN = "reasoning_content", {"open_pattern": r"(?=[\s\S]*?</think>)", "close_pattern": r"</think>\s*"}
+_JSON_CALL = {
+    "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
 }  # fmt: skip
-_ASSISTANT_TURN = r"<\|im_start\|>assistant\n.*{call}\s*<\|im_end\|>"
+_XML_CALL = _called(
+    r"<tool_call>\s*<function=(?P<name>[^\n>]+)>", r"</tool_call>\s*", "xml-inline", value_parser=_TEXT,
+    tag_pattern=r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
+)  # fmt: skip
+_XML_FORM = r"<tool_call>\s*<function=f>\s*<parameter=a>\s*b\s*</parameter>\s*</function>\s*</tool_call>\s*<\|im_end\|>"
+# Pattern of a rendered turn with the call f(a="b") -> response template that parses such turns.
+_FORMS = {
+    # ChatML, calls as JSON
+    rf'{_CHATML}.*<tool_call>\s*\{{"name": "f", "arguments": \{{"a": "b"\}}\}}\s*</tool_call>\s*<\|im_end\|>': _turn(
+        _CHATML, _IM_END, _JSON_CALL
+    ),
+    # ChatML, calls as XML, in prompts that begin with a thought
+    rf"{_CHATML}<think></think>\s*{_XML_FORM}": _turn(
+        _CHATML + r"<think>(?:\n|</think>)?", _IM_END, _XML_CALL, thoughts=_BEGUN
+    ),
+    # ChatML, calls as XML
+    rf"{_CHATML}.*{_XML_FORM}": _turn(_CHATML, _IM_END, _XML_CALL),
+    # ChatML, a list of calls as in Python
+    rf"{_CHATML}<\|tool_call_start\|>\[f\(a='b'\)\]<\|tool_call_end\|>": _turn(
+        _CHATML,
+        _IM_END,
+        _called(
+            r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>\w+)\(", r"\)(?:\]<\|tool_call_end\|>)?\s*", "xml-inline",
+            tag_pattern=rf"(?P<key>\w+)=(?P<value>{_argument_in_brackets(4)}|[^,)]*)",
+            value_parser={"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+        ),
+        thoughts=("thinking", _THOUGHT[1]),
+    ),
+    # headers, one call as JSON, which is the whole turn
+    r'<\|end_header_id\|>\s*\{"name": "f", "parameters": \{"a": "b"\}\}<\|eot_id\|>': _turn(
+        r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",
+        r"<\|eot_id\|>\s*",
+        _called(r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', r"\}<\|eot_id\|>\s*"),
+        thoughts=None,
+    ),
+    # channels for thoughts, content and calls
+    r'assistant to=functions\.f<\|channel\|>commentary json<\|message\|>\{"a": "b"\}<\|call\|>': _turn(
+        r"<\|start\|>assistant",
+        r"<\|return\|>\s*",
+        _called(r"to=functions\.(?P<name>\S+?)<\|channel\|>commentary\s+json<\|message\|>", r"<\|call\|>\s*"),
+        thoughts=("thinking", {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>\s*"}),
+        opens="<|channel|>final<|message|>",
+    ),
+    # calls with keys and values in turn
+    r"<\|assistant\|>.*<tool_call>f\s*<arg_key>a</arg_key>\s*<arg_value>b</arg_value>\s*</tool_call>": _turn(
+        r"<\|assistant\|>",
+        r"<\|user\|>\s*|$",
+        _called(
+            r"<tool_call>(?P<name>[^\s<]+)\n?", r"</tool_call>\s*", "xml-inline", value_parser=_TEXT,
+            tag_pattern=r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        ),
+    ),
+    # calls as JSON with quotes of their own
+    r'<\|turn>model\n.*<\|tool_call>call:f\{a:<\|"\|>b<\|"\|>\}<tool_call\|>': _turn(
+        r"(?:<\|turn>model\n|<tool_response\|>)",
+        r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$",
+        _called(
+            r"<\|tool_call>call:(?P<name>\w+)", r"<tool_call\|>\s*",
+            string_delims=[['<|"|>', '<|"|>']], unquoted_keys=True,
+        ),
+        thoughts=("reasoning_content", {"open": "<|channel>thought\n", "close_pattern": r"<channel\|>\s*"}),
+    ),
+}  # fmt: skip
+# The end of a generation prompt -> response template, for templates that render no calls.
+_THINKS = "<｜Assistant｜><think>\n"
+_WITHOUT_CALLS = {_THINKS: _turn(_THINKS, r"<｜end▁of▁sentence｜>\s*|$", None, thoughts=_BEGUN)}
 
 
 def response_template(tokenizer: Any) -> dict[str, Any]:
@@ -337,12 +422,16 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
     talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = apply_chat_template(tokenizer, talk, tokenize=False)
     for form, template in _FORMS.items():
-        if re.search(_ASSISTANT_TURN.replace("{call}", form), text, re.DOTALL):
-            return template
+        if re.search(form, text, re.DOTALL):
+            return copy.deepcopy(template)
+    if not supports_tool_calling(tokenizer):
+        prompt = apply_chat_template(tokenizer, talk[:1], tokenize=False, add_generation_prompt=True)
+        for end, template in _WITHOUT_CALLS.items():
+            if prompt.endswith(end):
+                return copy.deepcopy(template)
     raise ValueError(
         "trl_jax does not recognize the format in which this chat template writes tool calls. Set "
-        "tokenizer.response_template, from which transformers' tokenizer.parse_response learns to parse them; "
-        "trl.chat_template_utils.add_response_schema(tokenizer) sets it for the templates that TRL knows."
+        "tokenizer.response_template, from which transformers' tokenizer.parse_response learns to parse them."
     )
 
 

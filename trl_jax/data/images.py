@@ -84,24 +84,14 @@ def rounded_up(count: int, unit: int) -> int:
     return size
 
 
-def join_images(
-    shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes | None = None
-) -> Images | KeptFeatures:
+def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Images | KeptFeatures:
     """Join the images of each shard of a batch: their patches, or their features if the images have these.
 
     Args:
-        shards: the images of each shard, in order; none of the shards may be without images unless `sizes` says what
-            they are padded to, and at least one image must exist.
+        shards: the images of each shard, in order; at least one image must exist.
         at: int32 `[R, T]`, the features of tokens as `feature_index` gives them, counted within each shard.
-        sizes: what to pad to; None: as small as `sizes_of` makes them.
-
-    Raises:
-        ValueError: the images do not fit into `sizes`.
     """
-    sizes = sizes or sizes_of(shards)
-    least = sizes_of(shards)
-    if least.patches > sizes.patches or least.features > sizes.features:
-        raise ValueError(f"images with {least.patches} patches and {least.features} features do not fit into {sizes}.")
+    sizes = sizes_of(shards)
     example = next(image for images in shards for image in images)
     at = np.where(at < -1, sizes.features - 2 - at, at).astype(np.int32)
     if example.features:

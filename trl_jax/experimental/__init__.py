@@ -1,5 +1,5 @@
-"""TRL's modules `trl.experimental.cpo`, `.distillation`, `.gkd`, `.kto` and `.orpo`. Except for GKD's, `trl_jax` itself
-has their names, too."""
+"""TRL's modules `trl.experimental.async_grpo`, `.cpo`, `.distillation`, `.gkd`, `.kto`, `.online_dpo` and `.orpo`.
+`trl_jax` itself has their names, too, but for AsyncGRPO, GKD and online DPO."""
 
 import sys
 from types import ModuleType

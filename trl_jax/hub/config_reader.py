@@ -349,9 +349,9 @@ class ConfigReader:
             raise self.wrong(key, value, f"a number from {minimum:g}" + ("" if maximum == 1e30 else f" to {maximum:g}"))
         return float(value)
 
-    def optional_number(self, key: str, *, minimum: float = 0.0) -> float | None:
+    def optional_number(self, key: str) -> float | None:
         """A finite number; None if the key is null, or absent without a default."""
-        return None if self.value(key) is None else self.number(key, minimum=minimum)
+        return None if self.value(key) is None else self.number(key)
 
     def refuse(self, key: str, *allowed: Any) -> None:
         """Refuse all values except those allowed, because they ask for something that is not implemented."""

@@ -73,6 +73,26 @@ def group_advantages(
     return Advantages(_nan_to_zero(xp, advantages), total, xp.abs(std) <= _ZERO_STD)
 
 
+def population_advantages(rewards: np.ndarray, num_generations: int) -> Advantages:
+    r"""Advantages relative to a prompt's group as in TRL's AsyncGRPO: $(r_i - mean) / (std + 10^{-8})$, in float64.
+
+    The standard deviation has $n$ in the denominator. Means and standard deviations ignore NaN.
+
+    Args:
+        rewards: `[X, F]`, whose sum over F counts; NaN where a function does not apply. The `num_generations`
+            completions of a prompt are consecutive.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    total = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards, axis=1))
+    group = total.reshape(-1, num_generations)
+    count = np.maximum(np.sum(~np.isnan(group), axis=1, keepdims=True), 1)
+    deviation = group - np.nansum(group, axis=1, keepdims=True) / count
+    std = np.sqrt(np.nansum(deviation**2, axis=1, keepdims=True) / count)
+    advantages = np.nan_to_num(deviation / (std + _ZERO_STD), nan=0.0).reshape(-1)
+    zero = np.broadcast_to(std <= _ZERO_STD, group.shape).reshape(-1)
+    return Advantages(advantages.astype(np.float32), total.astype(np.float32), zero)
+
+
 def rloo_advantages(
     rewards: Any,
     num_generations: int,

@@ -301,7 +301,7 @@ class Accelerator(ProcessState):
     def gradient_accumulation_steps(self, value: int) -> None:
         if value != self.gradient_accumulation_steps:
             raise AttributeError(
-                "gradient_accumulation_steps was set on trainer.accelerator, which divides no loss here. Say it in the "
+                "gradient_accumulation_steps was set on trainer.accelerator, which divides no loss here. Set it in the "
                 "config."
             )
 

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from trl_jax.core.text import say
+from trl_jax.mesh.jax_internals import coordination_state
 from trl_jax.mesh.joining import TELL
 
 GRACE = 8  # seconds this process gets to raise an exception by itself after another process raised or died
@@ -75,9 +76,7 @@ class Watch:
     def start(self) -> None:
         """Explain from now on why JAX aborts this process. Call this before or after JAX connects the processes."""
         if self._state is None:
-            from jax._src import distributed  # JAX has no public access to the coordination service
-
-            self._state = distributed.global_state
+            self._state = coordination_state()
             _explain_abort(self._why_aborted)
             atexit.register(self._stop)  # runs before JAX's own exit handler waits for all processes
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.outputs import BLOCK, Packed, RouterSums
 from trl_jax.mesh.mesh import layer_gather
-from trl_jax.models.arch import BLOCKS, Arch, LayerKind
+from trl_jax.models.arch import BLOCKS, Arch, LayerKind, Run
 from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.attention import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs, Striped, striped
@@ -149,18 +149,9 @@ class Decoder(nnx.Module):
         )
         sums, reusable = [], {}
         for run in self.arch.runs:
+            own = shared._replace(reused=reusable[run.kind.heads] if run.kind.reuses else None)
             graph, state = nnx.split(vars(self)[run.name])
-            reused = reusable[run.kind.heads] if run.kind.reuses else None
-
-            def layer(h, slices, graph=graph, run=run, reused=reused):
-                state, inputs, key, router_key = slices
-                block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
-                own = shared.of_layer(inputs)._replace(reused=reused)
-                options = {"key": key, "router_key": router_key, "router_token_count": router_token_count}
-                out = block(h, own, dtype=dtype, **options)
-                h = out.h if inputs.number is None else features.added(out.h, inputs.number)
-                return h, (out.sums, out.kept if run.kind.reused else None)
-
+            layer = self._layer(run, graph, own, router_token_count, features, dtype)
             slices = (state, *of_run((by_layer, keys, router_keys), run))
             h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
             if run.kind.reused:
@@ -171,6 +162,27 @@ class Decoder(nnx.Module):
             return hidden
         sums = sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
         return hidden, sums if stripes is None else stripes.summed(sums)
+
+    def _layer(
+        self,
+        run: Run,
+        graph: nnx.GraphDef,
+        shared: AttentionInputs,
+        router_token_count: jax.Array | None,
+        features: Features | None,
+        dtype: jnp.dtype,
+    ) -> Callable:
+        """The scan body of a run: `(h, slices) -> (h, (router sums, keys and values that later layers reuse))`."""
+
+        def layer(h: jax.Array, slices: tuple) -> tuple[jax.Array, tuple]:
+            state, inputs, key, router_key = slices
+            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
+            options = {"key": key, "router_key": router_key, "router_token_count": router_token_count}
+            out = block(h, shared.of_layer(inputs), dtype=dtype, **options)
+            h = out.h if inputs.number is None else features.added(out.h, inputs.number)
+            return h, (out.sums, out.kept if run.kind.reused else None)
+
+        return layer
 
     def begin(
         self,

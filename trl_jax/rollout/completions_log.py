@@ -548,6 +548,23 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Any) -
     yield "frac_reward_zero_std", float(np.mean(advantages.zero_std, dtype=np.float32))
 
 
+def group_reward_metrics(
+    names: Sequence[str], rewards: np.ndarray, advantages: Any, group: int
+) -> Iterator[tuple[str, float]]:
+    """Reward metrics under the names of TRL's AsyncGRPO.
+
+    Args:
+        names, rewards, advantages: as of `reward_metrics`.
+        group: completions of a prompt, over whose rewards the standard deviation is taken, with n in the denominator.
+    """
+    yield "reward", _mean(advantages.rewards)
+    groups = [own[~np.isnan(own)] for own in np.asarray(advantages.rewards).reshape(-1, group)]
+    spread = np.asarray([own.std() if len(own) else np.nan for own in groups])
+    yield "reward_std", _mean(spread)
+    for name, values in zip(names, rewards.T, strict=True):
+        yield f"rewards/{name}", _mean(values)
+
+
 def sampling_metrics(
     settings: PolicyLoss,
     old: Sequence[np.ndarray],

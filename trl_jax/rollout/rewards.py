@@ -28,6 +28,8 @@ from trl_jax.hub.torch_objects import as_checkpoint, is_torch_model
 
 logger = logging.getLogger(__name__)
 
+HELPERS = ("trainer_state", "log_extra", "log_metric")  # what the trainer passes to reward functions, as in TRL
+
 
 def reward_functions(
     reward_funcs: Any,
@@ -38,6 +40,7 @@ def reward_functions(
     timeout: float | None = None,
     metrics_of_run: tuple[str, ...] = (),
     columns: Collection[str] | None = None,
+    helpers: Sequence[str] = HELPERS,
     **models: Any,
 ) -> RewardFunctions:
     """Combine the user's `reward_funcs` into one callable.
@@ -48,7 +51,7 @@ def reward_functions(
         processing_classes: the tokenizers of the reward models, as a list with None for functions. None loads each
             model's own tokenizer.
         weights: only their number is checked.
-        trainer_state, timeout, metrics_of_run: see `RewardFunctions`.
+        trainer_state, timeout, metrics_of_run, helpers: see `RewardFunctions`.
         columns: of the rows, which functions get by name; None if they are not known beforehand.
         models: options of `reward_model`.
 
@@ -76,10 +79,10 @@ def reward_functions(
     made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
     for function in made:
         if not isinstance(function, RewardModel):
-            check_signature(function, columns)
+            check_signature(function, columns, helpers)
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
-    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run)
+    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run, helpers=helpers)
 
 
 def _listed(value: Any) -> list:
@@ -98,22 +101,26 @@ def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable
     return function
 
 
-def check_signature(function: Callable, columns: Collection[str] | None = None) -> None:
+def check_signature(
+    function: Callable, columns: Collection[str] | None = None, helpers: Sequence[str] = HELPERS
+) -> None:
     """Raise TypeError for a reward function that does not take the arguments that it would be called with.
 
     Args:
         columns: of the rows, which it gets by name; None if they are not known.
+        helpers: see `RewardFunctions`.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
     except (TypeError, ValueError):  # of a class in C
         return
-    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *_OF_TRAINER)
+    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *helpers)
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     found = f"The reward function {callable_name(function)}{signature}"
+    given = ", ".join(("prompts", "completions", "completion_ids", "the columns of the dataset", *helpers))
     wanted = (
-        "Reward functions are called by name, with prompts, completions, completion_ids, the columns of the dataset, "
-        f"{', '.join(_OF_TRAINER)}: write def {callable_name(function)}(prompts, completions, **kwargs)."
+        f"Reward functions are called by name, with {given}: write def {callable_name(function)}(prompts, completions, "
+        "**kwargs)."
     )
     if positional := [one for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
         raise TypeError(f"{found} takes {positional[0].name} by position only. {wanted}")
@@ -236,8 +243,7 @@ async def _together(
 # Reward functions
 
 _OWN = ("prompt", "completion", "completion_ids")  # dataset columns that functions do not get under these names
-_OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
-_GIVEN = ("prompts", "completions", *_OF_TRAINER)  # arguments that the trainer passes in addition to the columns
+_GIVEN = ("prompts", "completions", *HELPERS)  # arguments that the trainer passes in addition to the columns
 _TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions table
 _METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "reward", "reward_std",
@@ -266,6 +272,7 @@ class RewardFunctions:
             passed no list.
         metrics_of_run: names that the trainer logs in this run only, in addition to `_METRICS`.
         own: a script's own `_calculate_rewards`, with the arguments and the result of `calculated`; None without one.
+        helpers: the arguments of `HELPERS` that functions get.
     """
 
     names: list[str]
@@ -275,6 +282,7 @@ class RewardFunctions:
     given: list[Any] | None = None
     metrics_of_run: tuple[str, ...] = ()
     own: Callable[..., Any] | None = None
+    helpers: Sequence[str] = HELPERS
     _taken: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -333,7 +341,8 @@ class RewardFunctions:
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
         check_columns(columns, "A row has the column")
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        helpers = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        every = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        helpers = {name: every[name] for name in self.helpers}
         rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
         later = []
         for number, function in enumerate(self.functions):
@@ -567,7 +576,7 @@ def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:
     none = np.flatnonzero(np.isnan(rewards).all(axis=1))
     if not len(none):
         return
-    apart = (*_OF_TRAINER, "prompts", "completions")
+    apart = (*HELPERS, "prompts", "completions")
     row = {name: values[none[0]] for name, values in given.items() if name not in apart}
     row |= {"prompt": given["prompts"][none[0]], "completion": given["completions"][none[0]]}
     logger.warning(

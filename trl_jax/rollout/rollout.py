@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -22,6 +23,7 @@ from trl_jax.losses.policy_gradient import next_entropy_coef
 from trl_jax.rollout.completions_log import (
     Collected,
     CompletionsLog,
+    group_reward_metrics,
     length_metrics,
     reward_metrics,
     sampling_metrics,
@@ -49,7 +51,8 @@ class RolloutSteps:
     """Iterates over the steps of an epoch, which `set_epoch` starts.
 
     Completions are generated with the current parameters. With `ahead`, the next generation starts before
-    the steps of this one, so their policy is one generation older.
+    the steps of this one, so their policy is one generation older. Its staleness is logged, in updates of the servers'
+    weights, of which there is one every `sync_steps` steps.
 
     rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
     sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a new run, because the dataset may have
@@ -81,6 +84,7 @@ class RolloutSteps:
     seconds: list[float] = field(default_factory=list)
     generated: str | None = None
     ahead: bool = False
+    sync_steps: int = 1
     num_steps_of_run: Callable[[], int] = lambda: 0
     _next: Begun | None = None
     _begun_at: float = 0.0
@@ -202,7 +206,8 @@ class RolloutSteps:
         if begun is None:
             begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
         written = begun.wait()
-        self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(self.num_steps - begun.step))]))
+        staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
+        self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(staleness))]))
         still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
         following = self.sampler.following() if still else None
         if following is not None:
@@ -535,7 +540,10 @@ class Judge:
         if self.task.divergence_in_reward and self.task.beta:
             metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))]))
         advantages = self.task.advantages(rewards, group, kl)
-        metrics.add(reward_metrics(self.rewards.names, rewards, advantages))
+        if self.task.metrics_by_group:
+            metrics.add(group_reward_metrics(self.rewards.names, rewards, advantages, group))
+        else:
+            metrics.add(reward_metrics(self.rewards.names, rewards, advantages))
         metrics.add(iter(self.rewards.metrics().items()))
         if self.task.correction is not None:
             metrics.add(sampling_metrics(self.task.correction, old, sampling, completion_mask))
@@ -902,16 +910,25 @@ class Written:
         parts = {"prompt": self.prompt_ids, "completion": self.completion_ids}
         arrays = {f"{name}_length": np.asarray(list(map(len, ids)), np.int32) for name, ids in parts.items()}
         arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
-        return arrays | {"sampling_logps": np.concatenate(self.sampling_logps)}
+        arrays["sampling_logps"] = np.concatenate(self.sampling_logps)
+        if self.calls is None:
+            return arrays
+        told = np.frombuffer(json.dumps(self.messages).encode(), np.uint8)
+        return arrays | {"by_model": np.concatenate(self.by_model), "messages": told, "calls": np.asarray(self.calls)}
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Written:
         """Inverse of `arrays`."""
-        prompts, completions, logps = (
-            np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
-            for name, of in (("prompt", "prompt"), ("completion", "completion"), ("sampling_logps", "completion"))
-        )
-        return cls([ids.tolist() for ids in prompts], completions, all_written(completions), sampling_logps=logps)
+
+        def split(name: str, of: str) -> list[np.ndarray]:
+            return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
+
+        prompts, completions = ([ids.tolist() for ids in split("prompt", "prompt")], split("completion", "completion"))
+        made = cls(prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"))
+        if "calls" not in arrays:
+            return made
+        messages, calls = json.loads(arrays["messages"].tobytes()), tuple(arrays["calls"].tolist())
+        return replace(made, by_model=split("by_model", "completion"), messages=messages, calls=calls)
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:

@@ -30,7 +30,8 @@ class Sampler(Protocol):
         """The chunk of prompts of the next micro-batch, whether or not it generates."""
 
     def following(self) -> Any | None:
-        """The chunk after the one that `next` returned last, which stays the next one; None at the end of an epoch."""
+        """The chunk after the one that `next` returned last, which stays the next one; None at the end of an epoch,
+        unless prompts wrap."""
 
     @property
     def num_done(self) -> int:
@@ -56,12 +57,14 @@ class RepeatSampler:
         rows: number of rows in the dataset.
         chunk: prompts per generation.
         repeats: micro-batches per generation.
+        wraps: prompts come in the order of the dataset, again and again, and each epoch begins with the prompt after
+            the last one of the epoch before; excludes `shuffle`.
     """
 
-    def __init__(self, rows: int, *, chunk: int, repeats: int, shuffle: bool, seed: int):
+    def __init__(self, rows: int, *, chunk: int, repeats: int, shuffle: bool, seed: int, wraps: bool = False):
         self._rows, self._chunk, self._repeats = rows, chunk, repeats
-        self._shuffle, self._seed = shuffle, seed
-        self.num_chunks = rows // chunk
+        self._shuffle, self._seed, self._wraps = shuffle, seed, wraps
+        self.num_chunks = max(rows // chunk, 1) if wraps else rows // chunk
         self.begin()
 
     def begin(self, epoch: int = 0) -> None:
@@ -71,14 +74,22 @@ class RepeatSampler:
         self._order, self._start, self._given = np.zeros(0, np.int64), 0, 0
 
     def next_epoch(self) -> None:
-        self._order = self._stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
+        if self._wraps:
+            self._order = self._after_last(self.num_chunks * self._chunk)
+        else:
+            self._order = self._stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
         self._start = self._given = 0
+
+    def _after_last(self, count: int) -> np.ndarray:
+        """The prompts after those of this epoch, where they wrap."""
+        first = self._order[-1] + 1 if len(self._order) else 0
+        return (first + np.arange(count)) % self._rows
 
     @property
     def has_next(self) -> bool:
         """Whether the epoch has another micro-batch."""
-        chunks = (self._rows - self._start) // self._chunk
-        return len(self._order) > 0 and self._given < chunks * self._repeats
+        chunks = (len(self._order) - self._start) // self._chunk
+        return self._given < chunks * self._repeats
 
     def next(self) -> np.ndarray:
         """Row indices of the next micro-batch's prompts, int64 `[chunk]`."""
@@ -88,7 +99,9 @@ class RepeatSampler:
 
     def following(self) -> np.ndarray | None:
         first = self._start + (max(self._given - 1, 0) // self._repeats + 1) * self._chunk
-        return None if first + self._chunk > self._rows else self._order[first : first + self._chunk]
+        if first + self._chunk <= len(self._order):
+            return self._order[first : first + self._chunk]
+        return self._after_last(self._chunk) if self._wraps else None
 
     @property
     def num_done(self) -> int:

@@ -61,6 +61,24 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How long servers may take, in seconds, and how much they are asked for at once.
+
+    answer: how long a server that cannot be reached is asked again.
+    alive: how long it may be silent while it generates; None: as `answer`.
+    request: for the completions of a prompt, which are then asked for again as long as `answer` allows.
+    load: for loading weights.
+    at_once: completions in flight; None: those of 256 prompts per server.
+    """
+
+    answer: float
+    alive: float | None = None
+    request: float | None = None
+    load: float | None = None
+    at_once: int | None = None
+
+
+@dataclass(frozen=True)
 class Requirements:
     """What a run needs of a server.
 
@@ -109,11 +127,11 @@ class VllmServers:
     Args:
         urls: prompts are divided over them in turn.
         requirements: what `check` expects, and what the command in errors starts.
-        timeout: seconds after which a server that does not answer ends the run.
+        limits: after which a server that does not answer ends the run.
     """
 
-    def __init__(self, urls: Sequence[str], requirements: Requirements, timeout: float):
-        self.urls, self._timeout, self._needs = list(urls), timeout, requirements
+    def __init__(self, urls: Sequence[str], requirements: Requirements, limits: Limits):
+        self.urls, self._limits, self._needs = list(urls), limits, requirements
         self._models = [requirements.model] * len(self.urls)  # the names under which they are served
         self.version: str | None = None  # of the weights that were loaded last
         self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
@@ -197,6 +215,7 @@ class VllmServers:
         group: int,
         seeds: Sequence[int],
         progress: Progress | None = None,
+        most: Sequence[int] | None = None,
     ) -> concurrent.futures.Future[Sampled]:
         """Have the servers complete each prompt `group` times while the caller goes on.
 
@@ -204,6 +223,7 @@ class VllmServers:
             sampling: parameters of `/v1/completions`.
             seeds: one per prompt.
             progress: called with the number of completions so far, and of their tokens.
+            most: lowers `max_tokens` of each prompt.
 
         Returns:
             A future of the completions, which raises ServerError if a server refuses a request or does not answer
@@ -213,15 +233,19 @@ class VllmServers:
             {"prompt": list(map(int, ids)), "n": group, "seed": int(seed), "logprobs": 0, "return_token_ids": True}
             for ids, seed in zip(prompts, seeds, strict=True)
         ]
+        for job, room in zip(jobs, most or (), strict=most is not None):
+            job["max_tokens"] = min(room, sampling["max_tokens"])
 
         async def ask(client: httpx2.AsyncClient) -> list[Sampled]:
-            gates, done = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0]
+            gates, done, most = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], self._limits.at_once
+            gate = asyncio.Semaphore(len(jobs) if most is None else max(most // group, 1))
 
             async def one(number: int) -> Sampled:
                 place = number % len(self.urls)
                 url, body = self.urls[place], dict(sampling) | jobs[number] | {"model": self._models[place]}
-                async with gates[place]:
-                    reply = self._accepted(url, await self._answer(client, url, "POST", "/v1/completions", body))
+                async with gate, gates[place]:
+                    sent = self._answer(client, url, "POST", "/v1/completions", body, within=self._limits.request)
+                    reply = self._accepted(url, await sent)
                 found = self._read(url, reply, group)
                 done[0], done[1] = done[0] + group, done[1] + sum(map(len, found.completions))
                 if progress is not None:
@@ -284,7 +308,8 @@ class VllmServers:
         self._each("POST", "/pause?mode=wait")
         try:
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self._each("POST", "/collective_rpc", body, doing=f"load the weights in {folder}")
+            doing, within = f"load the weights in {folder}", self._limits.load
+            self._each("POST", "/collective_rpc", body, doing=doing, within=within)
             self._each("POST", "/reset_prefix_cache")
             self._each("POST", "/update_weight_version", {"new_version": version})
         except ServerSilent:
@@ -311,12 +336,29 @@ class VllmServers:
     # Requests
 
     def _each(
-        self, method: str, path: str, body: Any = None, *, missing_ok: bool = False, doing: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        missing_ok: bool = False,
+        doing: str = "",
+        within: float | None = None,
     ) -> list[Any]:
-        """The replies of all servers, read as JSON (None if empty, or missing and `missing_ok`)."""
+        """The replies of all servers, read as JSON (None if empty, or missing and `missing_ok`).
+
+        Args:
+            doing: what the request asks for, in errors.
+            within: seconds for it; afterwards it is not sent again.
+        """
 
         async def one(client: httpx2.AsyncClient, url: str) -> Any:
-            reply = await self._answer(client, url, method, path, body)
+            try:
+                reply = await asyncio.wait_for(self._answer(client, url, method, path, body), within)
+            except TimeoutError as error:
+                raise ServerError(
+                    f"The vLLM server at {url} did not {doing} within {within:g} s (weight_sync_timeout)."
+                ) from error
             if missing_ok and reply.status_code == 404:
                 return None
             return self._accepted(url, reply, doing)
@@ -335,30 +377,40 @@ class VllmServers:
         return reply.json() if reply.content else None
 
     async def _answer(
-        self, client: httpx2.AsyncClient, url: str, method: str, path: str, body: Any = None
+        self,
+        client: httpx2.AsyncClient,
+        url: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        within: float | None = None,
     ) -> httpx2.Response:
-        """The reply to a request, which is sent again until the timeout while the server cannot be reached."""
-        failed = None
+        """The reply to a request, which is sent again until the timeout while the server cannot be reached or does not
+        reply `within` so many seconds."""
+        failed, timeout = None, self._limits.answer
         while True:
             try:
-                reply = await client.request(method, url + path, json=body)
+                reply = await asyncio.wait_for(client.request(method, url + path, json=body), within)
                 if reply.status_code not in _BUSY:
                     return reply
                 problem = f"HTTP {reply.status_code}"
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            except TimeoutError:
+                problem = f"no completions within request_timeout={within:g} s"
             now = time.monotonic()
             failed = now if failed is None else failed
-            if now - failed > self._timeout:
-                raise self._silent(url, problem)
+            if now - failed > timeout:
+                raise self._silent(url, problem, timeout)
             if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
-                left, self._spoke[url] = self._timeout - (now - failed), now
+                left, self._spoke[url] = timeout - (now - failed), now
                 logger.warning("Waiting up to %.0f s more for the vLLM server at %s (%s).", left, url, problem)
-            await asyncio.sleep(min(_RETRY_AFTER, self._timeout / 4))
+            await asyncio.sleep(min(_RETRY_AFTER, timeout / 4))
 
-    def _silent(self, url: str, problem: str) -> ServerSilent:
+    def _silent(self, url: str, problem: str, timeout: float) -> ServerSilent:
+        name = "heartbeat_stale_after_s" if timeout == self._limits.alive else "vllm_server_timeout"
         return ServerSilent(
-            f"The vLLM server at {url} did not answer for {self._timeout:g} s (vllm_server_timeout; {problem}). "
+            f"The vLLM server at {url} did not answer for {timeout:g} s ({name}; {problem}). "
             f"Start it with: {self.command(url)}"
         )
 
@@ -382,7 +434,8 @@ class VllmServers:
     async def _watch(self, client: httpx2.AsyncClient) -> None:
         """Raise ServerError once a server has not answered for the timeout."""
         seen = dict.fromkeys(self.urls, time.monotonic())
-        every = min(_ANSWERS_WITHIN, max(self._timeout / 4, 0.05))
+        timeout = self._limits.answer if self._limits.alive is None else self._limits.alive
+        every = min(_ANSWERS_WITHIN, max(timeout / 4, 0.05))
         while True:
             await asyncio.sleep(every)
             for url in self.urls:
@@ -390,8 +443,8 @@ class VllmServers:
                     await client.get(url + "/health", timeout=every)
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
-                    if time.monotonic() - seen[url] > self._timeout:
-                        raise self._silent(url, type(error).__name__) from error
+                    if time.monotonic() - seen[url] > timeout:
+                        raise self._silent(url, type(error).__name__, timeout) from error
 
     def _within_loop(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine in a thread with an event loop of its own: this thread may have one already (Jupyter)."""

@@ -37,6 +37,7 @@ class Turns:
     by_model: for each of `tokens`, whether the model generated it.
     messages: of the model and of its tools, in order.
     images: of the text up to the last answer with an image, or of the prompt; None if the run has none.
+    logps: the sampler's log-probability of each of `tokens`, NaN for answers; None if the sampler reports none.
     """
 
     functions: Functions
@@ -45,6 +46,7 @@ class Turns:
     by_model: list[bool]
     messages: list[Message]
     images: TextImages | None
+    logps: np.ndarray | None = None
 
     @property
     def calls(self) -> list[Any]:
@@ -64,10 +66,15 @@ class Turns:
     def answered(self, answers: list[Message], tokens: list[int]) -> None:
         self.messages += answers
         self.tokens, self.by_model = self.tokens + tokens, self.by_model + [False] * len(tokens)
+        self._add(np.full(len(tokens), np.nan, np.float32))
 
-    def written(self, tokens: list[int], message: Message | None) -> None:
+    def written(self, tokens: list[int], message: Message | None, logps: np.ndarray | None) -> None:
         self.messages += [] if message is None else [message]
         self.tokens, self.by_model = self.tokens + tokens, self.by_model + [True] * len(tokens)
+        self._add(logps)
+
+    def _add(self, logps: np.ndarray | None) -> None:
+        self.logps = None if self.logps is None else np.concatenate([self.logps, logps])
 
 
 @dataclass
@@ -147,38 +154,52 @@ class Tools:
         completion_ids: Sequence[np.ndarray],
         complete: Callable,
         images: Sequence[TextImages] | None = None,
+        logps: Sequence[np.ndarray] | None = None,
     ) -> Written:
         """Run all further turns of these completions.
 
         Args:
             completion_ids: the first turn of each.
-            complete: generates the next tokens, int32 arrays, for a list of token id lists and the images of these
-                texts, or None.
+            complete: called with texts as lists of token ids, the images of these texts or None, and how many further
+                tokens of each are used; returns the next tokens of each, int32 arrays, and their log-probabilities,
+                which are None without `logps`.
             images: of the prompts; None if the run has none.
+            logps: of the first turn of each, as the sampler reported them; None if it reports none.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
-        seen = [None] * len(completion_ids) if images is None else images
-        first = zip(functions, prompt_ids, completion_ids, seen, strict=True)
-        every = [self._begun(of_one, list(prompt), own.tolist(), of_prompt) for of_one, prompt, own, of_prompt in first]
+        seen, nothing = [None] * len(completion_ids) if images is None else images, [None] * len(completion_ids)
+        first = zip(functions, prompt_ids, completion_ids, seen, nothing if logps is None else logps, strict=True)
+        every = [self._begun(of_one, list(prompt), own.tolist(), *facts) for of_one, prompt, own, *facts in first]
         waiting, turn = [turns for turns in every if turns.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
             waiting = [turns for turns in waiting if self._answer(turns)]
             if waiting:
-                texts = [turns.text for turns in waiting]
-                further = complete(texts, None if images is None else [turns.text_images for turns in waiting])
-                for turns, text, tokens in zip(waiting, texts, further, strict=True):
-                    tokens = tokens[: self.longest - len(turns.tokens)].tolist()
-                    turns.written(tokens, self._message(turns.functions, tokens, text) if tokens else None)
+                texts, rooms = zip(*((turns.text, self.longest - len(turns.tokens)) for turns in waiting), strict=True)
+                of_texts = None if images is None else [turns.text_images for turns in waiting]
+                further, numbers = complete(list(texts), of_texts, list(rooms))
+                numbers = [None] * len(waiting) if numbers is None else numbers
+                for turns, text, room, tokens, own in zip(waiting, texts, rooms, further, numbers, strict=True):
+                    tokens, own = tokens[:room].tolist(), None if own is None else own[:room]
+                    turns.written(tokens, self._message(turns.functions, tokens, text) if tokens else None, own)
             waiting, turn = [turns for turns in waiting if turns.calls], turn + 1
         ids = [np.asarray(turns.tokens, np.int32) for turns in every]
         by_model = [np.asarray(turns.by_model, bool) for turns in every]
         messages, seen = [turns.messages for turns in every], [turns.images for turns in every]
         made = Written(prompt_ids, ids, by_model, messages=messages, calls=self.calls.taken())
+        if logps is not None:
+            made = replace(made, sampling_logps=[turns.logps for turns in every])
         return made if images is None else replace(made, images=seen)
 
-    def _begun(self, functions: Functions, prompt: list[int], tokens: list[int], images: TextImages | None) -> Turns:
+    def _begun(
+        self,
+        functions: Functions,
+        prompt: list[int],
+        tokens: list[int],
+        images: TextImages | None,
+        logps: np.ndarray | None,
+    ) -> Turns:
         message = self._message(functions, tokens, prompt)
-        return Turns(functions, prompt, tokens, [True] * len(tokens), [message], images)
+        return Turns(functions, prompt, tokens, [True] * len(tokens), [message], images, logps)
 
     def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from trl_jax.data import chat, checks, tokenize
 from trl_jax.data.batch import IGNORED, Batch, Columns, LossBatch
 from trl_jax.data.checks import cell_error
 from trl_jax.losses.supervised import of_texts, real_examples, summed
-from trl_jax.nn.head import Distributions, divergences
+from trl_jax.nn.head import Distributions, divergences, token_outputs
 from trl_jax.tasks.policy import RolloutTask
 from trl_jax.tasks.task import Sums, TokenTask, joined, weighted_loss
 
@@ -60,6 +60,45 @@ class DistillationTask(RolloutTask):
         if not totals["examples"].size:
             return {}
         return {"entropy": float(np.mean(totals["entropy"] / np.maximum(totals["targets"], 1)))}
+
+
+class TokenDivergences(NamedTuple):
+    """Numbers of tokens of completions, float32, 0 where one does not count.
+
+    divergence: of the student's distribution from the teacher's, in nats. entropy: of the student's, without gradient.
+    student_logps, teacher_logps: log-probabilities of the tokens; the teacher's have no gradient.
+    """
+
+    divergence: jax.Array
+    entropy: jax.Array
+    student_logps: jax.Array
+    teacher_logps: jax.Array
+
+
+@dataclass(frozen=True)
+class ScriptedDistillationTask(DistillationTask):
+    """The same for a loss of the script's own, which reads both distributions of each token in a pass of its own."""
+
+    axis: ClassVar[Literal["read"]] = "read"
+    by_micro_batch: ClassVar[bool] = True
+
+    def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, Any]:
+        return {"distributions": outputs}
+
+    def of_tokens(self, found: Distributions, beta: float) -> TokenDivergences:
+        """Numbers of each read, `[N]`, with another `beta` than the task's."""
+        compared = divergences(*found, beta=beta, temperature=self.temperature)
+        logps = [
+            token_outputs(
+                head.hidden, head.weight, found.targets, bias=head.bias, scale=head.scale, softcap=head.softcap,
+                temperature=self.temperature,
+            ).logps
+            for head in (found.model, jax.lax.stop_gradient(found.reference))
+        ]  # fmt: skip
+        return TokenDivergences(compared.divergence, compared.entropy, *logps)
+
+    def loss(self, outputs: dict[str, Any], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return super().loss(super().of_pass(outputs["distributions"], batch), batch)
 
 
 # GKD

@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from datasets import Dataset, IterableDataset
 
 from trl_jax.core.outputs import TokenOutputs
-from trl_jax.data.batch import IGNORED, Batch, Example, LossBatch
+from trl_jax.data.batch import IGNORED, Batch, Columns, Example, LossBatch
 from trl_jax.data.image_rows import Encoder, prompt_with_answers
+from trl_jax.data.prompts import check_prompts
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.supervised import of_texts, real_examples, summed
 from trl_jax.tasks.language import REFERENCE_COLUMNS, PairTask
-from trl_jax.tasks.task import aux_loss, joined
+from trl_jax.tasks.task import aux_loss, joined, mean_metrics, weighted_loss
 
 _AT_START = ("chosen_at_start", "rejected_at_start")
 _TOKEN_SUMS = ("entropy", "targets", "logits", "correct")
@@ -172,3 +174,80 @@ def _beyond_shorter(text: jax.Array, targets: jax.Array) -> jax.Array:
     start = jnp.full(len(targets) + 1, len(text)).at[text].min(number)
     shorter = jnp.tile(jnp.minimum(*jnp.split(targets, 2)), 2)
     return number - start[text] >= jnp.append(shorter, 0)[text]
+
+
+# Online DPO: pairs of completions that the policy writes itself.
+
+_ONLINE_METRICS = (
+    "objective/kl", "objective/entropy", "objective/non_score_reward", "rewards/chosen", "rewards/rejected",
+    "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "val/contain_eos_token", "beta",
+    "objective/rlhf_reward", "objective/scores_margin", "objective/scores",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OnlineDpoTask(PairTask):
+    """TRL's online DPO (https://huggingface.co/papers/2402.04792): rows are prompts, and of two completions of each the
+    better one is chosen.
+
+    Pairs are made just before a step, with the numbers `beta`, `micro_batches` (how many the step has), `ended` (how
+    many of the two completions have an end) and, where completions have scores, `score_chosen` and `score_rejected`.
+
+    loss_type: "sigmoid" or "ipo".
+    accumulation: micro-batches of a whole step. As in TRL, the gradients of micro-batches are added up.
+    scored: whether completions have scores; a judge gives none.
+    """
+
+    loss_type: str = "sigmoid"
+    accumulation: int = 1
+    scored: bool = True
+
+    columns: ClassVar[Columns] = Columns((), prompts="prompt")
+
+    def prepare(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
+    ) -> Dataset | IterableDataset:
+        """The rows as they are; prompts become tokens when they are completed."""
+        del limits
+        return check_prompts(dataset, name, tokenizer)
+
+    def example(self, row: dict[str, Any]) -> Example:
+        raise TypeError("Rows of prompts are no examples: these are made of completions.")
+
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of pairs, whose value is TRL's mean over `accumulation` micro-batches, and sums of TRL's metrics."""
+        numbers = batch.extras.example
+        chosen, rejected = self.answers(outputs, batch)
+        beta = jnp.where(batch.weight > 0, numbers["beta"], 1.0)  # padding has none, and its loss must be finite
+        margin, kl = chosen.log_ratio - rejected.log_ratio, (chosen.log_ratio + rejected.log_ratio) / 2
+        if self.loss_type == "sigmoid":
+            losses = -jax.nn.log_sigmoid(beta * margin)
+        else:
+            losses = jnp.square(margin - 1 / (2 * beta))
+        found = {
+            "objective/kl": kl,
+            "objective/entropy": -(chosen.logps + rejected.logps) / 2,
+            "objective/non_score_reward": -beta * kl,
+            "rewards/chosen": beta * chosen.log_ratio,
+            "rewards/rejected": beta * rejected.log_ratio,
+            "rewards/accuracies": margin > 0,
+            "rewards/margins": beta * margin,
+            "logps/chosen": chosen.logps,
+            "logps/rejected": rejected.logps,
+            "val/contain_eos_token": numbers["ended"] / 2,
+            "beta": numbers["beta"],
+        }
+        if self.scored:
+            scores = (numbers["score_chosen"] + numbers["score_rejected"]) / 2
+            found["objective/rlhf_reward"] = scores - beta * kl
+            found["objective/scores_margin"] = numbers["score_chosen"] - numbers["score_rejected"]
+            found["objective/scores"] = scores
+        mean, sums = weighted_loss(losses, batch, found)
+        total = jnp.max(numbers["micro_batches"]) * mean
+        without_value = total - jax.lax.stop_gradient(total)
+        return total / self.accumulation + (1 - 1 / self.accumulation) * without_value, sums
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics: means over micro-batches of their means."""
+        found = mean_metrics(sums, split)
+        return {name: found[name] for name in _ONLINE_METRICS if name in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import Batch, Columns, Example
 from trl_jax.data.prompts import as_prompts, check_prompts
-from trl_jax.losses.advantages import Advantages, group_advantages, rloo_advantages
+from trl_jax.losses.advantages import Advantages, group_advantages, population_advantages, rloo_advantages
 from trl_jax.losses.policy_gradient import (
     CLIPPED,
     PER_GENERATION,
@@ -40,6 +41,8 @@ class Cycle:
 
     group: completions of a prompt. prompts: of a generation. parts: micro-batches that a generation is cut into.
     iterations: how often they are trained on. accumulation: micro-batches of a step.
+    wraps: whether prompts that do not fill a generation at the end of an epoch are the first ones of the next epoch;
+        otherwise they are left out.
     """
 
     group: int = 8
@@ -47,6 +50,7 @@ class Cycle:
     parts: int = 1
     iterations: int = 1
     accumulation: int = 1
+    wraps: bool = False
 
     @property
     def repeats(self) -> int:
@@ -59,17 +63,24 @@ class Cycle:
         return self.accumulation % self.repeats == 0
 
     def micro_batches(self, rows: int) -> int:
-        """Those of an epoch over so many prompts; prompts that do not fill a generation are left out.
+        """Those of an epoch over so many prompts, whose generations are all full.
 
         Raises:
-            ValueError: there are not enough for one.
+            ValueError: there are not enough prompts for one, and they do not wrap.
         """
+        if self.wraps and rows:
+            return max(rows // self.prompts, 1) * self.repeats
         if rows < self.prompts:
             raise ValueError(
                 f"train_dataset has {rows} prompts, and a generation takes {self.prompts} (generation_batch_size / "
                 "num_generations): there would be no step. Pass more prompts, or lower generation_batch_size."
             )
         return rows // self.prompts * self.repeats
+
+    def steps_of_passes(self, rows: int, passes: float) -> int:
+        """Steps until every one of so many prompts, which wrap, has been used in so many passes."""
+        generations = math.ceil(math.ceil(passes * rows) / self.prompts)
+        return math.ceil(generations * self.repeats / self.accumulation)
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,7 @@ class PolicyTask(RolloutTask):
     per_token: ClassVar[bool] = False
     by_micro_batch: ClassVar[bool] = True
     divergence_in_reward: ClassVar[bool] = False  # whether that from the reference is a part of the reward
+    metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as TRL's AsyncGRPO does
 
     @property
     def diverges_in_loss(self) -> bool:
@@ -364,6 +376,55 @@ class GrpoTask(OnlineTask):
         return first | aux_loss(sums) | found
 
 
+@dataclass(frozen=True)
+class AsyncGrpoTask(GrpoTask):
+    """TRL's AsyncGRPO: the ratio that is clipped is that of the policy to the sampler, whose weights are older."""
+
+    metrics_by_group: ClassVar[bool] = True
+
+    @property
+    def keeps_old_logps(self) -> bool:
+        return False
+
+    @property
+    def keeps_sampling_logps(self) -> bool:
+        return True
+
+    def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
+        """Relative to the group's mean, divided by its standard deviation with n in the denominator."""
+        return population_advantages(rewards, group)
+
+    def token_weights(
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+    ) -> np.ndarray:
+        """The loss of a micro-batch is a mean over its tokens on all devices."""
+        of_each = np.sum(completion_weight) / max(float(np.sum(lengths)), 1.0)
+        return np.full(len(lengths), of_each, np.float32)
+
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The step's loss of the completions of a pass, and sums over micro-batches, with `ratio` and `kl` of the
+        policy to the sampler. A token without a log-probability of the sampler has the ratio 1."""
+        numbers, itself = batch.extras.example, jax.lax.stop_gradient(outputs["logps"])
+        sampling = batch.extras.read["sampling_logps"]
+        sampling = jnp.where(jnp.isnan(sampling), itself, sampling)
+        micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
+        loss, sums = grpo_loss(
+            outputs["logps"],
+            numbers["advantage"],
+            old_logps=sampling,
+            entropies=outputs["entropy"],
+            text=batch.text,
+            token_weight=numbers["token_weight"],
+            completion_weight=batch.weight,
+            micro_batch=micro_batch,
+            settings=self.objective,
+        )
+        places = reads(itself, None, batch.text, micro_batch, len(batch.weight))
+        log_ratio = places.difference(itself, sampling)
+        ratio = jnp.exp(log_ratio)
+        return loss, sums | {"ratio": places.by_token(ratio), "kl": places.by_token(ratio - 1 - log_ratio)}
+
+
 # ----------------------------------------------------------------------------------------------------
 # REINFORCE leave-one-out.
 
@@ -475,7 +536,7 @@ def _grpo(settings: PolicyLoss, totals: HostSums) -> Iterator[tuple[str, np.ndar
     if "bonus_tokens" in totals:
         of_generation = settings.loss_type in PER_GENERATION
         yield "policy_loss", totals["policy_loss"] / (1 if of_generation else totals["completion_weight"])
-    for name in ("kl", "entropy"):
+    for name in ("ratio", "kl", "entropy"):
         if name in totals:
             yield name, totals[name] / tokens
     if settings.loss_type in CLIPPED:

@@ -74,47 +74,49 @@ def _editable(name: str, doc: str) -> property:
 
 
 class BaseTrainer(abc.ABC):
-    """Trains a model on a task. A subclass sets the task (`make_task`) and the class of the arguments (`config_class`).
+    """Trains a model on a task. A subclass defines the task (`make_task`) and the class of the arguments
+    (`config_class`).
 
     A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
     `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer` and the
     dataloaders. Other methods that TRL's trainers call on themselves are refused, because trl_jax never calls them.
 
     Attributes:
-        aux_loss_enabled, router_aux_loss_coef: whether a loss that balances experts is added, and its weight.
+        aux_loss_enabled, router_aux_loss_coef: whether a load-balancing loss is added, and its weight.
         compute_loss_func: the loss that was passed.
         parts: what the run is made of.
     """
 
-    _name: ClassVar[str]  # as in the output directory that is used where none is given, "<model>-<name>"
-    _tag_names: ClassVar[list[str]]  # of the model's card
-    _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
+    _name: ClassVar[str]  # in the default output directory, "<model>-<name>"
+    _tag_names: ClassVar[list[str]]  # of the model card
+    _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number, for the model card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
-    _check_images: Callable[[], None] | None = None  # checks the arguments for rows with images; None: takes none
-    _may_get_images = False  # whether images may come in other ways than in rows
-    _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
-    _vision_collator: ClassVar[type[VisionCollator] | None] = None  # whose options are taken for rows with images
-    _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
-    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
-    _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
+    _check_images: Callable[[], None] | None = None  # checks the arguments if rows have images; None: takes none
+    _may_get_images = False  # whether images may also come from tools
+    _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; others are refused
+    _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images, with its options
+    _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, also accepted
+    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding and truncation of one loaded with the model
+    _old_arguments: ClassVar[Mapping[str, str]] = {}  # of older constructors: what to write today
     _data_collator: Any = None
     _compute_loss_func: Callable | None = None
     compute_loss_func = InitOnlyArg(
         lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
     )
     aux_loss_enabled = InitOnlyArg(
-        lambda trainer: trainer._setup.router_aux_loss_coef != 0, "Say router_aux_loss_coef in the arguments."
+        lambda trainer: trainer._setup.router_aux_loss_coef != 0, "Set router_aux_loss_coef in the arguments."
     )
     router_aux_loss_coef = InitOnlyArg(
-        lambda trainer: trainer._setup.router_aux_loss_coef, "Say router_aux_loss_coef in the arguments."
+        lambda trainer: trainer._setup.router_aux_loss_coef, "Set router_aux_loss_coef in the arguments."
     )
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
-    _saving: LoopProgress | None = None  # of the checkpoint that is being saved
+    _saving: LoopProgress | None = None  # while a checkpoint is being saved
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
-    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
-    _compiled_methods: ClassVar[frozenset[str]] = frozenset({"compute_loss", "prediction_step"})  # only of a class
+    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same for earlier releases
+    _compiled_methods: ClassVar[frozenset[str]] = frozenset({"compute_loss", "prediction_step"})  # not on instances
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
+    _never_there: ClassVar[Mapping[str, str]] = {}  # attributes of TRL's that ours lack, and what to write instead
     _editable: Editable
     _setup: Setup
     _publisher: HubPublisher
@@ -126,7 +128,7 @@ class BaseTrainer(abc.ABC):
 
     @abc.abstractmethod
     def make_task(self) -> Task:
-        """The task, by `self.args` as they are now; asked for at construction, and before each step and evaluation."""
+        """Make the task from the current `self.args`; called at construction and before each step and evaluation."""
 
     @api_boundary
     def __init__(
@@ -151,7 +153,8 @@ class BaseTrainer(abc.ABC):
         """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
 
         Args:
-            compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
+            compute_loss_func: computes the loss from the model's outputs, the labels and the number of targets of the
+                step.
             spec: what the trainer class contributes besides its task; None: nothing.
 
         Raises:
@@ -190,7 +193,7 @@ class BaseTrainer(abc.ABC):
                 f"data_collator is a {type(data_collator).__name__}, for rows with images, and train_dataset has none. "
                 "Leave it out."
             )
-        self.accelerator = Accelerator(args, self.end)  # asks for the devices, and rows are prepared before JAX starts
+        self.accelerator = Accelerator(args, self.end)  # starts JAX's devices, so after rows are prepared
         if self.data_collator is None:
             self._data_collator = self._collator()
         self.parts = setup.assemble(
@@ -201,7 +204,7 @@ class BaseTrainer(abc.ABC):
     # Construction, step by step.
 
     def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
-        """The arguments that were passed; without any, those of a run that is named after its model."""
+        """The arguments that were passed, or defaults with an output_dir named after the model."""
         if args is None:
             return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
         if not isinstance(args, self.config_class):
@@ -212,8 +215,7 @@ class BaseTrainer(abc.ABC):
     def _begin(self, args: BaseConfig, spec: setup.TrainerSpec) -> Progress:
         """Begin a run: make its task, open its repository on the Hub, join the processes.
 
-        Until the setup is complete, `self._editable` has what is settled so far: methods that a script overrides may
-        read it."""
+        Until the setup is complete, `self._editable` has what is known so far: overridden methods may read it."""
         collator, progress = self.data_collator, Progress()
         self._told = progress.told
         self._editable = Editable(args, None, (args if collator is None else collator).pad_to_multiple_of)
@@ -221,13 +223,13 @@ class BaseTrainer(abc.ABC):
         self._read_once = read_once(self)
         self._editable.task = spec.make_task()
         self._publisher = HubPublisher(spec.tags, spec.paper)
-        args.join_processes()  # before anything else
-        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds instead of the loading of a model
+        args.join_processes()
+        if args.push_to_hub:  # before the model is loaded, so that an unreachable Hub is reported within seconds
             self.init_hf_repo()
         return progress
 
     def _collator(self) -> Any:
-        """TRL's collator of these arguments, for scripts that call it; None where the task has none."""
+        """TRL's collator with these arguments, for scripts that call it; None if the task has none."""
         if self._collator_class is None:
             return None
         wanted = {field.name for field in dataclasses.fields(self._collator_class)}
@@ -268,13 +270,13 @@ class BaseTrainer(abc.ABC):
         """Train to the end. Returns the steps taken, the mean loss, and the run's metrics.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the newest whole one in `args.output_dir`.
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest complete one in `args.output_dir`.
 
         Raises:
             ValueError: there is no complete checkpoint to resume from, or it belongs to another model, optimizer or
                 dataset.
             FloatingPointError: several steps in a row were not finite.
-            MemoryError: a step does not fit; the text says what takes how much.
+            MemoryError: a step does not fit in memory; the message lists what takes how much.
             SystemExit: after SIGTERM (143), SIGINT (130) or SIGHUP (129); the last step is in a checkpoint, unless
                 save_strategy="no". A running evaluation is interrupted, and resuming repeats it.
         """
@@ -291,8 +293,7 @@ class BaseTrainer(abc.ABC):
 
     @property
     def data_collator(self) -> Any:
-        """The collator as it was passed, or TRL's. Only its `pad_to_multiple_of` has an effect on the layout of
-        steps."""
+        """The collator that was passed, or TRL's. Only its `pad_to_multiple_of` affects the layout of steps."""
         return self._data_collator
 
     @data_collator.setter
@@ -308,7 +309,7 @@ class BaseTrainer(abc.ABC):
 
         Raises:
             TypeError: something was set on the trainer that is never called or read.
-            ValueError: the arguments do not take a value; or rows would have to be prepared or laid out again.
+            ValueError: a value is invalid, or rows would have to be prepared or laid out again.
         """
         check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
         if self._setup.rollout is not None:
@@ -335,17 +336,17 @@ class BaseTrainer(abc.ABC):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all. One in torch
-        is given tensors, and computes apart from the model.
+        """The mean loss of a batch. An override in jax.numpy is compiled with its gradient; one in torch gets tensors
+        and runs outside the compiled model.
 
         Args:
-            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, `[rows, 1]` of a score head
-                and `[rows, T, V]` of a language model's. It also takes `pixel_values`.
-            inputs: `input_ids` and `attention_mask` `[X, T]`: each example's first text, then the second ones, and what
-                else the task has; `pixel_values` `[P, C]`, the patches of all images, if there are some.
-            return_outputs: give `(loss, outputs)`.
-            num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
-                evaluation and under a score head.
+            model: `model(input_ids=..., attention_mask=...)` returns `.logits`, `[rows, 1]` from a score head and
+                `[rows, T, V]` from a language model. It also takes `pixel_values`.
+            inputs: `input_ids` and `attention_mask` `[X, T]`, the first text of each example followed by the second
+                ones, and the task's other inputs; `pixel_values` `[P, C]`, the patches of all images, if there are any.
+            return_outputs: return `(loss, outputs)`.
+            num_items_in_batch: the number of targets in the whole step, which divides a language model's loss; None in
+                an evaluation and for a score head.
         """
         if self.compute_loss_func is None:
             loss, outputs = model.default_loss(self._setup.task, inputs, num_items_in_batch)
@@ -363,10 +364,10 @@ class BaseTrainer(abc.ABC):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint of a step and, as TRL does, the model's card into `args.output_dir`, and push it.
-        Scripts override it; the arguments are those of transformers, and have no effect here.
+        Scripts may override it; the arguments are transformers' and have no effect here.
 
         Raises:
-            RuntimeError: no step has asked for it.
+            RuntimeError: it was called outside train().
         """
         del model, trial
         if self._saving is None:
@@ -377,10 +378,10 @@ class BaseTrainer(abc.ABC):
         self._publisher.push_saved(self.args, self._setup.events, folder)
 
     def create_optimizer(self) -> Any:
-        """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
+        """Create the optimizer: `optimizers` of the constructor, if given, or the one that `args.optim` names.
 
-        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
-        schedule of the arguments as a share of its peak.
+        An override may return any optax transformation; its updates are scaled by the schedule of the arguments,
+        relative to its peak, as torch's LambdaLR does.
         """
         max_steps = self._setup.length.max_steps
         return default_optimizer(self.parts.training.choice, self.model.backend, self.args, max_steps)
@@ -391,9 +392,10 @@ class BaseTrainer(abc.ABC):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and metrics over a dataset, raw or prepared; `eval_dataset` of the constructor if none is given.
+        """Loss and metrics over a dataset, raw or prepared; by default over `eval_dataset` of the constructor.
 
-        A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
+        A dict of datasets is evaluated one by one, with metrics `<prefix>_<name>_...`; a string selects one of the
+        constructor's datasets.
         """
         refuse(ignore_keys=ignore_keys)
         self._settle_task()
@@ -412,7 +414,7 @@ class BaseTrainer(abc.ABC):
         return self._evaluate_one(dataset, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        with together("evaluation"), self._model_at_rest():
+        with together("evaluation"), self._evaluating():
             metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
             self.log(metrics)
             if self.state.epoch is not None:
@@ -421,8 +423,8 @@ class BaseTrainer(abc.ABC):
         return metrics
 
     @contextlib.contextmanager
-    def _model_at_rest(self) -> Iterator[None]:
-        """A context in which `model.training` is False: a script's methods may ask for it."""
+    def _evaluating(self) -> Iterator[None]:
+        """A context in which `model.training` is False, for a script's methods that read it."""
         self.model.eval()
         try:
             yield
@@ -436,17 +438,17 @@ class BaseTrainer(abc.ABC):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The task's predictions for every row of a dataset, raw or prepared; of those longer than max_length, too.
+        """The task's predictions for every row of a dataset, raw or prepared, including rows longer than max_length.
 
         Returns:
-            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, which are `()` unless the
-            task has labels; `metrics` has the loss and the speed.
+            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, `()` unless the task has
+            labels; `metrics`, the loss and the speed.
         """
         refuse(ignore_keys=ignore_keys)
         self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         loader = self.get_test_dataloader(prepared)
-        with together("prediction"), self._model_at_rest():
+        with together("prediction"), self._evaluating():
             return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
 
     def prediction_step(
@@ -456,15 +458,15 @@ class BaseTrainer(abc.ABC):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple:
-        """(loss, logits, labels) of one batch. Where a script overrides it, evaluation calls it every time.
+        """(loss, logits, labels) of one batch. If a script overrides it, evaluation calls it for each batch.
 
-        Logits are `[X, 1]` and labels None under a score head, `[rows, T, V]` and `[rows, T]` of a language model.
+        Logits are `[X, 1]` and labels None for a score head, `[rows, T, V]` and `[rows, T]` for a language model.
         """
         refuse(ignore_keys=ignore_keys)
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return (loss, None, None) if prediction_loss_only else (loss, outputs["logits"], inputs.get("labels"))
 
-    # What the run holds.
+    # Parts of the run.
 
     model = _editable("model", "The model that trains.")
     args = _editable("args", "The configuration.")
@@ -473,11 +475,11 @@ class BaseTrainer(abc.ABC):
     train_dataset = _editable("train_dataset", "The prepared training set.")
     eval_dataset = _editable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 
-    is_fsdp_enabled = is_deepspeed_enabled = False  # recipes ask before they save; here saving is the same
+    is_fsdp_enabled = is_deepspeed_enabled = False  # recipes read these before saving, which is always the same here
 
     @property
     def is_in_train(self) -> bool:
-        """Whether train() is under way."""
+        """Whether train() is running."""
         return self._setup.progress.in_train
 
     @is_in_train.setter
@@ -486,8 +488,8 @@ class BaseTrainer(abc.ABC):
 
     @property
     def _memory_tracker(self) -> NoReturn:
-        """Refuses transformers' evaluate, predict and train, which ask for it first, where a script that imported them
-        late calls them by name."""
+        """Raises an error if a script calls transformers' evaluate, predict or train by name: they read this attribute
+        first."""
         raise TypeError(
             f"A method of transformers.Trainer was called by name with a {type(self).__name__} of trl_jax. Call "
             "super()'s, or run the script with python -m trl_jax."
@@ -516,7 +518,7 @@ class BaseTrainer(abc.ABC):
 
     @property
     def train_batch_size(self) -> int:
-        """Examples in a micro-batch, on each device: those of the arguments, or what auto_find_batch_size found."""
+        """Examples per micro-batch and device: from the arguments, or found by auto_find_batch_size."""
         return self._setup.train_batch_size
 
     @property
@@ -530,7 +532,7 @@ class BaseTrainer(abc.ABC):
         return self.parts.checkpointer.lr_scheduler
 
     def get_learning_rates(self) -> list[float]:
-        """The rate of each of the optimizer's groups.
+        """The learning rate of each parameter group of the optimizer.
 
         Raises:
             ValueError: there is no optimizer before train().
@@ -544,7 +546,7 @@ class BaseTrainer(abc.ABC):
         return self._setup.step_examples
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of a dataloader's dataset; of what has none, as many as its batches have at most.
+        """Rows of a dataloader's dataset; if it has none, the number of batches times the batch size.
 
         Raises:
             TypeError: the dataset is a stream.
@@ -555,8 +557,9 @@ class BaseTrainer(abc.ABC):
             return len(dataloader) * self.args.per_device_train_batch_size
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks; with the speed
-        since `start_time`, of time.time(), where `include_num_input_tokens_seen` counts tokens."""
+        """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. If
+        `include_num_input_tokens_seen` counts tokens, the speed since `start_time` (seconds, of time.time()) is
+        added."""
         tokens_before, online = self._setup.progress.input_tokens_before, self._setup.rollout is not None
         events = self._setup.events
         callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
@@ -580,7 +583,7 @@ class BaseTrainer(abc.ABC):
         return self.args.process_index == 0
 
     def get_num_trainable_parameters(self) -> int:
-        """How many numbers train."""
+        """The number of trainable parameters."""
         return self.model.num_parameters(only_trainable=True)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -592,7 +595,7 @@ class BaseTrainer(abc.ABC):
         callbacks.log_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` into `args.output_dir`, and add to all_results.json there where `combined`."""
+        """Write `<split>_results.json` into `args.output_dir`, and update all_results.json there if `combined`."""
         callbacks.save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     def save_state(self) -> None:
@@ -600,11 +603,11 @@ class BaseTrainer(abc.ABC):
         write_whole(Path(self.args.output_dir) / STATE_FILE, state_text(self.state))
 
     def end(self) -> None:
-        """Let trackers finish what they have open."""
+        """End the runs of experiment trackers."""
         callbacks.finish_trackers(self.callback_handler)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it makes models by `model_init`, which TRL's trainers here do not take either."""
+        """Not supported: it creates models with `model_init`, which TRL's trainers do not take."""
         raise TypeError(
             "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
             "configuration and call train()."
@@ -613,8 +616,8 @@ class BaseTrainer(abc.ABC):
     # Data.
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
-        """Rows as the loader takes them; if `bounded`, without those longer than max_length. Prepared rows stay as they
-        are."""
+        """Prepare rows for the loader; if `bounded`, drop those longer than max_length. Prepared rows are returned
+        unchanged."""
         tokens = self._tokens._replace(tokenizer=self.processing_class)
         return data.prepare(self._editable.task, self.args, tokens, dataset, name, told=self._told, bounded=bounded)
 
@@ -628,7 +631,7 @@ class BaseTrainer(abc.ABC):
         return data.loader(self._setup, dataset, training=training)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
-        """A dataloader over a prepared dataset, as a script's own get_train_dataloader may return it."""
+        """A dataloader over a prepared dataset, for a script's own get_train_dataloader to return."""
         return Batches(self.loader(dataset, training=training), self._setup.task)
 
     def get_train_dataloader(self) -> Any:
@@ -636,7 +639,7 @@ class BaseTrainer(abc.ABC):
         return self.batches(self.train_dataset, training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
+        """Batches of a prepared evaluation set, in its order; a string selects one of the constructor's."""
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
@@ -666,16 +669,16 @@ class BaseTrainer(abc.ABC):
 
     @property
     def hub_model_id(self) -> str | None:
-        """The repository's full name, None before it was opened."""
+        """The repository's full name; None until it is opened."""
         return self._publisher.repo_id
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
+        """Create the repository `args.hub_model_id` (named after output_dir if None) unless it exists.
 
         Raises:
-            TypeError, ValueError: the token cannot be one.
-            PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
-                warned of only: it is not needed yet.
+            TypeError, ValueError: the token is malformed.
+            PermissionError, ConnectionError: it could not be created. With `hub_strategy="end"`, an unreachable Hub
+                only causes a warning, because it is not needed yet.
         """
         self._publisher.open(self.args, token, private)
 
@@ -689,17 +692,17 @@ class BaseTrainer(abc.ABC):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model and its card to `args.output_dir` and upload that, checkpoints left out.
+        """Save the model and its card to `args.output_dir` and upload that folder without its checkpoints.
 
         Args:
             kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
 
         Returns:
-            The commit; where `blocking` is False, a Future of it. Ask for its `result()` before the script ends: Python
-            then closes what uploads need, here as in transformers.
+            The commit, or a Future of it if `blocking` is False. Call its `result()` before the script ends: as in
+            transformers, an upload cannot continue while Python exits.
 
         Raises:
-            PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
+            PermissionError, ConnectionError: all attempts failed; all files are in the folder.
         """
         self._setup.events.fire("on_push_begin")
         if not is_first():  # only the first process talks to the Hub
@@ -719,6 +722,6 @@ class BaseTrainer(abc.ABC):
         tags: str | list[str] | None = None,
         **facts: Any,
     ) -> None:
-        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
+        """Write README.md into `args.output_dir`, unless it has one that trl_jax did not write."""
         named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "facts": facts}
         self._publisher.write_card(self.args, self.model, self._setup.task.head, self.state.log_history, **named)

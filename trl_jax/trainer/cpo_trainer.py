@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation of language models: TRL's CPOTrainer on JAX."""
+"""Contrastive preference optimization of language models: TRL's CPOTrainer on JAX."""
 
 from __future__ import annotations
 

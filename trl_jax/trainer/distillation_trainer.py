@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
@@ -15,36 +17,39 @@ from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
-from trl_jax.tasks.distillation import DistillationTask
+from trl_jax.tasks.distillation import DistillationTask, ScriptedDistillationTask, TokenDivergences
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.distillation_config import DistillationConfig
 from trl_jax.trainer.online import RolloutTrainer, argument
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER, names_of_script
 from trl_jax.training import model
 from trl_jax.training.reference import ReferenceModel, given
 from trl_jax.training.setup import Policy
 
 
 class DistillationTrainer(RolloutTrainer):
-    """Trains a language model, the student, to predict each token of completions that it writes itself as another one,
-    the teacher, does (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
+    """Trains a language model, the student, to match the predictions of another one, the teacher, on each token of the
+    student's own completions (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
 
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: the student: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch
-            model of transformers, which has the trained weights after `train()`.
-        teacher_model: the same of the teacher, whose vocabulary is the student's. It is held as it is stored.
+        model: the student: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a
+            torch model of transformers, which receives the trained weights after `train()`.
+        teacher_model: the teacher, in the same forms, with the student's vocabulary. Its weights keep the dtype in
+            which they are stored.
         args: a DistillationConfig; None means `DistillationConfig("<model>-Distillation")`.
         train_dataset: rows with a `prompt`, a text or messages.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the student if None.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
-        quantization_config: the student's base model under an adapter is loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig of ours or of peft's.
-        tools: functions that the student may call in its completions, by name; their annotations and docstrings say
-            how. What they return, or raise, is the next message, which is not learned from, and the student goes on.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
+        quantization_config: loads the student's base model under an adapter in 4 or 8 bits (QLoRA).
+        peft_config: our or peft's LoraConfig.
+        tools: functions that the student may call by name in its completions; annotations and docstrings describe them.
+            What a call returns or raises becomes the next message, which is not trained on, and the student continues.
+        rollout_func: completes prompts instead of the student, as in `GRPOTrainer`. TRL's DistillationTrainer has none;
+            log-probabilities that it returns are not used.
     """
 
     _name, _tag_names = "Distillation", ["trl", "distillation"]
@@ -69,7 +74,14 @@ class DistillationTrainer(RolloutTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: list[Callable] | None = None,
+        *,
+        rollout_func: Callable | None = None,
     ):
+        if tools and rollout_func is not None:
+            raise ValueError(
+                "tools= together with a rollout_func, which writes the completions: pass only one of them."
+            )
+        self.rollout_func = rollout_func
         if teacher_model is None:
             raise ValueError(
                 "teacher_model is missing: pass a checkpoint's folder or Hub name, or a loaded model, of the student's "
@@ -89,8 +101,64 @@ class DistillationTrainer(RolloutTrainer):
         """The teacher, with the student's tokenizer."""
         return self._setup.reference.as_model(self.model)
 
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: None,
+        multimodal_fields: dict[str, Any],
+        has_tool_images: bool = False,
+    ) -> list[list[int]]:
+        """One completion of each text; a `rollout_func` may call it. The other arguments are those of the prompts'
+        images, for texts."""
+        del multimodal_fields, has_tool_images
+        return self._turn(prompt_ids, images, 1)[0]
+
     def make_task(self) -> DistillationTask:
-        return DistillationTask(**self._of_any_rollout(), beta=self.args.beta)
+        scripted = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
+        kind = ScriptedDistillationTask if scripted else DistillationTask
+        return kind(**self._of_any_rollout(), beta=self.args.beta)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of `_compute_loss`, whose entropy is logged, as in TRL. Scripts override either, in jax.numpy."""
+        if self.model.training and inputs.get("num_items_in_batch") is not None:
+            num_items_in_batch = jnp.maximum(inputs["num_items_in_batch"], 1) / self.accelerator.num_processes
+        loss, entropy_sum, num_valid_tokens = self._compute_loss(model, inputs, num_items_in_batch)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["entropy"].append(entropy_sum / jnp.maximum(num_valid_tokens, 1))
+        return (loss, None) if return_outputs else loss
+
+    def _compute_loss(
+        self, unwrapped_student: Any, inputs: dict[str, jax.Array], num_items_in_batch: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The loss of a micro-batch of completions, a step's part: a step adds them up. A script's subclass may
+        override it, in jax.numpy: it is compiled, gradient and all.
+
+        Args:
+            unwrapped_student: for `_get_per_token_divergences`; it cannot be called.
+            inputs: TRL's, by TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
+                `[B, C]` (0 for the answers of tools, too) and `num_items_in_batch`.
+            num_items_in_batch: the tokens of the step that count, which a loss divides by.
+
+        Returns:
+            The loss, the sum of the student's entropies, and the number of tokens that count.
+        """
+        del unwrapped_student, num_items_in_batch
+        one = self._in_own_loss("_compute_loss")
+        loss = one.default_loss(inputs)
+        return loss, one.default_sums["entropy"].sum(), one.default_sums["targets"].sum()
+
+    def _get_per_token_divergences(self, model: Any, beta: float | None = None) -> TokenDivergences:
+        """`divergence`, `entropy`, `student_logps` and `teacher_logps` of the completions' tokens at the temperature,
+        float32 `[B, C]`, 0 where a token does not count, for a loss of the script's own. TRL has no such method.
+
+        Args:
+            model: the one that the loss was given.
+            beta: of the divergence, from 0 to 1; None for the argument's.
+        """
+        one = self._in_own_loss("_get_per_token_divergences")
+        return one.divergences(model, self.args.beta if beta is None else beta)
 
     def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
         del task
@@ -102,16 +170,5 @@ class DistillationTrainer(RolloutTrainer):
         loaded = model.load_teacher(
             self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision, images=policy.has_tower
         )
-        own, found = (model.config.get_text_config().vocab_size for model in (policy.model, loaded))
-        if own != found:
-            raise ValueError(
-                f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. Distillation "
-                "compares the teacher's full next-token distribution, which requires a shared vocabulary. Use a "
-                "teacher with the same vocab_size."
-            )
-        if not isinstance(loaded.backend, NativeBackend | LoraBackend):
-            raise ValueError(
-                f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
-                "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
-            )
+        model.check_teacher(loaded, policy.model, "Distillation")
         return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.torch_random import default_generator
 from trl_jax.data.batch import IGNORED, Example
-from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
-from trl_jax.hub.generate import check_generates, complete
+from trl_jax.data.loader import IndexedExample, StepBatch
+from trl_jax.hub.generate import check_generates
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -32,10 +32,9 @@ from trl_jax.trainer.gkd_config import GKDConfig
 from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg
 from trl_jax.training import model
 from trl_jax.training.data import Batches
-from trl_jax.training.logging import GenerationProgress, ProgressLine
 from trl_jax.training.reference import ReferenceModel, given
+from trl_jax.training.rollout import Completer, WrittenSteps
 from trl_jax.training.setup import Policy, TrainerSpec
-from trl_jax.training.state import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +70,8 @@ class GKDTrainer(BaseTrainer):
         eval_dataset: the same, or a dict of them. An evaluation reads the dataset's completions.
         processing_class: the tokenizer; loaded with the student if None.
         compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
         peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen student trains, and only it is saved.
         formatting_func: refused: TRL does not call it either.
@@ -188,18 +187,7 @@ class GKDTrainer(BaseTrainer):
                 "trl_jax computes itself (docs/models lists them) and, as an adapter, a weight-based one such as LoRA."
             )
         loaded = model.load_teacher(self._teacher, args, args.teacher_model_init_kwargs, None)
-        own, found = (one.config.get_text_config().vocab_size for one in (policy.model, loaded))
-        if own != found:
-            raise ValueError(
-                f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. GKD compares "
-                "the teacher's full next-token distribution, which requires a shared vocabulary. Use a teacher with "
-                "the same vocab_size."
-            )
-        if not isinstance(loaded.backend, NativeBackend | LoraBackend):
-            raise ValueError(
-                f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
-                "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
-            )
+        model.check_teacher(loaded, policy.model, "GKD")
         self._teacher_generation = loaded.generation_config
         return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None and not self.seq_kd)
 
@@ -208,46 +196,14 @@ class GKDTrainer(BaseTrainer):
 
 
 @dataclass
-class RewrittenSteps:
+class RewrittenSteps(WrittenSteps):
     """The steps of a loader, with each micro-batch as `rewrite` returns it.
 
-    Steps are made when they are asked for, with the parameters of that moment. The loss of a step is divided by the
-    targets of the dataset's rows, also where their completions were replaced, as in TRL, which counts them first.
-
-    Completions are sampled with the process's random stream, which is advanced at the start of an epoch by the words
-    that torch's DataLoader draws there.
+    The loss of a step is divided by the targets of the dataset's rows, also where their completions were replaced, as
+    in TRL, which counts them first.
     """
 
-    loader: ExampleLoader
     rewrite: Callable[[list[Example]], list[Example]]
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        return self.loader.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        return self.loader.drop_last
-
-    def laid_out(self, **changes: Any) -> ExampleLoader:
-        """The loader of the dataset's own rows, with these fields of the layout changed."""
-        return self.loader.laid_out(**changes)
-
-    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        self.loader.set_epoch(epoch, skip, skipped_digest)
-        if not skip:  # within an epoch, the restored stream has been advanced
-            default_generator().skip(BASE_SEED_WORDS)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        for number, group in enumerate(self.loader.groups()):
-            yield self._step(group, number)
 
     def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
         written, padded = [], 0
@@ -312,29 +268,3 @@ def completed(example: Example, prompt: np.ndarray, completion: np.ndarray) -> E
     """The example with another completion, every token of which is a target."""
     labels = np.concatenate([np.full(len(prompt), IGNORED, np.int32), completion])
     return example._replace(texts=(np.concatenate([prompt, completion]).astype(np.int32),), labels=(labels,))
-
-
-class Completer:
-    """Completes prompts with the process's random stream.
-
-    Args:
-        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`.
-    """
-
-    def __init__(self, setup: Setup, options: Mapping[str, Any]):
-        self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
-
-    def __call__(self, model: Any, prompts: list[np.ndarray], dtype: str) -> list[np.ndarray]:
-        """The completions of one prompt each, int32; each includes the token that ends it.
-
-        Args:
-            model: the PreTrainedModel that writes.
-            dtype: of its computation.
-        """
-        args = self._setup.args
-        how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
-        how["progress"] = GenerationProgress(self._line, len(prompts))
-        with self._setup.on_device():
-            out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
-        self._line("training")
-        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]

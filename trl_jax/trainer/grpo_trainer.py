@@ -1,11 +1,10 @@
-"""Group relative policy optimisation: TRL's GRPOTrainer on JAX."""
+"""Group relative policy optimization: TRL's GRPOTrainer on JAX."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -32,45 +31,43 @@ _OF_THE_LOSS = (
 
 
 class GRPOTrainer(OnlineTrainer):
-    """Trains a language model on completions that it writes itself, by their rewards relative to the other completions
-    of the same prompt (DeepSeekMath, https://huggingface.co/papers/2402.03300), and by the losses that grew out of it.
+    """Trains a language model on its own completions, by their rewards relative to other completions of the same prompt
+    (DeepSeekMath, https://huggingface.co/papers/2402.03300). `loss_type` selects among the losses derived from it.
 
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
-            transformers, which has the trained weights after `train()`.
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
+            of transformers, which receives the trained weights after `train()`.
         reward_funcs: a reward function or reward model, or a list of them. A function is called with `prompts`,
             `completions`, `completion_ids`, the dataset's other columns, `trainer_state`, `log_extra` and `log_metric`,
-            and gives a number or None for each completion; it may be async. A model is a folder's or repository's name,
-            what `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
+            and returns a number or None for each completion; it may be async. A model is a folder or Hub name, a model
+            that `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
         args: a GRPOConfig; None means `GRPOConfig("<model>-GRPO")`.
         train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None.
-        reward_processing_classes: the tokenizers of reward models, one for each of reward_funcs; None loads them with
+        reward_processing_classes: tokenizers of the reward models, one entry per reward function; None loads them with
             the models.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
-        quantization_config: the base model of an adapter is loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's.
-        rollout_func: called with a generation's prompts, each as often as it is to be completed, and this trainer, in
-            the place of our generator. It returns a dict of `prompt_ids`, `completion_ids` and `logprobs`, lists with
-            an item for each prompt, and if it likes `env_mask`, 0 for each token of a completion that is not learned
-            from; other keys go to the reward functions. `logprobs` are the sampler's: with `use_vllm=True` and
-            `vllm_importance_sampling_correction`, and by `off_policy_mask_threshold`, they are compared with the
-            policy's.
-        tools: functions that the model may call in its completions, by name; their annotations and docstrings say how.
-            What they return, or raise, is the next message, which is not learned from, and the model goes on.
-        environment_factory: makes an environment; or a dict of such, by the names in the rows' column `environment`.
-            Each completion acts in one of its own, whose methods are tools; `reset(**row)` begins it, and what that
-            returns is appended to the prompt; `get_reward()`, if it exists, is one more reward function.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
+        quantization_config: loads the base model of an adapter in 4 or 8 bits (QLoRA).
+        peft_config: our or peft's LoraConfig or prompt-learning config.
+        rollout_func: replaces the built-in generator. It is called with the prompts of a generation, each repeated once
+            per completion, and this trainer. It returns a dict with `prompt_ids`, `completion_ids` and `logprobs`,
+            lists with one item per prompt, and optionally `env_mask`, 0 for completion tokens that are not trained on;
+            other keys go to the reward functions. `logprobs` are the sampler's; they are compared with the policy's
+            under `use_vllm=True` with `vllm_importance_sampling_correction`, and under `off_policy_mask_threshold`.
+        tools: functions that the model may call by name in its completions; annotations and docstrings describe them.
+            What a call returns or raises becomes the next message, which is not trained on, and the model continues.
+        environment_factory: creates an environment; or a dict of factories, selected by the column `environment`. Each
+            completion has its own environment, whose methods are tools. `reset(**row)` starts it, and its result is
+            appended to the prompt; `get_reward()`, if it exists, is an additional reward function.
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
-    rollout_func: Callable | None = None
     loss_type, importance_sampling_level = map(argument, ("loss_type", "importance_sampling_level"))
     scale_rewards, multi_objective_aggregation = map(argument, ("scale_rewards", "multi_objective_aggregation"))
     off_policy_mask_threshold, top_entropy_quantile = map(
@@ -136,7 +133,7 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def entropy_coef(self) -> float:
-        """The coefficient of the entropy bonus now: `args.entropy_coef`, or what the adaptive one has become."""
+        """The current coefficient of the entropy bonus: `args.entropy_coef`, or the adapted one."""
         bonus = self._setup.rollout.bonus
         return self.args.entropy_coef if bonus is None else bonus.now
 
@@ -144,8 +141,23 @@ class GRPOTrainer(OnlineTrainer):
         args, name = self.args, self.args.log_completions_hub_repo
         return None if name is None else CompletionsRepo(name, token=args.hub_token, private=args.hub_private_repo)
 
-    def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
-        return None if self.rollout_func is None else partial(_with_trainer, self)
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: None,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """One completion of each text and the log-probabilities of its tokens by vLLM servers, None without servers.
+        A `rollout_func` may call it.
+
+        Args:
+            prompt_ids: token ids. Where `num_generations` in a row are equal, they are one request.
+            images, multimodal_fields, has_tool_images: as of `_tokenize_prompts`, for texts.
+        """
+        del multimodal_fields, has_tool_images
+        return self._turn(prompt_ids, images, num_generations)
 
     def _bonus(self) -> EntropyBonus | None:
         args = self.args
@@ -153,10 +165,6 @@ class GRPOTrainer(OnlineTrainer):
             return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
         bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
         return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, **bounds)
-
-
-def _with_trainer(trainer: GRPOTrainer, prompts: list) -> Mapping[str, Any]:
-    return trainer.rollout_func(prompts, trainer)
 
 
 def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _warn_of_levels(loss_type: str, level: str) -> None:
-    """Warn of a loss at another level than its paper's, in TRL's words."""
+    """Warn, in TRL's words, if importance_sampling_level is not that of the loss's paper."""
     if loss_type == "luspo" and level != "sequence":
         logger.warning(
             "When using `'luspo'` loss, `importance_sampling_level` should be set to `'sequence'` to mirror the "

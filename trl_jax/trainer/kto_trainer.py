@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation of language models: TRL's KTOTrainer on JAX."""
+"""Kahneman-Tversky optimization of language models: TRL's KTOTrainer on JAX."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ _MOVED = (
 
 
 class KTOTrainer(ReferenceTrainer):
-    """Trains a language model on answers that are each known to be desirable or not, as compared with a reference.
+    """Trains a language model on answers labeled as desirable or undesirable, relative to a reference model.
 
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
-            transformers, which has the trained weights after `train()`. Weights are kept in float32;
-            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
-        ref_model: the same, of the reference. None: the model as it is before training; under a new adapter the model
-            without it, under one that the model has a copy of that.
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
+            of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
+            in `args.model_init_kwargs["dtype"]` ("float32" by default).
+        ref_model: the reference model, in the same forms. None: the model before training; with a new adapter, the
+            model without it; with an adapter that the model came with, a copy of that adapter.
         args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
-        data_collator: a DataCollatorForUnpairedPreference, whose `pad_to_multiple_of` then holds; for rows with
-            images a DataCollatorForVisionUnpairedPreference, whose options then hold.
+        data_collator: a DataCollatorForUnpairedPreference, of which only `pad_to_multiple_of` is used; for rows with
+            images a DataCollatorForVisionUnpairedPreference, whose options replace those of `args`.
         train_dataset: rows with `prompt`, `completion` and `label`, as text or as messages, or with `prompt_ids`,
             `completion_ids` and `label`, or pairs, `chosen` and `rejected` with or without `prompt`; a Dataset or an
             IterableDataset (with `max_steps`). Rows with `prompt`, `completion` and `label` may have `image` or
             `images`.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
-        compute_metrics: gets an EvalPrediction of all logits `[rows, T, V]`, not shifted, and their token ids
-            `[rows, T]`, as in TRL, which will drop it; its own metrics need no logits.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
-            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
-            loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter of the frozen
-            model trains, and only it is saved.
+        compute_metrics: gets an EvalPrediction with all logits `[rows, T, V]`, not shifted, and their token ids
+            `[rows, T]`. TRL plans to drop it; the trainer's own metrics need no logits.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
+            function scales the updates; without it, the schedule of `args` does, relative to its peak.
+        quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
+            bits (QLoRA).
+        peft_config: our or peft's LoraConfig or prompt-learning config: an adapter of the frozen model is trained, and
+            only the adapter is saved.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -115,7 +115,7 @@ class KTOTrainer(ReferenceTrainer):
 
 
 def _check_batches(args: KTOConfig) -> None:
-    """Raise ValueError for batches in which an answer has no other row's prompt to answer."""
+    """Raise ValueError if answers cannot be paired with another row's prompt in each batch."""
     if args.train_sampling_strategy != "sequential":
         raise ValueError(
             f"Loss type `'{args.loss_type}'` estimates the KL divergence term and requires "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
 from trl_jax.rollout.rewards import (
+    HELPERS,
     RewardFunctions,
     check_columns,
     check_signature,
@@ -39,13 +41,19 @@ from trl_jax.rollout.rewards import (
     reward_functions,
 )
 from trl_jax.rollout.rollout import EntropyBonus, Rewards
-from trl_jax.rollout.server import Requirements, VllmServers, is_local, sampling_parameters, server_urls
+from trl_jax.rollout.server import Limits, Requirements, VllmServers, is_local, sampling_parameters, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online_config import OnlineConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS, check_config
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED_WITH_REWARDS,
+    NEVER_THERE,
+    ONCE_CALLED_WITH_REWARDS,
+    Absent,
+    check_config,
+)
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
@@ -122,7 +130,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
 # Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
 
 
-_OWN_SAMPLING = "generation_config of {}: tokens are sampled by its arguments. Say generation_kwargs in its config."
+_OWN_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
 
 
 def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
@@ -130,13 +138,13 @@ def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
     raises AttributeError, because it would have no effect."""
 
     def get(self: BaseTrainer) -> Any:
-        return vars(self.args)[name] if read is None else read(self.args)
+        return getattr(self.args, name) if read is None else read(self.args)
 
     def put(self: BaseTrainer, value: Any) -> None:
         if "_editable" not in vars(self) or value is get(self) or value == get(self):
             return  # before the constructor, as in TRL, which then overwrites it; or nothing new
         raise AttributeError(
-            f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Say "
+            f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Set "
             f"{name} in {self.config_class.__name__}."
         )
 
@@ -148,15 +156,19 @@ class RolloutTrainer(BaseTrainer):
 
     Attributes:
         tools: functions that the model may call in its completions.
+        rollout_func: the script's own function from prompts to completions; None without one.
     """
 
     tools: Sequence[Callable] = ()
+    rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
     _own_methods: OwnRollout | None = None
     _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
+    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss"}
+    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
 
     temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
     repetition_penalty, max_completion_length = map(argument, ("repetition_penalty", "max_completion_length"))
@@ -164,6 +176,9 @@ class RolloutTrainer(BaseTrainer):
     log_completions, num_completions_to_print = map(argument, ("log_completions", "num_completions_to_print"))
     log_unique_prompts, beta, use_vllm = map(argument, ("log_unique_prompts", "beta", "use_vllm"))
     chat_template_kwargs = argument("chat_template_kwargs", lambda args: args.chat_template_kwargs or {})
+
+    _never_there = NEVER_THERE
+    vllm_generation, vllm_client = Absent(), Absent()
 
     @property
     def generation_config(self) -> Any:
@@ -191,6 +206,49 @@ class RolloutTrainer(BaseTrainer):
             "is in the tables of log_completions=True."
         )
 
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
+        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
+        loss of the script's own they are arrays of the step."""
+        if self._own_pass is not None:
+            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
+        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
+
+    @property
+    def _own_pass(self) -> Any:
+        """The pass whose loss a script's own method computes now; None outside of it."""
+        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
+        return None if script_loss is None else script_loss.current
+
+    @property
+    def current_gradient_accumulation_steps(self) -> Any:
+        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
+        fewer."""
+        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
+
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
+            return hooks
+        from trl_jax.training.completions_loss import OwnLoss
+
+        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+            world = self.accelerator.num_processes
+            # A batch is divided over the shards, as over TRL's processes.
+            self.accelerator.num_processes = self._setup.shards
+            try:
+                return self.compute_loss(model, inputs)
+            finally:
+                self.accelerator.num_processes = world
+
+        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
+        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+
+    def _in_own_loss(self, name: str) -> Any:
+        if self._own_pass is None:
+            raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
+        return self._own_pass
+
     @abc.abstractmethod
     def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
         """The model that the policy is compared with; None without one."""
@@ -206,19 +264,36 @@ class RolloutTrainer(BaseTrainer):
     @property
     def _may_get_images(self) -> bool:
         """Whether images may come in answers of tools or environments."""
-        return (bool(self.tools) or self._environments is not None) and not uses_server(vars(self.args))
+        return (bool(self.tools) or self._environments is not None) and not self._uses_server
+
+    @property
+    def _uses_server(self) -> bool:
+        """Whether completions come from vLLM servers."""
+        return uses_server(vars(self.args))
+
+    def _limits(self) -> Limits:
+        """How long servers may take, and how much they are asked for at once."""
+        return Limits(self.args.vllm_server_timeout)
+
+    def _generates_ahead(self) -> bool:
+        """Whether servers generate while the step before trains."""
+        return vars(self.args).get("generate_ahead", False)
+
+    def _sync_steps(self) -> int:
+        """The number of steps between two updates of the servers' weights."""
+        return 1
 
     def _rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
         rollout_func, server = self._rollout_func(), None
-        if uses_server(vars(args)):
+        if self._uses_server:
             server = self._server(run)
         elif rollout_func is None:
             check_generates(model)
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
-        options = _options(args, tokenizer, model, run.encoder)
+        options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None
@@ -241,16 +316,14 @@ class RolloutTrainer(BaseTrainer):
         """
         args, model = run.args, run.model
         found = {
-            "tools=": bool(self.tools),
-            "environment_factory=": self._environments is not None,
             "several processes": several(),
             "an adapter of virtual tokens": bool(model.backend.virtual.count),
             "rows with images": run.encoder is not None,
         }
         for what in (what for what, there in found.items() if there):
             raise ValueError(
-                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Set use_vllm=False, or "
-                f"train without {what.removesuffix('=')}."
+                f"vLLM servers together with {what} are not in this release of trl_jax. Train without {what}, or with "
+                "GRPOTrainer and use_vllm=False."
             )
         urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
@@ -263,21 +336,26 @@ class RolloutTrainer(BaseTrainer):
             model.name_or_path, run.vocab_size, args.max_completion_length + (args.max_prompt_length or 1),
             "sampling_logps" in run.task.logps,
         )  # fmt: skip
-        servers = VllmServers(urls, needs, args.vllm_server_timeout)
+        servers = VllmServers(urls, needs, self._limits())
         servers.check()
         sampling = sampling_parameters(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
-            ends=_eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
-        ahead = vars(args).get("generate_ahead", False)
+        ahead = self._generates_ahead()
         if ahead and self._rollout_func() is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
                 "Leave one of the two out."
             )
-        return ServerParts(servers, sampling, root, ahead)
+        if ahead and self._environments is not None:
+            raise ValueError(
+                "generate_ahead=True with environment_factory= would reset environments whose completions are not "
+                "judged yet. Set generate_ahead=False."
+            )
+        return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 
     def _table(self, names: Sequence[str] | None) -> CompletionsLog:
         args = self.args
@@ -312,7 +390,29 @@ class RolloutTrainer(BaseTrainer):
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
         """The script's own way from prompts to completions, where it has one."""
-        return None
+        return None if self.rollout_func is None else partial(_with_trainer, self)
+
+    def _turn(
+        self, prompt_ids: Sequence[Sequence[int]], images: Any, group: int
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """The completions of texts, as `PolicyWriter.turn`, for `_generate_single_turn`.
+
+        Raises:
+            ValueError: prompts with images, or with a token that the model does not embed.
+            RuntimeError: on several processes.
+        """
+        if images is not None or self._setup.encoder is not None:
+            raise ValueError(
+                "_generate_single_turn completes texts, and this run has images. Leave rollout_func out, and the "
+                "trainer completes them itself."
+            )
+        if several():
+            raise RuntimeError(
+                "_generate_single_turn on several processes is not in this release of trl_jax. Train in one process."
+            )
+        with self._setup.on_device():
+            completions, logps = self._setup.rollout.rollout.writer.turn(prompt_ids, group)
+        return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
 
     def _of_any_rollout(self) -> dict[str, Any]:
         """The fields of a task that all of these trainers share."""
@@ -332,6 +432,10 @@ class RolloutTrainer(BaseTrainer):
         }
 
 
+def _with_trainer(trainer: RolloutTrainer, prompts: list) -> Mapping[str, Any]:
+    return trainer.rollout_func(prompts, trainer)
+
+
 def _check_processes(trainer: str, shards: int) -> None:
     """Raise ValueError where processes would not have prompts of their own."""
     count = jax.process_count() if processes.several() else 1
@@ -343,21 +447,27 @@ def _check_processes(trainer: str, shards: int) -> None:
         )
 
 
-def _eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
+def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     """The model's ids that end a text; the tokenizer's comes first if it is not among them."""
     own, found = tokenizer.eos_token_id, model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or ())
     return ids if own in ids or own is None else [own, *ids]
 
 
-def _options(args: OnlineConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any) -> dict[str, Any]:
+def sampling_options(
+    args: BaseConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any = None, *, new_tokens: int | None
+) -> dict[str, Any]:
     """The fields of the GenerationConfig that completions are sampled with. With images, the image token is never
-    sampled: it would stand for an image that is not there."""
+    sampled: it would stand for an image that is not there.
+
+    Args:
+        new_tokens: the most tokens of a completion.
+    """
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options["top_k"] = 0 if args.top_k == -1 else args.top_k
-    ids = {"eos_token_id": _eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
+    ids = {"eos_token_id": eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
     ids["bos_token_id"] = tokenizer.bos_token_id
-    options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
+    options |= {"max_new_tokens": new_tokens, "do_sample": True} | ids
     options |= {} if encoder is None else {"suppress_tokens": [encoder.image_token_id]}
     options |= args.generation_kwargs or {}
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
@@ -377,6 +487,8 @@ class OnlineTrainer(RolloutTrainer):
     """
 
     config_class = OnlineConfig
+    _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
+    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # what reward functions get besides the columns
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
     _ref_model: Any = None  # scripts of TRL up to 0.21 pass one; else the policy as it is before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
@@ -389,47 +501,7 @@ class OnlineTrainer(RolloutTrainer):
         "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
     )
 
-    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss", "_calculate_rewards", *OWN_METHODS}
-    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
-
-    @property
-    def _metrics(self) -> dict[str, dict[str, list[float]]]:
-        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
-        loss of the script's own they are arrays of the step."""
-        if self._own_pass is not None:
-            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
-        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
-
-    @property
-    def _own_pass(self) -> Any:
-        """The pass whose loss a script's own method computes now; None outside of it."""
-        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
-        return None if script_loss is None else script_loss.current
-
-    @property
-    def current_gradient_accumulation_steps(self) -> Any:
-        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
-        fewer."""
-        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
-
-    def _hooks(self) -> Hooks:
-        hooks = super()._hooks()
-        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
-            return hooks
-        from trl_jax.training.script_loss import OwnLoss
-
-        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
-            world = self.accelerator.num_processes
-            self.accelerator.num_processes = (
-                self._setup.shards
-            )  # which a batch is divided over, as over TRL's processes
-            try:
-                return self.compute_loss(model, inputs)
-            finally:
-                self.accelerator.num_processes = world
-
-        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
-        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+    _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *OWN_METHODS}
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -545,11 +617,6 @@ class OnlineTrainer(RolloutTrainer):
             raise RuntimeError(f"{name} of {type(self).__name__} can be called by a method of the same name alone.")
         return self._own_methods
 
-    def _in_own_loss(self, name: str) -> Any:
-        if self._own_pass is None:
-            raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
-        return self._own_pass
-
     @staticmethod
     def get_high_entropy_mask(entropies: jax.Array, mask: jax.Array, threshold: float) -> jax.Array:
         """Which tokens have an entropy of at least the `threshold` quantile: bool, in the shape of `entropies`."""
@@ -610,14 +677,15 @@ class OnlineTrainer(RolloutTrainer):
             environments: that completions act in; some of them have rewards of their own. None for none.
             arguments: those of `BaseTrainer`, by name.
         """
-        check_config(type(self), OnlineConfig, ("scale_rewards",))
+        check_config(type(self), OnlineConfig, self._not_arguments)
         functions = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
         self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
         for function in self.reward_funcs:
             if callable(function) and not is_model(function):
-                check_signature(function)  # before weights are read; later with the columns of the rows
+                # before weights are read; later with the columns of the rows
+                check_signature(function, helpers=self._reward_helpers)
         self.reward_funcs += self._own_rewards
         if isinstance(reward_processing_classes, list | tuple):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
@@ -625,7 +693,7 @@ class OnlineTrainer(RolloutTrainer):
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         prepared = super().prepare_dataset(dataset, name, bounded=bounded)
-        if not self.args.remove_unused_columns and not has_transform(prepared):
+        if self.args.keeps_columns and not has_transform(prepared):
             columns = prepared.column_names or next(iter(prepared.take(1)), {})
             more = () if self._environments is None else ("environments",)
             check_columns(columns, f"{argument_checks(name)} has the column", *more)
@@ -653,7 +721,7 @@ class OnlineTrainer(RolloutTrainer):
             trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
-            columns=None if open_ended or has_transform(rows) else rows.column_names,
+            columns=None if open_ended or has_transform(rows) else rows.column_names, helpers=self._reward_helpers,
         )  # fmt: skip
         if "_calculate_rewards" in run.overridden:
             rewards.own = self._calculate_rewards

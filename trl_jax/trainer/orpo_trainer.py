@@ -9,8 +9,8 @@ from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
 class ORPOTrainer(ReferenceFreeTrainer):
-    """Fine-tunes a language model on the chosen texts of preference pairs, and has their answers beat the rejected
-    ones by their odds: no reference model.
+    """Fine-tunes a language model on the chosen texts of preference pairs while raising the odds of chosen over
+    rejected answers, without a reference model.
 
     The arguments are those of `ReferenceFreeTrainer`, as in `trl.experimental.orpo`.
     """

@@ -56,8 +56,7 @@ NEAR: dict[str, str] = {
 # Trainers that TRL 1.16 has in trl.experimental alone: their names, without Config and Trainer, by their module.
 _EXPERIMENTAL: dict[str, tuple[str, str]] = {
     "A2PO": ("a2po", _REWARDED), "AsyncDistillation": ("async_distillation", _DISTILLED),
-    "AsyncGRPO": ("async_grpo", _REWARDED), "GMPO": ("gmpo", _REWARDED),
-    "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED), "OnlineDPO": ("online_dpo", _REWARDED),
+    "GMPO": ("gmpo", _REWARDED), "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED),
     "SDFT": ("sdft", _DISTILLED), "SDPO": ("sdpo", _DISTILLED),
     "ServerDistillation": ("server_distillation", _DISTILLED), "TPO": ("tpo", _PAIRS),
 }  # fmt: skip
@@ -72,7 +71,7 @@ def check_not_experimental(name: str) -> None:
     module, near = _EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"), (None, None))
     if module is not None and name.endswith(("Config", "Trainer")):
         raise ImportError(
-            f"{name} is not built in trl_jax. Near it: {near}. TRL has it in trl.experimental.{module}, which "
+            f"{name} is not implemented in trl_jax. Closest: {near}. TRL has it in trl.experimental.{module}, which "
             "`python -m trl_jax` imports from the installed trl; it trains with torch."
         )
 
@@ -92,7 +91,7 @@ class _NotBuilt(type):
 def _sentence(cls: type) -> str:
     name = next(kind.__name__ for kind in cls.__mro__ if kind.__module__ == __name__)  # of a script's subclass, too
     near = NEAR[name]
-    return f"{name} of TRL's is not built in trl_jax." + (f" Near it: {near}." if near else "")
+    return f"TRL's {name} is not implemented in trl_jax." + (f" Closest: {near}." if near else "")
 
 
 def placeholder(name: str) -> type:
@@ -200,14 +199,14 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
     is running."""
     if then.columns != now.columns:
         raise ValueError(
-            "What was set on the trainer since it was made asks for rows of the columns "
-            f"{', '.join(now.columns.texts)}, and they were prepared as {', '.join(then.columns.texts)}. Say it in "
+            "What was set on the trainer since it was made needs rows with the columns "
+            f"{', '.join(now.columns.texts)}, but they were prepared with {', '.join(then.columns.texts)}. Set it in "
             f"{config}."
         )
     if in_train and now.head == "lm" and then.by_micro_batch != now.by_micro_batch:
         raise ValueError(
-            "What was set on the trainer while it trains asks for another layout of its steps. Set it before train(), "
-            f"or say it in {config}."
+            "What was set on the trainer during training needs another layout of its steps. Set it before train(), "
+            f"or set it in {config}."
         )
 
 
@@ -216,13 +215,13 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
 
 
 _OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
-_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
+_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and set train_sampling_strategy."
 _OWN_PROMPTS = (
     "A batch is made of completions when it is taken: order the rows of train_dataset, and set shuffle_dataset=False."
 )
 _OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
 _OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
-_OWN_ARGUMENTS = "Say it by an argument of the config or of the trainer."
+_OWN_ARGUMENTS = "Use an argument of the config or of the trainer."
 _LOSS_TYPE = (
     "The step is one compiled function: choose a loss_type, or override _compute_loss(self, model, inputs, "
     "return_outputs) of DPOTrainer or KTOTrainer in jax.numpy."
@@ -231,19 +230,19 @@ _POLICY_LOSS = (
     "The step is one compiled function: override _compute_loss(self, model, inputs), in jax.numpy, or choose loss_type."
 )
 _TEACHERS_LOSS = (
-    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
-    "distillation: choose beta, and say by temperature how soft the distributions are."
+    "The step is one compiled function: override _compute_loss(self, model, inputs, num_items_in_batch) in jax.numpy, "
+    "with self._get_per_token_divergences(model), or choose beta."
 )
 _OWN_REWARDS = (
     "Override _calculate_rewards, or write a reward function: it gets prompts, completions, completion_ids and all "
-    "columns of the rows, log_metric and log_extra, and its numbers are weighed by reward_weights."
+    "columns of the rows, log_metric and log_extra, and its results are weighted by reward_weights."
 )
 _OWN_COMPLETIONS = (
-    "Override _generate(self, prompts) and change what super() returns, say how completions are sampled by "
-    "generation_kwargs, or give GRPOTrainer a rollout_func(prompts, trainer) that returns them."
+    "Override _generate(self, prompts) and change what super() returns, set the sampling with generation_kwargs, or "
+    "pass a rollout_func(prompts, trainer) that returns them."
 )
-_OWN_SAMPLED = "Say how completions are sampled by generation_kwargs."
-_OWN_TEXTS = "Render prompts beforehand, by train_dataset.map, or say chat_template_path and chat_template_kwargs."
+_OWN_SAMPLED = "Set the sampling of completions with generation_kwargs."
+_OWN_TEXTS = "Render prompts beforehand with train_dataset.map, or set chat_template_path and chat_template_kwargs."
 NEVER_CALLED = {
     name: instead
     for names, instead in (
@@ -280,7 +279,7 @@ NEVER_CALLED_IN_PREFERENCES = {  # of DPO and KTO, which call a loss of the scri
     if name not in ("compute_loss", "_compute_loss")
 }
 # Methods that TRL's trainers had once and called on themselves: a script that overrides one would train without it.
-_OWN_ROWS = "Prepare the rows beforehand, by train_dataset.map."
+_OWN_ROWS = "Prepare the rows beforehand with train_dataset.map."
 ONCE_CALLED = dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), _OWN_ROWS)
 ONCE_CALLED_WITH_REFERENCE = {
     name: instead
@@ -308,9 +307,9 @@ ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | {
 ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
 # Attributes of TRL's trainers that decide what is trained, and that a script may set there.
 NEVER_READ = {
-    "neftune_noise_alpha": "Say neftune_noise_alpha in the arguments.",
-    "_train_batch_size": "Say per_device_train_batch_size in the arguments.",
-    "_signature_columns": "Leave columns out of the rows, by remove_columns.",
+    "neftune_noise_alpha": "Set neftune_noise_alpha in the arguments.",
+    "_train_batch_size": "Set per_device_train_batch_size in the arguments.",
+    "_signature_columns": "Remove columns from the rows with remove_columns.",
 }
 
 
@@ -335,10 +334,30 @@ NEVER_CALLED_WITH_REWARDS = _with_rollout(
 NEVER_CALLED_WITH_TEACHER = _with_rollout(
     _TEACHERS_LOSS,
     _OWN_SAMPLED,
-    ("compute_loss _compute_loss _get_last_hidden_state", _TEACHERS_LOSS),
+    ("_get_last_hidden_state", _TEACHERS_LOSS),
     ("_generate _generate_and_score_completions", _OWN_SAMPLED),
     ("_tokenize_prompts", _OWN_TEXTS),
 )
+# Attributes of TRL's online trainers that a rollout_func may read, and that ours lack.
+NEVER_THERE = dict.fromkeys(
+    ("vllm_generation", "vllm_client"),
+    "Call trainer._generate_single_turn(prompt_ids, None, {}, num_generations), which asks the run's vLLM servers.",
+)
+
+
+class Absent:
+    """An attribute of TRL's trainers that ours lack until a script sets it: reading it says what to write instead."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        if trainer is None:
+            return self
+        raise AttributeError(
+            f"{owner.__name__!r} object has no attribute {self._name!r}. {NEVER_THERE[self._name]}",
+            name=self._name, obj=trainer,
+        )  # fmt: skip
 
 
 def names_of_script(cls: type) -> frozenset[str]:

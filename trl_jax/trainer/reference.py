@@ -44,23 +44,23 @@ class ReferenceFreeTrainer(BaseTrainer):
     The arguments are those of TRL's trainers in `trl.experimental`, in their order.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
-            transformers, which has the trained weights after `train()`. Weights are kept in float32;
-            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
+            of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
+            in `args.model_init_kwargs["dtype"]` ("float32" by default).
         args: a `config_class`; None means one with the output directory "<model>-<name>".
         train_dataset: pairs, `chosen` and `rejected` with or without `prompt`, as text or as messages; a Dataset or an
             IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
-            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
-        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter of the frozen
-            model trains, and only it is saved.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
-            loaded in 4 or 8 bits (QLoRA).
-        data_collator, model_init, preprocess_logits_for_metrics, compute_metrics: not None is refused. (TRL hands a
-            compute_metrics two means a batch.)
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
+            function scales the updates; without it, the schedule of `args` does, relative to its peak.
+        peft_config: our or peft's LoraConfig or prompt-learning config: an adapter of the frozen model is trained, and
+            only the adapter is saved.
+        quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
+            bits (QLoRA).
+        data_collator, model_init, preprocess_logits_for_metrics, compute_metrics: must be None. (TRL passes a
+            compute_metrics two means per batch.)
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -99,17 +99,17 @@ class ReferenceFreeTrainer(BaseTrainer):
 
     @staticmethod
     def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
-        """As in TRL, by the model's config alone: with `output_router_logits`, its coefficient."""
+        """As in TRL, only the model's config decides: with `output_router_logits`, its coefficient."""
         del args
         asked = model.config.get_text_config().to_dict().get("output_router_logits", False)
         return balance_experts(model, None if asked else 0.0)
 
 
-# The reference model of a policy: a model that the script passes, or the policy as it is before training.
+# The reference model of a policy: a model that the script passes, or the policy before training.
 
 
 def loaded_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
-    """`ref_model` in the form that a step computes; None takes the policy as it is now, or the base model under a fresh
+    """`ref_model` in the form that a step computes. None uses the current policy, or the base model below a new
     adapter."""
     if ref_model is None:
         return initial_policy(policy.model, fresh_adapter=fresh_adapter)
@@ -131,15 +131,15 @@ def policy_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_
 def reference_as_model(
     reference: ReferenceModel | None, policy: PreTrainedModel, ref_model: Any
 ) -> PreTrainedModel | None:
-    """The current reference, for `trainer.ref_model`. None if it is not a model of its own in memory: without a
-    comparison, with `precompute_ref_log_probs`, and with an adapter, whose reference is the model below it."""
+    """The current reference, for `trainer.ref_model`. None if it is not a separate model in memory: without a
+    reference, with `precompute_ref_log_probs`, and with an adapter, whose reference is the model below it."""
     if reference is None or (ref_model is None and isinstance(policy.backend, AdaptedBackend)):
         return None
     return reference.as_model(policy)
 
 
 def check_image_arguments(args: BaseConfig) -> None:
-    """Raise ValueError for arguments that rows with images do not go with."""
+    """Raise ValueError for arguments that are not supported for rows with images."""
     if args.precompute_ref_log_probs:
         raise ValueError(
             "`precompute_ref_log_probs=True` is not supported for vision datasets, whose rows are processed on the "
@@ -189,7 +189,7 @@ class ReferenceTrainer(BaseTrainer):
     def __init__(self, model: Any, ref_model: Any = None, *, peft_config: Any = None, **arguments: Any):
         """
         Args:
-            ref_model: the reference; None takes the model as it is before training.
+            ref_model: the reference; None uses the model before training.
             arguments: those of `BaseTrainer`, by name.
 
         Raises:
@@ -199,7 +199,7 @@ class ReferenceTrainer(BaseTrainer):
         if ref_model is not None and ref_model is model and not isinstance(model, str | os.PathLike):
             raise ValueError(
                 "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
-                "model as it is before training is then the reference."
+                "model before training is then the reference."
             )
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
         own_loss = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
@@ -229,26 +229,26 @@ class ReferenceTrainer(BaseTrainer):
         return self._compute_loss(model, inputs, return_outputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """The mean loss of a micro-batch. A script's subclass of DPO's or KTO's trainer may override it, in jax.numpy:
-        it is compiled, gradient and all.
+        """The mean loss of a micro-batch. A script's subclass of DPOTrainer or KTOTrainer may override it in jax.numpy;
+        it is compiled with its gradient.
 
         Args:
-            model: `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` gives `log_probs` and
+            model: `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` returns `log_probs` and
                 `entropy` `[rows, T - 1]` without whole logits, as in TRL.
-            inputs: `input_ids`, `attention_mask`, `completion_mask` `[rows, T]` and the reference's log-probabilities:
-                of DPO `[2 B, T]`, chosen completions first, with `ref_chosen_logps` and `ref_rejected_logps` `[B]`; of
-                KTO `[B, T]` and the same as `KL_...`, with `label`, `ref_logps` and `ref_KL_logps` `[B]`.
-            return_outputs: give `(loss, outputs)`.
+            inputs: `input_ids`, `attention_mask`, `completion_mask` `[rows, T]` and the reference's log-probabilities.
+                For DPO, rows are `[2 B, T]`, chosen completions first, with `ref_chosen_logps` and `ref_rejected_logps`
+                `[B]`; for KTO `[B, T]`, and again as `KL_...`, with `label`, `ref_logps` and `ref_KL_logps` `[B]`.
+            return_outputs: return `(loss, outputs)`.
         """
         loss, outputs = model.default_loss(self._setup.task, inputs, None)
         return (loss, outputs) if return_outputs else loss
 
     @property
     def _metrics(self) -> dict[str, dict[str, list[Any]]]:
-        """Arrays to log, as lists by name: a loss of the script's own appends to them.
+        """Arrays to log, as lists by name, to which a script's own loss appends.
 
         Raises:
-            AttributeError: elsewhere there are none.
+            AttributeError: it was read outside such a loss.
         """
         if self._own_metrics is None or self._own_metrics.current is None:
             raise AttributeError(f"_metrics of {type(self).__name__} exists within its own _compute_loss only.")
@@ -256,7 +256,7 @@ class ReferenceTrainer(BaseTrainer):
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The current reference model; None if it is not a model of its own in memory."""
+        """The current reference model; None if it is not a separate model in memory."""
         if self._own_metrics is not None and self._own_metrics.current is not None:
             raise TypeError(
                 "_compute_loss reads ref_model, whose weights are not part of the compiled step. The reference's "

@@ -29,25 +29,25 @@ class RewardTrainer(BaseTrainer):
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForSequenceClassification` loaded (its
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForSequenceClassification` loaded (its
             config gets the tokenizer's pad token, its params the trained weights), or a torch model of transformers,
-            which has the trained weights after `train()`. Weights are kept in float32;
-            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+            which receives the trained weights after `train()`. Weights are kept in float32 and saved in
+            `args.model_init_kwargs["dtype"]` ("float32" by default).
         args: a RewardConfig; None means `RewardConfig("<model>-Reward")`.
         train_dataset: pairs in any form TRL takes, a Dataset or an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
         compute_metrics: gets an EvalPrediction of all scores `[2N, 1]`, label_ids `()`.
-        callbacks: transformers' callbacks, besides the default ones.
+        callbacks: transformers callbacks, in addition to the default ones.
         preprocess_logits_for_metrics: applied to each batch's scores `[2P, 1]`, with labels `()`.
-        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
-            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
-        optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
-        data_collator: a DataCollatorForPreference, or early TRL's RewardDataCollatorWithPadding, whose
-            `pad_to_multiple_of` then holds.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
-            loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen model trains, and only it is saved.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
+            function scales the updates; without it, the schedule of `args` does, relative to its peak.
+        optimizer_cls_and_kwargs: an optax factory, or a torch optimizer that has a counterpart, and its arguments.
+        data_collator: a DataCollatorForPreference or early TRL's RewardDataCollatorWithPadding, of which only
+            `pad_to_multiple_of` is used.
+        quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
+            bits (QLoRA).
+        peft_config: our or peft's LoraConfig: an adapter of the frozen model is trained, and only the adapter is saved.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from datasets import Dataset, IterableDataset
@@ -17,10 +18,11 @@ from trl_jax.trainer.rloo_config import RLOOConfig
 
 
 class RLOOTrainer(OnlineTrainer):
-    """Trains a language model on completions that it writes itself, by their rewards over the mean of those of the
-    prompt's other completions (https://huggingface.co/papers/2402.14740).
+    """Trains a language model on its own completions; the advantage is the reward minus the mean reward of the prompt's
+    other completions (https://huggingface.co/papers/2402.14740).
 
-    The arguments are TRL's, in TRL's order, and as those of `GRPOTrainer`.
+    The arguments are TRL's, in TRL's order; `GRPOTrainer` describes them. TRL's RLOOTrainer has no `rollout_func`; the
+    log-probabilities that it returns are not used.
     """
 
     _name, _tag_names = "RLOO", ["trl", "rloo"]
@@ -48,7 +50,10 @@ class RLOOTrainer(OnlineTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        *,
+        rollout_func: Callable | None = None,
     ):
+        self.rollout_func = rollout_func
         args = None if args is None else as_config(args, RLOOConfig)
         if args is not None and args.missing_eos_penalty is not None:
             reward_funcs, reward_processing_classes = self._with_penalty(
@@ -61,23 +66,31 @@ class RLOOTrainer(OnlineTrainer):
         )  # fmt: skip
 
     def _with_penalty(self, functions: Any, tokenizers: Any, penalty: float) -> tuple[list, list | None]:
-        """The reward functions with one more, for completions without an end; and the tokenizers."""
+        """The reward functions plus a penalty for completions without an EOS token, and their tokenizers."""
         judge = MissingEos(penalty, lambda: self.processing_class.eos_token_id)
         functions, tokenizers = (
             list(given) if isinstance(given, list | tuple) else [given] for given in (functions, tokenizers)
         )
         return [*functions, judge], None if tokenizers == [None] else [*tokenizers, None]
 
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: None, multimodal_fields: dict[str, Any]
+    ) -> list[list[int]]:
+        """One completion of each text; a `rollout_func` may call it. The other arguments are those of
+        `_tokenize_prompts`, for texts."""
+        del multimodal_fields
+        return self._turn(prompt_ids, images, self.args.num_generations)[0]
+
     @property
     def policy(self) -> Any:
-        """The model, by its name up to TRL 0.21."""
+        """The model, under its name up to TRL 0.21."""
         return self.model
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """Deprecated, of TRL up to 0.21: evaluates, where there are rows for it.
+        """Deprecated (TRL up to 0.21): evaluates, if there is an evaluation set.
 
         Args:
-            sampling: without a meaning: all rows are completed.
+            sampling: has no effect, all rows are completed.
         """
         tell(
             "generate_completions() is of TRL up to 0.21: it evaluates. Call evaluate(), and set log_completions=True "

@@ -47,30 +47,30 @@ class SFTTrainer(BaseTrainer):
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
-            transformers, which has the trained weights after `train()`. Weights are kept in float32;
-            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
+            of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
+            in `args.model_init_kwargs["dtype"]` ("float32" by default).
         args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
-        data_collator: a DataCollatorForLanguageModeling, whose `pad_to_multiple_of` then holds; for rows with
-            images a DataCollatorForVisionLanguageModeling, whose options then hold; or early TRL's
-            DataCollatorForCompletionOnlyLM, by which answers alone are trained on.
+        data_collator: a DataCollatorForLanguageModeling, of which only `pad_to_multiple_of` is used; for rows with
+            images a DataCollatorForVisionLanguageModeling, whose options replace those of `args`; or early TRL's
+            DataCollatorForCompletionOnlyLM, which trains on the answers only.
         train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an
             IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
-        compute_loss_func: a loss in jax.numpy of the model's outputs, whose `logits` are `[rows, T, V]`, and the labels
-            `[rows, T]`; `num_items_in_batch` is the number of targets of the whole step.
-        compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
-            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
-        optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
-        preprocess_logits_for_metrics: applied to each batch's logits and labels; what it gives is kept, and not them.
-        quantization_config: a BitsAndBytesConfig of ours or of transformers': the base model of an adapter is
-            loaded in 4 or 8 bits (QLoRA).
-        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter of the frozen
-            model trains, and only it is saved.
-        formatting_func: makes the text of a row.
+        compute_loss_func: computes the loss in jax.numpy from the model's outputs, with `logits` `[rows, T, V]`, and
+            the labels `[rows, T]`; `num_items_in_batch` is the number of targets in the whole step.
+        compute_metrics: gets an EvalPrediction with all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
+            function scales the updates; without it, the schedule of `args` does, relative to its peak.
+        optimizer_cls_and_kwargs: an optax factory, or a torch optimizer that has a counterpart, and its arguments.
+        preprocess_logits_for_metrics: applied to each batch's logits and labels; its result is kept in their place.
+        quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
+            bits (QLoRA).
+        peft_config: our or peft's LoraConfig or prompt-learning config: an adapter of the frozen model is trained, and
+            only the adapter is saved.
+        formatting_func: returns the text of a row.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -82,8 +82,10 @@ class SFTTrainer(BaseTrainer):
     _older_collators = (DataCollatorForCompletionOnlyLM,)
     _label_smoothing = MirroredArg("label_smoothing_factor")
     _never_read = NEVER_READ | {
-        "label_smoother": "Say label_smoothing_factor in SFTConfig.",
-        "model_accepts_loss_kwargs": "A loss is divided by the targets of the whole step: override compute_loss.",
+        "label_smoother": "Set label_smoothing_factor in SFTConfig.",
+        "model_accepts_loss_kwargs": (
+            "The loss is divided by the targets of the whole step. To change that, override compute_loss."
+        ),
     }
     _formatting_func: Callable[[dict[str, Any]], str] | None = None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from huggingface_hub import ModelCard, ModelCardData
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.core.trainers import fetching
@@ -258,3 +260,64 @@ class RepeatSampler:
 
     def __len__(self) -> int:
         return self.num_samples // self.batch_size * self.batch_size * self.mini_repeat_count * self.repeat_count
+
+
+def generate_model_card(
+    base_model: str | None,
+    model_name: str,
+    hub_model_id: str,
+    dataset_name: str | list[str] | None,
+    tags: list[str],
+    wandb_url: str | None,
+    trackio_url: str | None,
+    trainer_name: str,
+    trainer_citation: str | None = None,
+    template_file: str | None = None,
+    paper_title: str | None = None,
+    paper_id: str | None = None,
+    comet_url: str | None = None,
+) -> ModelCard:
+    """A model card, with TRL's metadata and a text of our own; `save(path)` writes it.
+
+    Args:
+        base_model: the repository that training began with.
+        hub_model_id: "username/model", as the example in the card loads it.
+        wandb_url, trackio_url, comet_url: of the run in a tracker.
+        trainer_citation: BibTeX.
+        template_file: TRL's "lm_model_card.md" (None) of language models, or "rm_model_card.md" of reward models.
+        paper_title, paper_id: of the method's paper on arXiv.
+
+    Raises:
+        ValueError: there is no such template.
+    """
+    if (template_file or _LM_CARD) not in _TASKS_OF_CARDS:
+        raise ValueError(f"template_file={template_file!r} is none of {', '.join(_TASKS_OF_CARDS)}.")
+    task, given = _TASKS_OF_CARDS[template_file or _LM_CARD]
+    data = ModelCardData(
+        base_model=base_model, datasets=dataset_name, library_name="transformers", licence="license",
+        model_name=model_name, tags=["generated_from_trainer", *tags],
+    )  # fmt: skip
+    datasets = [dataset_name] if isinstance(dataset_name, str) else dataset_name or []
+    on = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets)
+    origin = f", fine-tuned from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    paper = f", a method of [{paper_title}](https://huggingface.co/papers/{paper_id})" if paper_id else ""
+    trackers = {"Weights & Biases": wandb_url, "Trackio": trackio_url, "Comet": comet_url}
+    runs = ", ".join(f"[{name}]({url})" for name, url in trackers.items() if url)
+    parts = [
+        f"# {model_name}",
+        f"A model{origin}{f' on {on}' if on else ''}, trained by {trainer_name}{paper}.",
+        f'```python\nfrom transformers import pipeline\n\nmodel = pipeline("{task}", model="{hub_model_id}")\n'
+        f"print(model({given}))\n```",
+        f"The run: {runs}." if runs else "",
+        "\n".join(f"- {name} {version(name)}" for name in ("transformers", "datasets", "tokenizers", "jax")),
+        f"Cite {trainer_name} as\n\n```bibtex\n{trainer_citation}\n```" if trainer_citation else "",
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+_LM_CARD = "lm_model_card.md"
+_TASKS_OF_CARDS = {  # pipeline, and what to call it with
+    _LM_CARD: ("text-generation", '[{"role": "user", "content": "Hello!"}]'),
+    "rm_model_card.md": ("text-classification", '"Hello!"'),
+}

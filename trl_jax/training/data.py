@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
-from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import Images, VirtualTokens
@@ -19,6 +18,7 @@ from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, StepLayout, Weighting
+from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout
@@ -75,7 +75,7 @@ def prepare(
 def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]) -> int | None:
     """`dataset_num_proc` while JAX has not started. A fork can deadlock once JAX has threads, so rows are then
     tokenized in this process, with the same result."""
-    if not asked or not xla_bridge.backends_are_initialized():
+    if not asked or not devices_have_started():
         return asked
     if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
         told.add("num_proc")

@@ -17,7 +17,7 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint, rows_on_disk, with_ada
 from trl_jax.hub.config import NativeConfig, told_of
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
 from trl_jax.hub.peft_config import ENCODER, AdapterConfig, read_adapter_config
 from trl_jax.hub.peft_targets import current_name
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -310,6 +310,22 @@ def load_teacher(
         if images:
             found = with_images(found)
         return _loaded(found, args, as_stored=True)
+
+
+def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, method: str) -> None:
+    """Raise ValueError if the teacher's distributions cannot be compared with the student's; `method` for the error."""
+    own, found = (model.config.get_text_config().vocab_size for model in (student, teacher))
+    if own != found:
+        raise ValueError(
+            f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. {method} compares "
+            "the teacher's full next-token distribution, which requires a shared vocabulary. Use a teacher with the "
+            "same vocab_size."
+        )
+    if not isinstance(teacher.backend, NativeBackend | LoraBackend):
+        raise ValueError(
+            f"teacher_model runs on the {teacher.backend.name} backend, whose logits cannot be compared a chunk of "
+            "tokens at a time. Use a family that trl_jax computes itself (docs/models lists them)."
+        )
 
 
 def outlined(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from trl_jax.mesh.mesh import fetched
 
@@ -36,7 +36,7 @@ def explain(params: dict, frozen: dict, loss: Callable, batch: Any, *, sharded: 
         arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
     bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
     if bad:
-        return f"The weights {', '.join(bad[:8])} hold values that are none."
+        return f"The weights {', '.join(bad[:8])} contain NaN or infinite values."
 
     def of_trained(frozen, params, micro):
         return loss(frozen | params, micro, None)
@@ -161,8 +161,6 @@ def _bad(value: Any) -> bool:
 
 
 def _line(equation: Any) -> str:
-    from jax._src import source_info_util  # the one place where JAX has an operation's line
-
     return f"{equation.primitive.name} ({source_info_util.summarize(equation.source_info)})"
 
 
@@ -172,8 +170,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 3  # such steps in a row that end a run
 _OF_FINITE_GRADIENTS = (
-    "The gradient is finite, and what the optimizer makes of it is not: learning_rate is too high, or adam_epsilon "
-    "lets it divide by zero."
+    "The gradient is finite, but the optimizer's update is not: learning_rate is too high, or adam_epsilon lets it "
+    "divide by zero."
 )
 
 
@@ -222,13 +220,13 @@ class NonFiniteGuard:
             logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, self._patience)
             return
         raise FloatingPointError(
-            f"{what} Steps {_some(self._bad_steps)} in a row gave no number. "
+            f"{what} Steps {_some(self._bad_steps)} in a row were not finite. "
             f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} The weights are those from before step "
             f"{self._bad_steps[0]}, and every checkpoint is good: lower learning_rate or max_grad_norm, or look at "
             "these rows, and resume."
         )
 
 
-def _some(numbers: list[int], shown: int = 16) -> str:
-    listed = ", ".join(map(str, numbers[:shown]))
-    return listed + (f" and {len(numbers) - shown:,} more" if len(numbers) > shown else "")
+def _some(numbers: list[int]) -> str:
+    listed = ", ".join(map(str, numbers[:16]))
+    return listed + (f" and {len(numbers) - 16:,} more" if len(numbers) > 16 else "")

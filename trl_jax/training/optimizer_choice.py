@@ -207,7 +207,7 @@ class LearningRate:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             raise AttributeError(
-                f"lr_scheduler.{name} was set, which no step reads. Say the schedule in the arguments, or set 'lr' in "
+                f"lr_scheduler.{name} was set, which no step reads. Set the schedule in the arguments, or set 'lr' in "
                 "every one of optimizer.param_groups before a step."
             )
         super().__setattr__(name, value)

@@ -81,16 +81,16 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     """
     folder, args = point.folder, setup.args
     saved = None if point.manifest is None or point.model_only else SavedProgress(folder)
-    if point.manifest is not None and not args.ignore_data_skip:
+    if point.manifest is not None and not args.restarts_epoch:
         _check_dataset(point, checkpointer.dataset_fingerprint())
     if saved is not None:
         _check_facts(saved)
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
-        counts_rows = setup.rollout is None and not args.ignore_data_skip
+        counts_rows = setup.rollout is None and not args.restarts_epoch
         _check_place(saved, setup.train_dataset, point.state.global_step, counts_rows=counts_rows)
         _check_frozen(saved, checkpointer.frozen_digests())
-        if not (reached or args.ignore_data_skip):
+        if not (reached or args.restarts_epoch):
             _check_order(saved, order_of(args, setup.train_dataset, setup.step_examples))
     params = weights_of(setup.model, folder, args.seed, setup.sharding_plan)
     if saved is None:
@@ -106,7 +106,7 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
         _log_libraries(folder, point.manifest["libraries"])
     progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
     progress.micro_batches = math.ceil(progress.examples / setup.micro_batch_examples)
-    if args.ignore_data_skip and not progress.stop_training:
+    if args.restarts_epoch and not progress.stop_training:
         _restart_epoch(progress, length, setup.rollout)
     restore_callbacks = args.restore_callback_states_from_checkpoint
     _restore_state(setup.events, point, setup.train_batch_size, wholly=restore_callbacks)
@@ -247,7 +247,7 @@ def _check_steps_left(
 ) -> None:
     """Raise ValueError where a run of whole epochs, with other sizes than before, would end with prompts left."""
     progress = saved.progress
-    if args.max_steps > 0 or args.ignore_data_skip or progress.stop_epoch:
+    if args.max_steps > 0 or args.restarts_epoch or progress.stop_epoch or source.cycle.wraps:
         return
     cycle, rows = source.cycle, len(dataset)
     left = (rows - source.sampler.num_done) // cycle.prompts * cycle.repeats - source.num_micro_batches % cycle.repeats

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,12 +16,12 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
-from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.images import TextImages
-from trl_jax.data.loader import IndexedExample, StepBatch
+from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
 from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -28,6 +30,7 @@ from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import raised_by
 from trl_jax.rollout.rollout import (
+    BASE_SEED_WORDS,
     TRL_LOGPS,
     Completed,
     EntropyBonus,
@@ -94,6 +97,7 @@ def rollout_steps(
         rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
         parts.bonus, setup.task.logps, sampler,
         ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
+        sync_steps=1 if parts.server is None else parts.server.sync_steps,
     )  # fmt: skip
 
 
@@ -107,7 +111,7 @@ def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, *, shu
     sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
     if isinstance(dataset, IterableDataset):
         return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
-    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, **sizes)
+    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, wraps=cycle.wraps, **sizes)
 
 
 def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
@@ -146,7 +150,7 @@ class RowReader:
             KeyError, ValueError: a transform made a row that cannot be completed.
         """
         row = self._read(index)
-        if not self._setup.args.remove_unused_columns:
+        if self._setup.args.keeps_columns:
             return row
         return {name: row[name] for name in ("prompt", "image", "images") if name in row}
 
@@ -276,6 +280,11 @@ class PolicyWriter:
     def _check(self, prompts: list) -> None:
         for prompt in prompts:
             check_no_media(prompt, f"The prompt {brief(prompt)}", images=self._setup.encoder is not None)
+        if self._sampling.tools is not None and not rows.is_conversation(prompts[0]):
+            raise ValueError(
+                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
+                'as in [{"role": "user", "content": "..."}].'
+            )
 
     def _by_script(self, prompts: list) -> Written:
         setup = self._setup
@@ -295,35 +304,49 @@ class PolicyWriter:
 
     def _written(self, prompts: list, group: int) -> Written:
         tools = self._sampling.tools
-        if tools is not None and not rows.is_conversation(prompts[0]):
-            raise ValueError(
-                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
-                'as in [{"role": "user", "content": "..."}].'
-            )
         ids, images = self._checked_ids(prompts)
         if self._server is not None:
             return self._by_servers(ids, group, GenerationProgress(self._line, len(ids)))()
         keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
-        alike = all(own == keys[place - place % group] for place, own in enumerate(keys))  # not of every environment
-        completions = self.complete(ids, group if alike else 1, images)
+        completions = self.complete(ids, group if _alike(keys, group) else 1, images)
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
 
-        def further(texts: Ids, of_texts: list[TextImages] | None) -> list[np.ndarray]:
+        def further(texts: Ids, of_texts: list[TextImages] | None, rooms: list[int]) -> tuple[list[np.ndarray], None]:
+            del rooms
             seen = None if of_texts is None else list(_with_features(self._setup, of_texts))
-            return self.complete(texts, 1, seen)
+            return self.complete(texts, 1, seen), None
 
         return tools.completed(ids, completions, further, images)
 
     def _by_servers(
         self, ids: list[list[int]], group: int, progress: GenerationProgress | None
     ) -> Callable[[], Written]:
+        group, tools = group if _alike(ids, group) else 1, self._sampling.tools
         completions = self._server.begin(ids[::group], group, progress)
 
         def written() -> Written:
             made = completions()
-            by_model = all_written(made.completions)
-            return Written(ids, made.completions, by_model, sampling_logps=made.logps, seconds=made.seconds)
+            if tools is None:
+                by_model = all_written(made.completions)
+                return Written(ids, made.completions, by_model, sampling_logps=made.logps, seconds=made.seconds)
+            seconds = Counter(made.seconds)
+
+            def further(texts: Ids, of_texts: None, rooms: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+                del of_texts
+                tokens, logps = [np.zeros(0, np.int32)] * len(texts), [np.zeros(0, np.float32)] * len(texts)
+                asked = [place for place, room in enumerate(rooms) if room]  # the others end with an answer
+                if not asked:
+                    return tokens, logps
+                most = [rooms[place] for place in asked]
+                found = self._server.begin([texts[place] for place in asked], 1, most=most)()
+                seconds.update(found.seconds)
+                for place, *own in zip(asked, found.completions, found.logps, strict=True):
+                    tokens[place], logps[place] = own
+                return tokens, logps
+
+            done = tools.completed(ids, made.completions, further, logps=made.logps)
+            return replace(done, seconds=dict(seconds))
 
         return written
 
@@ -389,12 +412,28 @@ class PolicyWriter:
         device = run_device(self._setup.args)
         return own_room_of(device) if self._alone else room_of(device)
 
+    def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """One completion of each text, of which `group` in a row may be equal, and the servers' log-probabilities of
+        its tokens; None if this process generates."""
+        texts = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
+        texts = [own.tolist() for own in texts]
+        group = group if len(texts) % group == 0 and _alike(texts, group) else 1
+        if self._server is None:
+            return self.complete(texts, group), None
+        made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
+        return made.completions, made.logps
+
     def decoded(self, ids: Ids) -> list[str]:
         return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         known = prompt_ids if self._sampling.parses_messages else None
         return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
+
+
+def _alike(keys: Sequence[Any], group: int) -> bool:
+    """Whether prompts are equal within each group; those of environments may differ."""
+    return all(own == keys[place - place % group] for place, own in enumerate(keys))
 
 
 def has_stray_images(made: Written, image_token: int) -> bool:
@@ -576,7 +615,7 @@ class OwnRollout:
         if name not in self._made:
             raise RuntimeError(
                 f"{self.name}.{name} did not call super().{name}(...), which completions come from. Call it and change "
-                "its result, or pass GRPOTrainer a rollout_func."
+                "its result, or pass a rollout_func."
             )
         return self._made.pop(name)
 
@@ -713,3 +752,80 @@ class RolloutParts:
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
     server: ServerParts | None = None
     own: OwnRollout | None = None
+
+
+# Completions that are written just before the step that learns from them.
+
+
+@dataclass
+class WrittenSteps(abc.ABC):
+    """The steps of a loader whose completions are written when a step is asked for, with the parameters of that moment.
+
+    Completions are sampled with the process's random stream, which is advanced at the start of an epoch by the words
+    that torch's DataLoader draws there.
+    """
+
+    loader: ExampleLoader
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.loader.drop_last
+
+    def laid_out(self, **changes: Any) -> ExampleLoader:
+        """The loader of the dataset's own rows, with these fields of the layout changed."""
+        return self.loader.laid_out(**changes)
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        self.loader.set_epoch(epoch, skip, skipped_digest)
+        if not skip:  # within an epoch, the restored stream has been advanced
+            default_generator().skip(BASE_SEED_WORDS)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for number, group in enumerate(self.loader.groups()):
+            yield self._step(group, number)
+
+    @abc.abstractmethod
+    def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
+        """The arrays of a step, with new completions.
+
+        Args:
+            group: the rows of each micro-batch.
+            number: of the step.
+        """
+
+
+class Completer:
+    """Completes prompts with the process's random stream.
+
+    Args:
+        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`.
+    """
+
+    def __init__(self, setup: Setup, options: Mapping[str, Any]):
+        self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
+
+    def __call__(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
+        """The completions of one prompt each, int32; each includes the token that ends it.
+
+        Args:
+            model: the PreTrainedModel that writes.
+            dtype: of its computation.
+        """
+        args = self._setup.args
+        how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
+        how["progress"] = GenerationProgress(self._line, len(prompts))
+        with self._setup.on_device():
+            out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
+        self._line("training")
+        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]

@@ -35,12 +35,14 @@ class ServerParts:
 
     sampling: parameters of requests. root: the folder for weights.
     ahead: whether the servers generate while the step before trains.
+    sync_steps: how many steps train between two updates of the servers' weights.
     """
 
     servers: VllmServers
     sampling: Mapping[str, Any]
     root: Path
     ahead: bool = False
+    sync_steps: int = 1
 
 
 class Completions(NamedTuple):
@@ -60,14 +62,15 @@ class ServerPolicy:
 
     def __init__(self, setup: Setup, parts: ServerParts, stream: TorchGenerator):
         self._setup, self._servers, self._sampling = setup, parts.servers, parts.sampling
-        self._stream = stream
+        self._stream, self._sync_steps = stream, parts.sync_steps
         self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have
+        self._loaded_at = 0  # the step at which they were loaded
         self._asked: list[Future[Sampled]] = []  # generations that may not have ended
         self._folders = WeightFolders(parts.root, self._save)
         weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
 
     def refresh(self, text: Sequence[int]) -> None:
-        """Load the current weights into the servers, unless they have them.
+        """Load the current weights into the servers, unless they have them or the next update is not due.
 
         Args:
             text: token ids of a text that the servers and the policy score, to prove that they have the same weights.
@@ -75,19 +78,28 @@ class ServerPolicy:
         Raises:
             ServerError: a server does not load them, or its scores differ from the policy's.
         """
-        arrays = list(self._setup.model.params.values())
+        arrays, step = list(self._setup.model.params.values()), self._setup.state.global_step
+        if self._loaded and self._sync_steps > 1 and step // self._sync_steps == self._loaded_at // self._sync_steps:
+            return
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
         wait(self._asked)  # they are of the weights that the servers have
         folder, version = self._folders.write()
         self._servers.load(str(folder.resolve()), version)
         self._prove(text)
-        self._loaded = list(map(weakref.ref, arrays))
+        self._loaded, self._loaded_at = list(map(weakref.ref, arrays)), step
 
     def begin(
-        self, prompt_ids: Sequence[Sequence[int]], group: int, progress: Progress | None = None
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        group: int,
+        progress: Progress | None = None,
+        most: Sequence[int] | None = None,
     ) -> Callable[[], Completions]:
         """Begin to complete each prompt `group` times with the current weights.
+
+        Args:
+            most: how many tokens each prompt's completions may have; None: as many as the parameters of requests say.
 
         Returns:
             Waits for the completions. If a server lost the weights meanwhile, all prompts are completed again, with
@@ -100,7 +112,8 @@ class ServerPolicy:
             began = time.monotonic()
             self.refresh(prompt_ids[0])
             synced = time.monotonic() - began
-            asked = self._servers.begin(prompt_ids, self._sampling, group=group, seeds=seeds, progress=progress)
+            how = {"group": group, "seeds": seeds, "progress": progress, "most": most}
+            asked = self._servers.begin(prompt_ids, self._sampling, **how)
             self._asked = [*(one for one in self._asked if not one.done()), asked]
             return asked, synced
 

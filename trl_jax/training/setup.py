@@ -359,18 +359,7 @@ def build(
     own_loss = OWN_LOSS & hooks.overridden
 
     quantization = model.quantization_of(given.quantization_config, args)
-    sees = spec.check_images is not None and has_images(given.train)
-    may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
-    if torch_model is None:
-        checkpoint = model.find(given.model, args, task.head)
-        sees = sees or (may_see and _is_multimodal(checkpoint, given.tokenizer))
-        checkpoint = model.with_images(checkpoint) if sees else checkpoint
-    else:
-        sees = sees or (may_see and _is_processor(given.tokenizer))
-        checkpoint = model.from_torch(torch_model, args, task.head, images=sees)
-    if sees:
-        check_image_arguments(given.adapter, hooks)
-        spec.check_images()
+    checkpoint, sees = _checkpoint_of(spec, args, task.head, given)
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
     if sees:
         tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
@@ -430,6 +419,27 @@ def build(
         setup, rollout_parts, Forward(setup), _sharded_step(setup.sharding_plan, policy, setup.frozen)
     )
     return replace(setup, rollout=steps)
+
+
+def _checkpoint_of(
+    spec: TrainerSpec, args: BaseConfig, head: str, given: Given
+) -> tuple[Checkpoint | PreTrainedModel, bool]:
+    """The model, without its weights unless it was passed as one, and whether the run computes images: if its rows have
+    images, or if tools may return some and the model belongs to a processor."""
+    own_loss = OWN_LOSS & spec.hooks.overridden
+    sees = spec.check_images is not None and has_images(given.train)
+    may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
+    if given.torch_model is None:
+        checkpoint = model.find(given.model, args, head)
+        sees = sees or (may_see and _is_multimodal(checkpoint, given.tokenizer))
+        checkpoint = model.with_images(checkpoint) if sees else checkpoint
+    else:
+        sees = sees or (may_see and _is_processor(given.tokenizer))
+        checkpoint = model.from_torch(given.torch_model, args, head, images=sees)
+    if sees:
+        check_image_arguments(given.adapter, spec.hooks)
+        spec.check_images()
+    return checkpoint, sees
 
 
 def _tokens(

@@ -224,6 +224,8 @@ class Setup:
         if self.task.online:
             micro_batches = self.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
             lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
+            if self.task.cycle.wraps and args.max_steps <= 0 and isinstance(rows, Dataset):
+                lengths["max_steps"] = self.task.cycle.steps_of_passes(len(rows), args.num_train_epochs)
             return run_length(micro_batches, batch_size=1, accumulation=args.gradient_accumulation_steps, **lengths)
         return run_length(
             len(rows) if isinstance(rows, Dataset) else None,

@@ -71,15 +71,15 @@ def _shapes(arrays: Any, *, placed: bool) -> Any:
     )
 
 
-# Steps that are compiled again because a callback has changed what they are made of.
+# Recompilation after a callback has changed something that the step contains.
 
 
 class StepParts(NamedTuple):
-    """What a callback may change of a step.
+    """What a callback may change in a step.
 
     loss: the task.
     frozen: names on disk of the parameters that a script has frozen.
-    values: the numbers and strings on the trainer, where the step contains a loss of the script's own.
+    values: the numbers and strings on the trainer, if the step contains a script's own loss.
     """
 
     loss: Task
@@ -103,9 +103,9 @@ class StepParts(NamedTuple):
 
 
 class Changes:
-    """Called before each step: returns the optimizer if the step has to be compiled again.
+    """Called before each step: returns the optimizer if the step must be recompiled.
 
-    settle: updates the run's task from what a script has set. made_optimizer: makes one from the current arguments.
+    settle: updates the run's task from what a script has set. made_optimizer: creates one from the current arguments.
     """
 
     def __init__(self, setup: Setup, settle: Callable[[], None], made_optimizer: Callable[[], Optimizer]):
@@ -116,7 +116,7 @@ class Changes:
         """None if nothing has changed since the last step was compiled.
 
         Raises:
-            ValueError: the optimizer would have another state, or steps another layout.
+            ValueError: the change would alter the optimizer's state or the layout of steps.
         """
         setup, before = self._setup, self._before
         self._settle()
@@ -126,12 +126,12 @@ class Changes:
         if found.accumulation != before.accumulation:
             raise ValueError(
                 f"gradient_accumulation_steps was changed from {before.accumulation} to {found.accumulation} while the "
-                "run trains, and its steps are laid out. Change it between calls of train()."
+                "run trains, but its steps are already laid out. Change it between calls of train()."
             )
         check_unfrozen(before.frozen - found.frozen)
         what = found.changed_since(before)
         logger.warning(
-            "After step %d, %s was changed: the step is compiled again, as it is after every such change.",
+            "After step %d, %s was changed: the step is compiled again, which happens after every such change.",
             setup.state.global_step,
             what,
         )
@@ -140,7 +140,7 @@ class Changes:
         if jax.tree.structure(state) != jax.tree.structure(setup.progress.optimizer_state):
             raise ValueError(
                 f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
-                "and the optimizer's state has no place for that. Let a large max_grad_norm stand for none."
+                "which would change the optimizer's state. Use a very large max_grad_norm instead of None or 0."
             )
         return tx
 
@@ -158,9 +158,9 @@ class TrainStep:
     ):
         """
         Args:
-            script_loss: returns a script's own `loss`, in the place of `Forward.loss`; None if there is none.
+            script_loss: returns a script's own `loss`, which replaces `Forward.loss`; None if there is none.
             sharded_step: divides the step over several devices; None on one.
-            user_loss: a script's own compute_loss; the step then runs micro-batch by micro-batch.
+            user_loss: a script's own compute_loss; the step then runs one micro-batch at a time.
         """
         self._setup, self._forward, self._script_loss = setup, forward, script_loss
         self.sharded_step, self._user_loss = sharded_step, user_loss
@@ -173,7 +173,7 @@ class TrainStep:
         """The jitted step of `train()`, with the arguments of `make_step`'s.
 
         Args:
-            remat: whether layers are computed twice.
+            remat: whether layers are recomputed in the backward pass.
         """
         setup = self._setup
         options = compiler_options(setup.args.device.type, several=setup.sharding_plan is not None)
@@ -182,14 +182,14 @@ class TrainStep:
         return make_step(loss, tx, self.sharded_step, options)
 
     def _without_frozen(self, loss: Callable) -> Callable:
-        """The loss, without a gradient for numbers that a script has frozen."""
+        """The loss, without gradients of parameters that a script has frozen."""
         masks = self._setup.model.trainable_masks
         if not masks:
             return loss
         return lambda params, *rest, **options: loss(stop_frozen_gradients(params, masks), *rest, **options)
 
     def made(self, tx: Any) -> Any:
-        """The step of `train()`, in the fastest version that fits and that the arguments allow."""
+        """The step of `train()`, in the fastest version that fits in memory and that the arguments allow."""
         args = self._setup.args
         if self._user_loss is not None:
             return UserLossStep(self._user_loss, self._without_frozen, tx)
@@ -209,8 +209,8 @@ class TrainStep:
 
         Args:
             check: called before each step; raises the errors of background threads.
-            renewed: called before each step; returns the optimizer if the step has to be compiled again, else None.
-            tell: called before each step with the shape of its tokens, to print that the first one is compiled.
+            renewed: called before each step; returns the optimizer if the step must be recompiled, else None.
+            tell: called before each step with the shape of its tokens, to print that the first one is being compiled.
         """
         setup, args = self._setup, self._setup.args
         if setup.progress.optimizer_state is None:
@@ -247,7 +247,7 @@ class TrainStep:
     def placed(self, batch: Any) -> Any:
         """Put the arrays of a batch on the devices.
 
-        On a single device they are uncommitted, as weights are: committed ones would compile the step again.
+        On a single device they are uncommitted, like the weights: committed ones would recompile the step.
         """
         setup = self._setup
         if setup.sharding_plan is not None:
@@ -271,21 +271,21 @@ class TrainStep:
 
 
 def default_optimizer(choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int) -> Any:
-    """Build the optimizer of this choice, with weight decay on the parameters that have it in transformers."""
+    """Build the chosen optimizer, with weight decay on the parameters that have it in transformers."""
     by_name = backend.decays_by_name
     decayed = {
         path: (path in by_name or decays(path)) and decays(tensor) and path not in backend.undecayed
         for path, tensor in backend.tensors.items()
     }
     warmup = args.get_warmup_steps(max_steps)
-    most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a norm below 0 bounds nothing
+    most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a negative norm means no clipping
     return choice.make(decayed, backend.torch_param_layout(), most, warmup)
 
 
 def optimizer_of(
     made: Any, choice: OptimizerChoice, max_grad_norm: float | None, masks: dict, vision: frozenset[str]
 ) -> Optimizer:
-    """The step's optimizer, which updates neither what a script has frozen nor a vision tower in a step without images.
+    """The step's optimizer. It does not update what a script has frozen, nor a vision tower in a step without images.
 
     Args:
         made: the result of the trainer's create_optimizer.
@@ -293,7 +293,7 @@ def optimizer_of(
         masks: the model's `trainable_masks`.
 
     Raises:
-        TypeError: it is no optax transformation.
+        TypeError: `made` is not an optax transformation.
     """
     if not isinstance(made, Optimizer):
         check_optax(made)
@@ -314,7 +314,7 @@ class TowerState(NamedTuple):
     """The state of an optimizer of a model with a vision tower.
 
     whole: the optimizer's own, with the moments of all parameters.
-    scalars: those of its leaves that belong to no parameter (counts of steps), as the tower's parameters have them.
+    scalars: its leaves that belong to no parameter (step counts), as they are for the tower's parameters.
     """
 
     whole: Any
@@ -322,8 +322,8 @@ class TowerState(NamedTuple):
 
 
 def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
-    """The same optimizer, which leaves these parameters, their moments and their count of steps alone where all their
-    gradients are 0, as torch does with parameters that took no part in a step."""
+    """The same optimizer, except that it skips these parameters, their moments and their step counts if all their
+    gradients are 0, as torch skips parameters that took no part in a step."""
 
     def init(params: Any) -> TowerState:
         whole = made.init(params)
@@ -350,7 +350,7 @@ def _keys(where: tuple) -> set[str]:
 
 
 def _scalars(state: Any) -> list[jax.Array]:
-    """The leaves of an optimizer's state that are under no key of a dict, and so belong to no parameter."""
+    """The leaves of an optimizer's state that are under no dict key and therefore belong to no parameter."""
     return [leaf for where, leaf in jax.tree_util.tree_leaves_with_path(state) if not _keys(where)]
 
 

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Training:
-    """Calls of train(): from the starting point, through the loop, to the closing metrics.
+    """Runs train(): from the starting point, through the loop, to the final metrics.
 
     optimizer: of the last call of train(); None before the first.
     """
@@ -76,8 +76,8 @@ class Training:
     ):
         """
         Args:
-            choose: makes the choice of an optimizer from the current arguments and those of the constructor.
-            torch_model: the torch model that was passed, which gets the trained weights; None without one.
+            choose: chooses an optimizer from the current arguments and those of the constructor.
+            torch_model: the torch model that was passed, which receives the trained weights; None without one.
         """
         self._setup, self._hooks, self._train_step = setup, hooks, train_step
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
@@ -85,8 +85,8 @@ class Training:
         self.optimizer: Optimizer | None = None
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
-        """Train to the end. No other run may use output_dir meanwhile, and signals end the run after a step; with
-        auto_find_batch_size, a run that does not fit is repeated with smaller batches."""
+        """Train to the end. Meanwhile output_dir is locked against other runs, and signals end the run after a step.
+        With auto_find_batch_size, a run that does not fit in memory is repeated with smaller batches."""
         setup, args = self._setup, self._setup.args
         align_special_tokens(setup.model, self._torch_model, setup.processing_class, head=setup.task.head)
         interrupts = setup.progress.interrupts = Interrupts()
@@ -99,7 +99,7 @@ class Training:
                 entered.callback(setattr, self._checkpointer, "lock", None)
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
-            barrier("train")  # until the first process has swept
+            barrier("train")  # wait until the first process has cleaned up
             entered.enter_context(interrupts.handling_signals(promise))
             run = partial(self._run, as_choice(resume_from), new_id())
             try:
@@ -129,8 +129,8 @@ class Training:
         self._setup.events.handler.optimizer = self.optimizer
 
     def _retried(self, run: Callable[[], TrainOutput]) -> TrainOutput:
-        """Repeat a run that does not fit with smaller batches. Each try begins from copies of the first one's arrays,
-        because steps donate theirs."""
+        """Repeat a run that does not fit in memory with smaller batches. Each attempt starts from copies of the initial
+        arrays, because steps donate their own."""
         setup = self._setup
         first, tokens_seen = host_copy((setup.model.params, setup.progress.optimizer_state)), setup.progress.tokens_seen
 
@@ -185,7 +185,8 @@ class Training:
 
     @contextlib.contextmanager
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
-        """On a signal after the last step, leave with a checkpoint of that step, without later changes of the block."""
+        """On a signal after the last step, leave with a checkpoint of that step, without the later changes in the
+        block."""
         before = Snapshot(self._setup.events)
         try:
             yield
@@ -201,7 +202,7 @@ class Training:
         batches = self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
-        laid_out = step_layout(setup, training=True).layout  # printed unless a survey has printed it
+        laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
         step, changed = train_step.made(tx), Changes(setup, self._hooks.settle_task, self.made_optimizer)
         place = None if "compute_loss" in setup.overridden else train_step.placed
@@ -238,7 +239,7 @@ class Training:
             with (
                 checkpointer.saver.settled(),
                 explain_memory(self._memory),
-                together("training"),  # announces an exception before a save in the background is waited for
+                together("training"),  # announces an exception before waiting for a save in the background
                 compiling_ahead(setup, train_step, step, steps, progress),
             ):
                 return loop, *loop.run()
@@ -262,7 +263,7 @@ class Training:
         return metrics
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        """Metrics to log of the steps since the last log, besides loss, grad_norm and learning_rate."""
+        """Metrics of the steps since the last log, besides loss, grad_norm and learning_rate."""
         if not steps:
             return {}
         setup = self._setup
@@ -277,7 +278,7 @@ class Training:
         rows = setup.step_examples * max_steps
         if isinstance(setup.train_dataset, Dataset) and args.max_steps <= 0:
             rows = len(setup.train_dataset) * args.num_train_epochs
-        taken = state.global_step - first  # time and steps are both those of this session
+        taken = state.global_step - first  # both time and steps are of this session only
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
@@ -287,14 +288,14 @@ class Training:
         return metrics
 
     def _best_params(self) -> dict[str, jax.Array] | None:
-        """The best checkpoint's weights with load_best_model_at_end, else None."""
+        """With load_best_model_at_end, the best checkpoint's weights; else None."""
         setup, best = self._setup, self._setup.state.best_model_checkpoint
         if best is None or not setup.args.load_best_model_at_end:
             return None
         return weights_of(setup.model, Path(best), setup.args.seed, setup.sharding_plan)
 
     def _end(self, params: dict[str, jax.Array] | None) -> None:
-        """Take these weights, if any; with save_total_limit=1, keep only the best checkpoint; fire on_train_end."""
+        """Load these weights, if any; with save_total_limit=1, keep only the best checkpoint; fire on_train_end."""
         setup, best = self._setup, self._setup.state.best_model_checkpoint
         if params is not None:
             setup.model.params = params
@@ -309,7 +310,7 @@ class Training:
 
 Metrics = dict[str, jax.Array]
 
-_MOST_ON_DEVICE = 100  # steps whose metrics may stay on the device, in a run that seldom logs
+_MOST_ON_DEVICE = 100  # steps whose metrics may stay on the device if a run seldom logs
 
 
 class Batches(Protocol):
@@ -328,13 +329,13 @@ class Loop:
         batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
         num_epochs, micro_batches_per_epoch: the run's length, and the unit of an epoch's fractions.
         advance: batch -> the metrics of one optimizer step, still on the device.
-        learning_rate: finished steps -> rate of the next one, as it is logged.
+        learning_rate: number of finished steps -> learning rate of the next one, for the log.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
-        save: writes a checkpoint from which another loop resumes at this `progress`.
+        save: writes a checkpoint from which another loop can resume at this `progress`.
         nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
         interrupts: signals that ask the run to end.
-        progress: where the loop begins, and how far it is.
+        progress: where the loop starts, and how far it has come.
     """
 
     events: Events
@@ -355,11 +356,11 @@ class Loop:
         self._saved_at = self.events.state.global_step  # the starting point needs no checkpoint
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
-        """Train to the end, or until a callback says stop.
+        """Train to the end, or until a callback stops it.
 
         Returns:
-            The mean loss over all steps, and the metrics of the steps since the last report. There are none if an
-            evaluation came after those steps, because TRL's closing log line leaves them out then.
+            The mean loss over all steps, and the metrics of the steps since the last report; none if an evaluation
+            followed these steps, because TRL's last log line then leaves them out.
 
         Raises:
             SystemExit: a signal asked for it.
@@ -367,12 +368,12 @@ class Loop:
         try:
             self._epochs()
         except Exception:  # raised again
-            # A callback asked for a checkpoint and then raised. Saving takes all processes, and the others go on.
+            # A callback asked for a checkpoint and then raised. Saving needs all processes, and the others continue.
             if self._between_steps and self.events.control.should_save and not several():
                 self._save()
             raise
         self.nonfinite_guard.settle()
-        unreported = jax.device_get(self.progress.unreported)  # and kept: the progress may still be saved
+        unreported = jax.device_get(self.progress.unreported)  # kept, because the progress may still be saved
         mean = (self.progress.loss_sum + _sum_of_losses(unreported)) / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
 
@@ -415,7 +416,7 @@ class Loop:
         self._handle_signals()
 
     def _catch_up(self) -> None:
-        """Repeat the evaluation that was interrupted before the resume."""
+        """Repeat an evaluation that was interrupted before the run was resumed."""
         control, progress = self.events.control, self.progress
         if not progress.evaluation_due:
             return
@@ -433,7 +434,7 @@ class Loop:
             return
         if events.state.global_step == 0:
             raise ValueError(
-                "train_dataset gave not one batch: there is nothing to train on. If it streams, max_length may have "
+                "train_dataset gave no batch, so there is nothing to train on. If it is a stream, max_length may have "
                 "removed every row."
             )
         logger.warning(
@@ -481,8 +482,8 @@ class Loop:
             self._save()
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate. On a signal, leave between two passes with a checkpoint from before the evaluation, which repeats
-        it."""
+        """Evaluate. On a signal, leave between two batches with a checkpoint from before the evaluation; resuming
+        repeats it."""
         progress, before = self.progress, Snapshot(self.events)
         try:
             with self.interrupts.evaluating():
@@ -503,12 +504,12 @@ class Loop:
         self.events.fire("on_save")
 
     def _handle_signals(self) -> None:
-        """Leave if this process or another got a signal."""
+        """Leave if this or another process received a signal."""
         self.interrupts.agree(self.events.state.global_step)
         self.leave_if_asked()
 
     def leave_if_asked(self) -> None:
-        """Between two steps: raise SystemExit if a signal came, after a checkpoint of the last step."""
+        """Between two steps: if a signal was received, save a checkpoint of the last step and raise SystemExit."""
         if self.interrupts.received is None:
             return
         if self.events.args.save_strategy != SaveStrategy.NO and self._saved_at != self.events.state.global_step:

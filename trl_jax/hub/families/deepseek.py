@@ -71,9 +71,9 @@ def read_experts(config: ConfigReader) -> Experts:
     )
 
 
-def read_kinds(config: ConfigReader, num_layers: int, key: str = "first_k_dense_replace") -> tuple[LayerKind, ...]:
-    """The first config[`key`] layers have an MLP; the others have experts."""
-    dense = config.size(key, 0, minimum=0)
+def read_kinds(config: ConfigReader, num_layers: int) -> tuple[LayerKind, ...]:
+    """The first `first_k_dense_replace` layers have an MLP; the others have experts."""
+    dense = config.size("first_k_dense_replace", 0, minimum=0)
     return tuple(LayerKind(experts=layer >= dense) for layer in range(num_layers))
 
 

@@ -58,12 +58,10 @@ def kernel(config: ConfigReader) -> tuple[int, int, int, int]:
     return config.size("in_channels"), config.size("temporal_patch_size"), patch, patch
 
 
-def merger(config: ConfigReader, size: int, out_size: int, norm: str, *, norm_grouped: bool = False) -> Connector:
+def merger(config: ConfigReader, size: int, out_size: int, norm: str) -> Connector:
     """Two linear maps of the concatenated patches of a square, for a tower of width `size`."""
     group = config.size("spatial_merge_size") ** 2
-    return Connector(
-        out_size, group=group, norm=norm, norm_eps=EPS, norm_grouped=norm_grouped, hidden_size=size * group
-    )
+    return Connector(out_size, group=group, norm=norm, norm_eps=EPS, hidden_size=size * group)
 
 
 def _whole_image_arch(config: ConfigReader, whole: Any) -> VisionArch:

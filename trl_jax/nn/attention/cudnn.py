@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import jax
@@ -11,13 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
+from trl_jax.mesh.jax_internals import packed_attention
 from trl_jax.mesh.mesh import TENSOR, platform, undivided
 from trl_jax.nn.attention.ranges import SAVED
 
 _AMPERE, _HOPPER = 8.0, 9.0  # minimum compute capability for padded rows and for packed rows
 # JAX versions whose internal call handles packed rows correctly, also with grouped heads. jax.nn does not expose it.
 _PACKS, _UNTRIED = (0, 11, 2), (0, 13)
-_CALL = "jax._src.cudnn.fused_attention_stablehlo"
 _HEADS = PartitionSpec(None, None, TENSOR)  # of `[R, T, H, C]`
 _absent: float | None = None  # compute capability set by `compile_for`
 
@@ -60,12 +59,7 @@ def _capability() -> float:
 
 def _packing() -> Any:
     """JAX's call for packed rows; None if this JAX version is not known to have a correct one."""
-    if not _PACKS <= jax.__version_info__ < _UNTRIED:
-        return None
-    try:
-        return importlib.import_module(_CALL)
-    except ImportError:
-        return None
+    return packed_attention() if _PACKS <= jax.__version_info__ < _UNTRIED else None
 
 
 def attend_cudnn(

@@ -1,0 +1,193 @@
+"""The far side of `peers`: a trainer of TRL, of trl_jax or of Tunix in a process of its own that takes turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, dpo_turns, sft_turns, turns
+
+
+def rows(task: str, model: Path, data: Path, count: int, max_length: int) -> list[dict[str, Any]]:
+    """The first conversations of the data, or pairs, that no arm cuts."""
+    words = sft_turns.tokenizer(model)
+    if task == "SFT":
+        chats = (sft_turns.messages(row["chosen"]) for row in common.read_rows(data))
+        fitting = ({"messages": chat} for chat in chats if chat and len(_ids(words, chat)) <= max_length)
+        return list(islice(fitting, count))
+    half = max_length // 2
+    pairs = (row for row in dpo_turns._pairs(data) if all(len(ids) <= half for ids in _of_pair(words, row)))
+    return list(islice(pairs, count))
+
+
+def take(
+    pipe: Connection, side: str, task: str, model: Path, rows: list[dict], config: dict, segment: int, stop: int
+) -> None:
+    """Build TRL's or our trainer, say so, then train as `turns.train` does."""
+    from datasets import Dataset
+
+    package = turns.package_of(side)
+    compiling = turns.count_compilation() if side == "trl_jax" else []
+    trainer = getattr(package, f"{task}Trainer")(
+        model=str(model),
+        args=getattr(package, f"{task}Config")(**config),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=sft_turns.tokenizer(model),
+    )
+    turns.train(pipe, trainer, side, segment, stop, {"places": None}, compiling)
+
+
+def take_tunix(
+    pipe: Connection, task: str, model: Path, rows: list[dict], config: dict, pad: int | None, segment: int, stop: int
+) -> None:
+    """The same with Tunix, whose interpreter this is.
+
+    Args:
+        pad: tokens that every text is padded to; None rounds the longest of a batch up to a multiple of 128.
+    """
+    import jax
+    from flax import nnx
+
+    compiling, size = turns.count_compilation(), config["per_device_train_batch_size"]
+    words = sft_turns.tokenizer(model)
+    batches = [_batch(task, words, rows[at : at + size], pad) for at in range(0, len(rows), size)]
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), devices=jax.devices()[:1])
+    with mesh:
+        trainer, losses = _trainer(task, model, mesh, config, stop)
+        places = [sum(_places(batch)) for batch in batches]
+        pipe.send({"places": sum(places) / len(places)})
+        facts: dict[str, Any] = {}
+
+        def settle() -> None:
+            jax.block_until_ready(nnx.state(trainer.model))
+
+        trainer.train(_taking_turns(batches, pipe, settle, segment, stop, facts))
+    logs = [{"loss": sum(losses[at : at + segment]) / segment} for at in range(0, stop, segment)]
+    pipe.send(facts | {"logs": logs, "compile s": sum(compiling), "peak MB": common.memory(), "device GB": 0.0})
+
+
+def _taking_turns(
+    batches: Sequence[Any], pipe: Connection, settle: Any, segment: int, stop: int, facts: dict
+) -> Iterator[Any]:
+    """Batches, again and again, `stop` of them. Before each segment it waits for its turn; asked for the next batch
+    after it, it reports the seconds."""
+    start = 0.0
+    for number in range(stop + 1):
+        if number == 1:
+            settle()
+            facts["first step s"] = time.perf_counter() - start
+        if number % segment == 0:
+            if number:
+                settle()
+                pipe.send(time.perf_counter() - start)
+            if number == stop:
+                return
+            pipe.recv()
+            start = time.perf_counter()
+        yield batches[number % len(batches)]
+
+
+def _trainer(task: str, model: Path, mesh: Any, config: dict, stop: int) -> tuple[Any, list[float]]:
+    """Tunix's trainer with the optimizer that TRL's defaults give, and the list that its losses come to."""
+    import optax
+    from tunix.sft import hooks, peft_trainer, utils
+    from tunix.sft.dpo import dpo_trainer
+
+    losses: list[float] = []
+
+    class Losses(hooks.TrainingHooks):
+        def on_train_step_end(self, train_ctx, train_step, train_loss):
+            losses.append(float(train_loss))
+
+        def on_train_start(self, train_ctx): ...
+        def on_train_end(self, train_ctx): ...
+        def on_train_step_start(self, train_ctx): ...
+        def on_eval_step_start(self, train_ctx): ...
+        def on_eval_step_end(self, train_ctx, eval_loss): ...
+
+    rate = optax.linear_schedule({"SFT": 2e-5, "DPO": 1e-6}[task], 0.0, stop)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.0))
+    sizes = {"eval_every_n_steps": stop + 1, "max_steps": stop}
+    if task == "DPO":
+        settings = dpo_trainer.DPOTrainingConfig(**sizes, beta=0.1)
+        trainer = dpo_trainer.DPOTrainer(_model(model, mesh), _model(model, mesh), optimizer, settings)
+    else:
+        trainer = peft_trainer.PeftTrainer(_model(model, mesh), optimizer, peft_trainer.TrainingConfig(**sizes))
+        trainer = trainer.with_gen_model_input_fn(
+            lambda batch: {
+                "input_tokens": batch.input_tokens,
+                "input_mask": batch.input_mask,
+                "positions": utils.build_positions_from_mask(batch.input_mask),
+                "attention_mask": utils.make_causal_attn_mask(batch.input_mask),
+            }
+        )
+    trainer.with_training_hooks(Losses())
+    return trainer, losses
+
+
+def _model(folder: Path, mesh: Any) -> Any:
+    """Tunix's qwen3 with the weights of the folder, in float32."""
+    import jax.numpy as jnp
+    from transformers import AutoConfig
+    from tunix.models.qwen3 import model, params
+
+    known = AutoConfig.from_pretrained(folder)
+    config = model.ModelConfig(
+        num_layers=known.num_hidden_layers, vocab_size=known.vocab_size, embed_dim=known.hidden_size,
+        hidden_dim=known.intermediate_size, num_heads=known.num_attention_heads, head_dim=known.head_dim,
+        num_kv_heads=known.num_key_value_heads, norm_eps=known.rms_norm_eps,
+        rope_theta=known.rope_parameters["rope_theta"], use_tied_embedding=known.tie_word_embeddings,
+    )  # fmt: skip
+    return params.create_model_from_safe_tensors(str(folder), config, mesh, dtype=jnp.float32)
+
+
+def _batch(task: str, words: Any, rows: Sequence[dict], pad: int | None) -> Any:
+    """The padded arrays that Tunix's trainer takes."""
+    from tunix.sft import peft_trainer
+    from tunix.sft.dpo import dpo_trainer
+
+    if task == "SFT":
+        ids, mask = _padded(words, [_ids(words, row["messages"]) for row in rows], pad)
+        return peft_trainer.TrainingInput(input_tokens=ids, input_mask=mask)
+    half = None if pad is None else pad // 2
+    prompts, chosen, rejected = zip(*(_of_pair(words, row) for row in rows), strict=True)
+    answers, masks = _padded(words, [*chosen, *rejected], half)
+    prompt_ids, prompt_mask = _padded(words, prompts, half, left=True)
+    return dpo_trainer.TrainingInput(
+        prompt_ids=prompt_ids, prompt_mask=prompt_mask, chosen_ids=answers[: len(rows)], chosen_mask=masks[: len(rows)],
+        rejected_ids=answers[len(rows) :], rejected_mask=masks[len(rows) :],
+    )  # fmt: skip
+
+
+def _places(batch: Any) -> list[int]:
+    """How many tokens and padding a step computes, by text."""
+    if hasattr(batch, "input_tokens"):
+        return [batch.input_tokens.size]
+    return [batch.prompt_ids.size + ids.size for ids in (batch.chosen_ids, batch.rejected_ids)]
+
+
+def _padded(words: Any, texts: Sequence[Sequence[int]], length: int | None, *, left: bool = False) -> tuple[Any, Any]:
+    import numpy as np
+
+    length = length or -(-max(map(len, texts)) // 128) * 128
+    ids = np.full((len(texts), length), words.pad_token_id, np.int32)
+    mask = np.zeros((len(texts), length), bool)
+    for row, text in enumerate(texts):
+        place = slice(length - len(text), length) if left else slice(len(text))
+        ids[row, place], mask[row, place] = text, True
+    return ids, mask
+
+
+def _of_pair(words: Any, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """Ids of the prompt, up to where the assistant answers, and of both answers."""
+    prompt = _ids(words, row["prompt"], add_generation_prompt=True)
+    chosen, rejected = (_ids(words, row["prompt"] + row[side])[len(prompt) :] for side in ("chosen", "rejected"))
+    return prompt, chosen, rejected
+
+
+def _ids(words: Any, messages: Sequence[dict[str, str]], **options: Any) -> list[int]:
+    return words.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)

@@ -1,0 +1,109 @@
+"""How fast trl_jax trains, against TRL and google-tunix: live trainers in processes of their own, taking turns.
+
+All train the same qwen3 of noise on the same conversations or pairs of hh-rlhf, in the same order, in float32, with the
+same AdamW, schedule and clipping. The steps go through --batches batches again and again, so every shape is compiled in
+the warm-up. Tunix pads what it is given, and asks its caller for the lengths: "fixed" pads every text to --max_length,
+as its examples do (half of it for the prompt and half for the answer in DPO), "in 128s" pads a batch to its longest
+text, rounded up to a multiple of 128. Rows longer than that are left out for all.
+
+Tunix needs an environment of its own, whose jax is another: --python names its interpreter. Unset, one is made in a
+temporary folder with pip, which downloads about a gigabyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, lanes, peer_turns, sft_turns, turns
+
+PACKAGE = "google-tunix==0.1.7"
+ARMS = ("TRL", "trl_jax", "Tunix fixed", "Tunix in 128s")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    args = _arguments()
+    common.prepare(args.cpus)
+    report: dict[str, Any] = {"options": vars(args)}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+        python = args.python or _environment(folder / "environment")
+        model = folder / "qwen3"
+        common.in_child(sft_turns.build_model, model, args.data, args.layers, args.width, turns.VOCABULARY, "qwen3")
+        for task in args.tasks:
+            rows = common.in_child(peer_turns.rows, task, model, args.data, args.batches * args.batch, args.max_length)
+            print(f"{task}: {args.batch} rows a step, {args.steps} steps measured", flush=True)
+            report[task] = _raced(args, task, rows, model, folder, python)
+            common.show(report[task])
+    common.write_json(args.json, report)
+
+
+def _arguments() -> Any:
+    options = common.parser(__doc__)
+    options.add_argument("--data", type=Path, required=True, help="jsonl of chosen and rejected dialogues")
+    options.add_argument("--python", type=Path, help=f"interpreter of an environment with {PACKAGE}")
+    options.add_argument("--tasks", nargs="+", default=["SFT", "DPO"], choices=["SFT", "DPO"])
+    options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--batches", type=int, default=1, help="different batches")
+    options.add_argument("--max_length", type=int, default=1024)
+    options.add_argument("--segment", type=int, default=1, help="steps a turn")
+    lanes.add_steps(options, warm_up=2, steps=5)
+    return options.parse_args()
+
+
+def _environment(folder: Path) -> Path:
+    """The interpreter of a new environment with Tunix in it."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", PACKAGE], check=True)
+    return python
+
+
+def _raced(args: Any, task: str, rows: list[dict], model: Path, folder: Path, python: Path) -> list[dict[str, Any]]:
+    started, stop = [], args.warm_up + args.steps
+    for name in args.arms:
+        config = lanes.config_of(name, args, folder)
+        if name.startswith("Tunix"):
+            with _interpreter(python):
+                pad = args.max_length if name == "Tunix fixed" else None
+                work = (task, model, rows, config, pad, args.segment, stop)
+                started.append(lanes.start(name, peer_turns.take_tunix, *work))
+        else:
+            side = "trl_jax" if name == "trl_jax" else "trl"
+            started.append(lanes.start(name, peer_turns.take, side, task, model, rows, config, args.segment, stop))
+    lanes.race(started, stop // args.segment)
+    places = {lane.name: lane.facts["places"] for lane in started}
+    table = lanes.table(started, args)
+    return [row | {"places a step": places[row["arm"]]} for row in table]
+
+
+@contextlib.contextmanager
+def _interpreter(python: Path) -> Iterator[None]:
+    """Processes started meanwhile run under that interpreter, with its packages and the modules of this checkout."""
+    asked = [str(python), "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
+    found = subprocess.run(asked, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    kept = sys.path.copy()
+    sys.path[:] = [str(ROOT), *json.loads(found.stdout)]
+    multiprocessing.set_executable(str(python))
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(sys.executable)
+        sys.path[:] = kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""GRPO while vLLM servers generate: TRL's experimental AsyncGRPOTrainer on JAX."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
+from trl_jax.losses.policy_gradient import PolicyLoss
+from trl_jax.rollout.server import Limits
+from trl_jax.rollout.tools import Environments
+from trl_jax.tasks.policy import AsyncGrpoTask
+from trl_jax.trainer.async_grpo_config import AsyncGRPOConfig
+from trl_jax.trainer.online import OnlineTrainer, argument
+from trl_jax.trainer.online_config import OnlineConfig
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, refuse
+
+_OWN_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
+    "AsyncGRPO: override _compute_loss of GRPOTrainer, which takes use_vllm=True, vllm_mode='server' and "
+    "generate_ahead=True."
+)
+_OWN_WEIGHTS = "Weights reach the servers through a folder: set vllm_weights_dir."
+_KNOWN = {field.name for field in fields(AsyncGRPOConfig)}
+
+
+class AsyncGRPOTrainer(OnlineTrainer):
+    """Trains a language model by GRPO on completions that vLLM servers generate while it trains.
+
+    The arguments are TRL's, in TRL's order. The loss is TRL's: the clipped ratio is that of the policy to the sampler,
+    whose weights are older, and a micro-batch's loss is a mean over its tokens. There is no reference model.
+
+    The servers generate one generation ahead, which is a step's completions, or a few steps' if a step does not have
+    whole groups of `num_generations`. A generation that would be older than `max_staleness` allows is not generated
+    ahead, so no completion is ever discarded. With environments, nothing is generated ahead, and with tools, only first
+    turns are. `num_train_epochs` counts passes over the prompts, which come in the order of the dataset; the next pass
+    goes on within a step. A run that is resumed continues with the same completions, if it was saved at a multiple of
+    `weight_sync_steps`.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
+            transformers, which has the trained weights after `train()`. The servers have the same model.
+        reward_funcs: a reward function or reward model, or a list of them, whose rewards are added. A function is
+            called with `prompts`, `completions`, `completion_ids` and the dataset's other columns, in this process, and
+            gives a number or None for each completion; it may be async.
+        args: an AsyncGRPOConfig; None means `AsyncGRPOConfig("<model>-AsyncGRPO")`.
+        train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions.
+        processing_class: the tokenizer; loaded with the model if None.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step.
+        peft_config: a LoraConfig of ours or of peft's. Servers get the merged weights.
+        tools, environment_factory: as of GRPOTrainer.
+        rollout_worker, weight_transfer: refused: they are TRL's classes for queues and torch tensors.
+
+    Raises:
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
+        ServerError: a server does not answer, or was started in another way than the run needs.
+    """
+
+    _name, _tag_names = "AsyncGRPO", ["trl", "async-grpo"]
+    _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
+    config_class = AsyncGRPOConfig
+    _not_arguments = tuple(field.name for field in fields(OnlineConfig) if field.name not in _KNOWN)
+    _reward_helpers = ()
+    _writes_completions = False
+    _uses_server = True
+    _never_called = NEVER_CALLED_WITH_REWARDS | {
+        name: instead
+        for names, instead in (
+            ("compute_loss _compute_loss", _OWN_LOSS),
+            ("_sync_weight _streaming_iter", _OWN_WEIGHTS),
+        )
+        for name in names.split()
+    }
+    max_staleness, weight_sync_steps = map(argument, ("max_staleness", "weight_sync_steps"))
+
+    @accepting_old_keywords()
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: AsyncGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+        rollout_worker: None = None,
+        weight_transfer: None = None,
+    ):
+        refuse(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
+        self.tools = list(tools or ())
+        super().__init__(
+            model, reward_funcs, args=None if args is None else as_config(args, AsyncGRPOConfig),
+            train_dataset=train_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+            peft_config=peft_config,
+            environments=None if environment_factory is None else Environments(environment_factory),
+        )  # fmt: skip
+
+    def _config(self, args: BaseConfig | None, model: Any) -> AsyncGRPOConfig:
+        """As in BaseTrainer; a `dtype` is one of the options with which the model is loaded."""
+        args = super()._config(args, model)
+        if args.dtype == "float32" or not isinstance(model, str | os.PathLike):
+            return args
+        args = copy.copy(args)
+        args.model_init_kwargs = {"dtype": args.dtype, **(args.model_init_kwargs or {})}
+        return args
+
+    def make_task(self) -> AsyncGrpoTask:
+        args = self.args
+        options = self._of_any_policy()
+        options["cycle"] = replace(options["cycle"], wraps=True)
+        loss = PolicyLoss(loss_type="bnpo", epsilon=args.epsilon, epsilon_high=args.epsilon_high)
+        return AsyncGrpoTask(**options, objective=loss, sampled_elsewhere=True)
+
+    def _sync_steps(self) -> int:
+        return self.args.weight_sync_steps
+
+    def _limits(self) -> Limits:
+        args, at_once = self.args, self.args.max_inflight_tasks
+        return Limits(
+            args.vllm_server_timeout, args.heartbeat_stale_after_s, args.request_timeout, args.weight_sync_timeout,
+            None if at_once < 0 else at_once,
+        )  # fmt: skip
+
+    def _generates_ahead(self) -> bool:
+        """Whether a generation that is begun before the last one trains is fresh enough, and fits into the queue.
+
+        Raises:
+            ValueError: a generation trains so many steps that it is too old even if it is not begun ahead.
+        """
+        args = self.args
+        steps = args.generation_batch_size // args.step_completions
+        oldest = _staleness(steps - 1, args.weight_sync_steps)
+        if oldest > args.max_staleness:
+            raise ValueError(
+                f"A step has {args.step_completions} completions and a prompt num_generations={args.num_generations}, "
+                f"so a generation trains for {steps} steps, in which the weights are updated up to {oldest} times: "
+                f"more than max_staleness={args.max_staleness}. Make per_device_train_batch_size x "
+                "gradient_accumulation_steps x devices a multiple of num_generations, or raise max_staleness."
+            )
+        if self._environments is not None:  # they act in the completions that are judged next
+            return False
+        fits = not args.queue_maxsize or args.generation_batch_size <= args.queue_maxsize
+        return fits and _staleness(2 * steps - 1, args.weight_sync_steps) <= args.max_staleness
+
+
+def _staleness(steps: int, sync_steps: int) -> int:
+    """The most updates of the servers' weights within so many steps."""
+    return math.ceil(steps / sync_steps)

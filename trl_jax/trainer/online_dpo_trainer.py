@@ -1,0 +1,417 @@
+"""Online direct preference optimization: TRL's experimental OnlineDPOTrainer on JAX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.text import brief
+from trl_jax.data.batch import IGNORED, Example, Extras
+from trl_jax.data.chat import opening, rendered
+from trl_jax.data.loader import IndexedExample, StepBatch
+from trl_jax.data.prompts import completion_texts, is_conversation
+from trl_jax.hub.generate import check_generates
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.legacy.arguments import accepting_old_keywords, as_config
+from trl_jax.mesh.processes import several
+from trl_jax.rollout.rewards import HELPERS, RewardFunctions, check_signature, is_model, raised_by, reward_functions
+from trl_jax.tasks.dpo import OnlineDpoTask
+from trl_jax.tasks.task import Task
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.online import eos_token_ids, sampling_options
+from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
+from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, refuse
+from trl_jax.trainer.reference import loaded_reference, reference_as_model
+from trl_jax.training.data import Batches, image_columns
+from trl_jax.training.reference import ReferenceModel
+from trl_jax.training.rollout import Completer, WrittenSteps
+from trl_jax.training.setup import Policy, TrainerSpec
+from trl_jax.training.state import Setup
+
+_OWN_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for online "
+    "DPO: choose loss_type and beta."
+)
+_OWN_COMPLETIONS = "Say how completions are sampled by generation_kwargs."
+_OWN_REWARDS = "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows."
+_NO_EVALUATION = (
+    "OnlineDPOTrainer has no evaluation, as in TRL: pairs exist only while the model trains. Set eval_strategy='no', "
+    "and score completions of trainer.model in a callback."
+)
+
+
+@runtime_checkable
+class PairwiseJudge(Protocol):
+    """A judge as those of earlier releases of TRL."""
+
+    def judge(self, prompts: list[str], completions: list[list[str]]) -> Sequence[int]:
+        """Which of two completions of each prompt is the better one: 0 for the first, 1 for the second."""
+
+
+class OnlineDPOTrainer(BaseTrainer):
+    """Trains a language model on pairs of completions that it writes itself, of which a reward or a judge chooses one
+    (Direct Language Model Alignment from Online AI Feedback, https://huggingface.co/papers/2402.04792).
+
+    The arguments are TRL's, in TRL's order; `judge` comes from earlier releases.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
+            transformers, which has the trained weights after `train()`.
+        ref_model: the reference; None takes the model before training, or the base model of a new adapter.
+        reward_funcs: a reward function or reward model, or a list of them. A function is called with `prompts`,
+            `completions`, `completion_ids` (padded to the longest), the dataset's other columns and `trainer_state`,
+            and gives a number or None for each completion. A model is a folder's or repository's name, what
+            `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
+        args: an OnlineDPOConfig; None means `OnlineDPOConfig("<model>-OnlineDPO")`.
+        data_collator, compute_metrics, preprocess_logits_for_metrics: not None is refused.
+        train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions. A Dataset or
+            an IterableDataset (with `max_steps`).
+        eval_dataset: the same, or a dict of them, for callbacks.
+        processing_class: the tokenizer; loaded with the model if None.
+        reward_processing_classes: the tokenizers of reward models, one for each of reward_funcs; None loads them with
+            the models.
+        peft_config: a LoraConfig of ours or of peft's.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step.
+        judge: a `PairwiseJudge`, instead of reward_funcs. Conversations reach it as text, "User: ..." and so on.
+
+    Attributes:
+        num_generations: completions of a prompt.
+        reward_func_names, reward_processing_classes: of each reward function; empty with a judge.
+
+    Raises:
+        TypeError, ValueError: names the invalid argument, row or checkpoint.
+    """
+
+    _name, _tag_names = "OnlineDPO", ["trl", "online-dpo"]
+    _paper = "Direct Language Model Alignment from Online AI Feedback", "2402.04792"
+    config_class = OnlineDPOConfig
+    _tokenizer_sides = {"padding_side": "left"}
+    _never_called = (
+        NEVER_CALLED
+        | dict.fromkeys(("training_step", "compute_loss", "prediction_step", "_forward"), _OWN_LOSS)
+        | dict.fromkeys(("_generate", "_generate_vllm"), _OWN_COMPLETIONS)
+        | {"_calculate_rewards_from_functions": _OWN_REWARDS}
+    )
+    num_generations = 2
+    reward_func_names: Sequence[str] = ()
+    reward_processing_classes: Sequence[Any] = ()
+    temperature, top_p, top_k, min_p, repetition_penalty, max_length, use_vllm = (
+        InitOnlyArg(lambda trainer, name=name: vars(trainer.args)[name], f"Set {name} in OnlineDPOConfig.")
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_length", "use_vllm")
+    )
+
+    @accepting_old_keywords()
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        ref_model: str | os.PathLike | PreTrainedModel | None = None,
+        reward_funcs: Any = None,
+        args: OnlineDPOConfig | None = None,
+        data_collator: None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        compute_metrics: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: None = None,
+        *,
+        judge: PairwiseJudge | None = None,
+    ):
+        refuse(compute_metrics=compute_metrics, preprocess_logits_for_metrics=preprocess_logits_for_metrics)
+        if ref_model is model and not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                "`model` and `ref_model` cannot be the same object. If you want `ref_model` to be the same as `model`, "
+                "either omit the `ref_model` argument or pass `None`."
+            )
+        args = None if args is None else as_config(args, OnlineDPOConfig)
+        if args is not None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise ValueError(_NO_EVALUATION)
+        self.judge = judge
+        self.reward_funcs = _checked_sources(reward_funcs, judge)
+        self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers,
+            peft_config=peft_config, spec=TrainerSpec(self._reference),
+        )  # fmt: skip
+        if several():
+            raise ValueError(
+                "OnlineDPOTrainer with several processes is not in this release of trl_jax. Start a single one, or "
+                "train with GRPOTrainer."
+            )
+        check_generates(self.model)
+        setup = self._setup
+        rewards = None if judge is not None else self._rewards(setup, reward_processing_classes)
+        self.eos_token_ids = eos_token_ids(setup.processing_class, self.model)
+        self.generation_kwargs = sampling_options(
+            self.args, setup.processing_class, self.model, new_tokens=self.args.max_new_tokens
+        )
+        scores = judge if rewards is None else rewards
+        self._pairs = PairWriter(setup, Completer(setup, self.generation_kwargs), scores, frozenset(self.eos_token_ids))
+
+    @property
+    def beta(self) -> float:
+        """The argument `beta`; of a list, that of the current epoch."""
+        return beta_of(self.args.beta, int(self.state.epoch or 0))
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference model; None with a new adapter, whose base model it is."""
+        return reference_as_model(self._setup.reference, self.model, self._ref_model)
+
+    @property
+    def reward_weights(self) -> np.ndarray:
+        """The weight of each reward function, float32."""
+        given = self.args.reward_weights
+        return np.ones(len(self.reward_funcs), np.float32) if given is None else np.asarray(given, np.float32)
+
+    def make_task(self) -> OnlineDpoTask:
+        args = self.args
+        return OnlineDpoTask(
+            loss_type=args.loss_type, accumulation=args.gradient_accumulation_steps, scored=self.judge is None
+        )
+
+    def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
+        """A dataloader over a prepared dataset. Iterating over it gives the rows; train() makes pairs of them."""
+        if not training:
+            raise TypeError(_NO_EVALUATION)
+        loader = replace(self.loader(dataset, training=True), columns=image_columns(dataset), example=_row)
+        return Prompts(PairSteps(loader, self._pairs), self._setup.task)
+
+    def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> Any:
+        args, column = self.args, self.args.length_column_name
+        by_length = args.train_sampling_strategy == "group_by_length" and isinstance(dataset, Dataset)
+        if by_length and column not in dataset.column_names:
+            raise ValueError(
+                "train_sampling_strategy='group_by_length' needs the length of each row, which is not known of prompts "
+                f"that are not completed yet. Add a column {column!r} with the lengths, or use "
+                "'random'."
+            )
+        return super().loader(dataset, training=training)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> NoReturn:
+        """Raises TypeError: there is no evaluation."""
+        raise TypeError(_NO_EVALUATION)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> NoReturn:
+        """Raises TypeError: there is no evaluation."""
+        raise TypeError(_NO_EVALUATION)
+
+    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
+        del task
+        if policy.model.backend.virtual.count:
+            raise ValueError(
+                "OnlineDPOTrainer does not train an adapter of virtual tokens. Use a weight-based one such as LoRA."
+            )
+        return loaded_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
+
+    def _rewards(self, setup: Setup, tokenizers: Any) -> RewardFunctions:
+        args, events = setup.args, setup.events
+        columns = () if args.remove_unused_columns else setup.train_dataset.column_names
+        rewards = reward_functions(
+            self.reward_funcs, tokenizers, weights=args.reward_weights, trainer_state=lambda: events.state,
+            columns=columns, helpers=HELPERS[:1], model_init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code, seed=args.seed,
+        )  # fmt: skip
+        self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
+        return rewards
+
+
+def _checked_sources(reward_funcs: Any, judge: Any) -> list[Any]:
+    """The reward functions as a list, none with a judge.
+
+    Raises:
+        TypeError: a function does not take the arguments that it would get, or the judge is none.
+        ValueError: there is neither of both, or both.
+    """
+    if reward_funcs is None and judge is None:
+        raise ValueError("`reward_funcs` must be provided. Pass reward functions or models, or a judge.")
+    if reward_funcs is not None and judge is not None:
+        raise ValueError("reward_funcs and judge both choose the better completion: pass only one of them.")
+    if judge is not None:
+        if not isinstance(judge, PairwiseJudge):
+            raise TypeError(
+                f"judge is a {type(judge).__name__}, which has no method judge. Pass an object whose judge(prompts, "
+                "completions) returns 0 for each prompt whose first completion is better, else 1."
+            )
+        return []
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    for function in functions:
+        if callable(function) and not is_model(function):
+            check_signature(
+                function, helpers=HELPERS[:1]
+            )  # before weights are read; later with the columns of the rows
+    return functions
+
+
+def beta_of(beta: float | list[float], epoch: int) -> float:
+    """The value of an epoch: a list has one for each, the last of which holds for all later ones."""
+    return beta[min(epoch, len(beta) - 1)] if isinstance(beta, list) else beta
+
+
+# Prompts, and the pairs that they become just before a step.
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """The example of a loader that gives rows as they are."""
+    return row
+
+
+class Prompts(Batches):
+    """Micro-batches of rows, as a list for each column."""
+
+    def __iter__(self) -> Iterator[dict[str, list]]:
+        for group in self.steps.loader.groups():
+            for batch in group:
+                rows = [one.example for one in batch]
+                yield {name: [row[name] for row in rows] for name in rows[0]}
+
+
+@dataclass
+class PairSteps(WrittenSteps):
+    """The steps of a loader of rows, with the pairs that `pairs` makes of the rows of a micro-batch in an epoch."""
+
+    pairs: Callable[[list[dict[str, Any]], int], list[Example]]
+
+    def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
+        written = []
+        for batch in group:
+            made = self.pairs([one.example for one in batch], self.loader.epoch)
+            made = [_with_number(example, "micro_batches", len(group)) for example in made]
+            written.append([one._replace(example=example) for one, example in zip(batch, made, strict=True)])
+        return self.loader.step_layout.step(written, number)
+
+
+def _with_number(example: Example, name: str, value: float) -> Example:
+    extras = example.extras
+    return example._replace(extras=extras._replace(example={**extras.example, name: value}))
+
+
+@dataclass
+class PairWriter:
+    """Completes each prompt twice and chooses the better completion.
+
+    scores: gives each completion a score, or is the judge of each two.
+    ends: the token ids that end a completion.
+    """
+
+    setup: Setup
+    complete: Completer
+    scores: RewardFunctions | PairwiseJudge
+    ends: frozenset[int]
+
+    def __call__(self, rows: list[dict[str, Any]], epoch: int) -> list[Example]:
+        """The pairs of a micro-batch, whose chosen completion comes first.
+
+        Raises:
+            ValueError: `max_length` leaves no token of a prompt.
+        """
+        setup, count = self.setup, len(rows)
+        args, tokenizer, prompts = setup.args, setup.processing_class, [row["prompt"] for row in rows]
+        ids = prompt_ids(prompts, tokenizer)
+        written = self.complete(setup.model, ids * 2, args.compute_dtype)  # all first completions, then the second ones
+        ended = np.asarray([int(tokens[-1]) in self.ends for tokens in written])
+        texts = completion_texts(prompts * 2, written, tokenizer)
+        if isinstance(self.scores, RewardFunctions):
+            scores = self._scores(rows, prompts, texts, written, ended)
+            first_is_chosen, totals = scores[:count] >= scores[count:], scores.tolist()
+        else:
+            first_is_chosen, totals = _judged(self.scores, prompts, texts), None
+        ids = _cut(ids, max(map(len, written)), args.max_length)
+        beta, examples = beta_of(args.beta, epoch), []
+        for number, first in enumerate(first_is_chosen):
+            pair = (number, number + count) if first else (number + count, number)
+            numbers = {"beta": beta, "ended": float(ended[list(pair)].sum())}
+            if totals is not None:
+                numbers |= {"score_chosen": totals[pair[0]], "score_rejected": totals[pair[1]]}
+            examples.append(_pair(ids[number], [written[one] for one in pair], numbers))
+        return examples
+
+    def _scores(
+        self, rows: list[dict[str, Any]], prompts: list, texts: list, written: list[np.ndarray], ended: np.ndarray
+    ) -> np.ndarray:
+        """The weighted sum of the rewards of each completion, float32 `[2B]`."""
+        args, pad = self.setup.args, self.setup.processing_class.pad_token_id
+        longest = max(map(len, written))
+        padded = [[*tokens.tolist(), *[pad] * (longest - len(tokens))] for tokens in written]
+        given = [{"prompt": row["prompt"]} for row in rows] if args.remove_unused_columns else rows
+        rewards = self.scores(given * 2, prompts * 2, texts, padded)
+        weights = np.ones(rewards.shape[1]) if args.reward_weights is None else args.reward_weights
+        scores = np.nansum(rewards * np.asarray(weights, np.float32), axis=1, dtype=np.float32)
+        if args.missing_eos_penalty is not None:
+            scores[~ended] -= np.float32(args.missing_eos_penalty)
+        return scores
+
+
+def prompt_ids(prompts: list, tokenizer: Any) -> list[list[int]]:
+    """Token ids of prompts, without special tokens besides those of the chat template, as in TRL.
+
+    Raises:
+        ValueError: a prompt has no token.
+    """
+    texts = []
+    for prompt in prompts:
+        if is_conversation(prompt):
+            where = f"The prompt {brief(prompt, 300)}"
+            prompt = rendered(tokenizer, list(prompt), where, tokenize=False, **opening(prompt))
+        texts.append(prompt)
+    ids = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+    if not all(ids):
+        raise ValueError("A prompt is empty, and a completion needs at least one token before it. Leave the row out.")
+    return [list(own) for own in ids]
+
+
+def _cut(ids: list[list[int]], completion: int, max_length: int) -> list[list[int]]:
+    """Prompts without the beginning that TRL cuts off: as many columns of the padded prompts as the longest prompt and
+    `completion` tokens have more than `max_length`."""
+    longest = max(map(len, ids))
+    columns = max(longest + completion - max_length, 0)
+    if columns >= longest:
+        raise ValueError(
+            f"max_length={max_length} leaves no token of the prompts before a completion of {completion} tokens. Raise "
+            "max_length above max_new_tokens."
+        )
+    return [own[max(0, columns - (longest - len(own))) :] for own in ids]
+
+
+def _pair(prompt: list[int], completions: list[np.ndarray], numbers: Mapping[str, float]) -> Example:
+    """A prompt with its chosen and its rejected completion, whose tokens are all targets."""
+    texts = tuple(np.concatenate([prompt, tokens]).astype(np.int32) for tokens in completions)
+    labels = tuple(np.concatenate([np.full(len(prompt), IGNORED), tokens]).astype(np.int32) for tokens in completions)
+    return Example(texts, Extras(dict(numbers)), labels)
+
+
+def _judged(judge: PairwiseJudge, prompts: list, texts: list) -> list[bool]:
+    """Whether the first completion of each prompt is the better one.
+
+    Raises:
+        ValueError: the judge returned another number of ranks.
+    """
+    if is_conversation(prompts[0]):
+        prompts, texts = list(map(_plain, prompts)), list(map(_plain, texts))
+    count = len(prompts)
+    pairs = [list(pair) for pair in zip(texts[:count], texts[count:], strict=True)]
+    with raised_by("the judge", prompts):
+        ranks = list(judge.judge(prompts, pairs))
+        if len(ranks) != count:
+            raise ValueError(f"The judge returned {len(ranks)} ranks for {count} prompts: return one for each prompt.")
+    return [int(rank) == 0 for rank in ranks]
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation for a judge, in a form that no chat template has a part in."""
+    return "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
