@@ -25,6 +25,7 @@ class StubServer:
         replay: (prompt ids, n) -> completions, in the generator's place; None samples.
         shift: added to the log-probabilities of completions.
         missing: paths that the server does not have.
+        image_tokens: of each image.
         seen: (path, body) of every request but those for /health.
         before: called with the path of every POST before it is answered.
     """
@@ -32,6 +33,7 @@ class StubServer:
     def __init__(self, folder, *, max_model_len=512, logprobs_mode="processed_logprobs", port=0):
         self.replay: Callable | None = None
         self.shift, self.missing, self.seen, self.before = 0.0, set(), [], lambda path: None
+        self.image_tokens = 0
         self.version, self.paused, self.loads = "default", False, 0
         self._max_model_len, self._logprobs_mode, self._folder = max_model_len, logprobs_mode, str(folder)
         self._lock = threading.Lock()
@@ -78,7 +80,10 @@ class StubServer:
             return 404, {"detail": "Not Found"}
         if posted:
             self.before(path)
-        name = {"/v1/models": "models", "/v1/completions": "completions"}.get(path, path[1:])
+        name = {
+            "/v1/models": "models", "/v1/completions": "completions", "/v1/chat/completions/render": "render",
+            "/inference/v1/generate": "generate",
+        }.get(path, path[1:])  # fmt: skip
         if name == "server_info":
             assert query == "config_format=json"
         function = getattr(self, f"_{'post' if posted else 'get'}_{name}", None)
@@ -148,6 +153,23 @@ class StubServer:
                 ]
             choices.append(choice)
         return 200, {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": choices[::-1]}
+
+    def _post_render(self, body):
+        """As where images are of `image_tokens` tokens each."""
+        [message] = body["messages"]
+        hashes = [hash(part["image_url"]["url"]) for part in message["content"]]
+        places = [{"offset": 1 + number, "length": self.image_tokens} for number in range(len(hashes))]
+        features = {"mm_hashes": {"image": list(map(str, hashes))}, "mm_placeholders": {"image": places}}
+        return 200, {"token_ids": [1], "features": features | {"kwargs_data": None}}
+
+    def _post_generate(self, body):
+        """By `replay` alone; log-probabilities are 0."""
+        assert body["sampling_params"]["output_kind"] == 2
+        choices = []
+        for index, own in enumerate(self.replay(body["token_ids"], body["sampling_params"]["n"])):
+            logps = {"content": [{"token": "", "logprob": 0.0} for _ in own]}
+            choices.append({"index": index, "token_ids": list(map(int, own)), "logprobs": logps})
+        return 200, {"choices": choices}
 
     def _sampled(self, ids, n, body):
         options = {name: body[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}

@@ -18,7 +18,15 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.rollout.stub_server import StubServer
-from trl_jax.rollout.server import ServerError, is_local, sampling_parameters, server_urls
+from trl_jax.rollout.server import (
+    Limits,
+    Requirements,
+    ServerError,
+    VllmServers,
+    is_local,
+    sampling_parameters,
+    server_urls,
+)
 from trl_jax.training.server import WeightFolders
 
 CONFIG = {
@@ -387,6 +395,28 @@ def test_arguments_that_servers_do_not_take(serve, make):
 
 
 # Their parts
+
+
+def test_prompts_with_images(serve, folder):
+    """Two images of three tokens, and a prompt without any."""
+    stub, needs = serve(), Requirements(str(folder), 100, 16, True, image_token=5)
+    servers, sampling = VllmServers([stub.url], needs, Limits(30.0)), {"max_tokens": 4, "stop_token_ids": [0]}
+    sampling |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    stub.image_tokens, stub.replay = 3, lambda ids, n: [[len(ids), number] for number in range(n)]
+    prompts, images = [[1, 5, 5, 5, 2, 5, 5, 5], [1, 2]], [["data:a", "data:b"], []]
+    found = servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
+    assert [own.tolist() for own in found.completions] == [[8, 0], [8, 1], [2, 0], [2, 1]]
+    assert [logps.tolist() for logps in found.logps[:2]] == [[0.0, 0.0]] * 2 and found.logps[2][0] < 0
+    (body,) = [body for path, body in stub.seen if path == "/inference/v1/generate"]
+    assert body["features"]["mm_placeholders"] == {"image": [{"offset": 1, "length": 3}, {"offset": 5, "length": 3}]}
+    given = body["sampling_params"]
+    assert (given["seed"], given["n"], given["max_tokens"]) == (3, 2, 4) and "prompt" not in given
+    stub.image_tokens = 4
+    with pytest.raises(ServerError, match=r"has images of \[4, 4\] tokens, and the prompt of \[3, 3\]: it processes"):
+        servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
+    stub.missing = {"/v1/chat/completions/render"}
+    with pytest.raises(ServerError, match="prompts with images need. Start it with: .* --enable-scale-out"):
+        servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
 
 
 def test_parameters_of_requests():

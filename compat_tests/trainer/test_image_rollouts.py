@@ -4,6 +4,8 @@ As a program, a GRPO run that kills itself: python -m compat_tests.trainer.test_
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import signal
 import subprocess
@@ -14,12 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset
+from PIL import Image
 from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests import tiny
 from compat_tests.effort import THOROUGH, only_thorough, usually
+from compat_tests.rollout.stub_server import StubServer
 from compat_tests.trainer.vision_models import (
+    PATCH,
+    SIZE,
     TEXT_ONLY,
     counted_towers,
     pictures,
@@ -123,6 +129,45 @@ def test_other_towers_are_trls(name, tmp_path, monkeypatch):
     for their, own in zip(*found, strict=True):
         for key in their.keys() - {"epoch", "step_time"}:
             assert own[key] == pytest.approx(their[key], rel=2e-4, abs=1e-5 if key == "loss" else 2e-4), key
+
+
+@only_thorough
+def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path):
+    """A prompt with an image and one without: the server gets the pixels and our tokens."""
+    seen, options, rows = [], POLICY | {"max_steps": 1, "shuffle_dataset": False}, prompts().select(range(4, 8))
+
+    def recorded(completion_ids, **columns):
+        seen.append([list(map(int, ids)) for ids in completion_ids])
+        return reward(**columns)
+
+    def made(out, **more):
+        args = trl_jax.GRPOConfig(str(out), **SAME | options | more)
+        return trl_jax.GRPOTrainer(llava, recorded, args, rows)
+
+    own = made(tmp_path / "own")
+    [wanted] = logged(own)
+    stub, image = StubServer(llava), own.processing_class.convert_tokens_to_ids("<image>")
+    stub.replay = lambda ids, n: seen[0][0 if image in ids else 2 :][:n]
+    stub.image_tokens = (SIZE // PATCH) ** 2
+    more = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url,
+            "vllm_importance_sampling_correction": False}  # fmt: skip
+    try:
+        [found] = logged(made(tmp_path / "server", **more))
+        with pytest.raises(ValueError, match="generate_ahead=True with images is not in this release"):
+            made(tmp_path, **more | {"vllm_importance_sampling_correction": True, "generate_ahead": True})
+    finally:
+        stub.stop()
+    assert seen[1] == seen[0]
+    for name in ("loss", "grad_norm", "reward"):
+        assert found[name] == pytest.approx(wanted[name], abs=1e-5), name
+    asked = {path: body for path, body in stub.seen if path.endswith(("render", "generate"))}
+    [[part]] = [message["content"] for message in asked["/v1/chat/completions/render"]["messages"]]
+    sent = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+    np.testing.assert_array_equal(np.asarray(sent), np.asarray(rows[0]["images"][0]))
+    body = asked["/inference/v1/generate"]
+    [place] = body["features"]["mm_placeholders"]["image"]
+    assert [body["token_ids"].index(image), body["token_ids"].count(image)] == [place["offset"], place["length"]]
+    assert body["sampling_params"]["logit_bias"] == {str(image): -100.0} and body["sampling_params"]["n"] == 2
 
 
 def test_a_run_resumes_within_a_generation(llava, tmp_path):

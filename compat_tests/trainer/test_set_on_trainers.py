@@ -241,7 +241,7 @@ def test_groups_of_parameters_have_the_rate_of_the_next_step():
 def test_what_was_read_once_is_told_of_when_it_is_changed(make):
     trainer = make(trl_jax, "DPO", max_steps=1)
     trainer.args.beta = 0.7
-    with pytest.warns(UserWarning, match=r"^beta: the arguments were changed.*what counts is trainer\.beta\."):
+    with pytest.warns(UserWarning, match=r"^beta: the arguments were changed.*set trainer\.beta instead\."):
         trainer.train()
     with pytest.raises(AttributeError, match="gradient_accumulation_steps was set on trainer.accelerator"):
         trainer.accelerator.gradient_accumulation_steps = 2

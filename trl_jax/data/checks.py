@@ -165,7 +165,7 @@ def has_images(dataset: Dataset | IterableDataset) -> bool:
 
 
 def check_no_images(columns: Collection[str], where: str) -> None:
-    """Raise ValueError for a dataset with an image column, of which only the text would be trained on."""
+    """Raise ValueError for a dataset with an image column if only its text would be trained on."""
     if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys): "

@@ -2,13 +2,17 @@
 
 Prompts go to `/v1/completions` as token ids; token ids and their log-probabilities come back. Each prompt is one
 request for all of its completions and has its own seed, so that completions do not depend on how prompts are divided
-over several servers. Weights are loaded from a folder by the endpoints of vLLM's development mode (`VllmServers.load`).
+over several servers. The images of a prompt are processed by `/v1/chat/completions/render`, and what that returns goes
+to `/inference/v1/generate` with the token ids. Weights are loaded from a folder by the endpoints of vLLM's development
+mode (`VllmServers.load`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
+import io
 import ipaddress
 import logging
 import math
@@ -85,12 +89,14 @@ class Requirements:
     model: the name or folder that the server is started with. vocab_size: token ids are below it.
     max_tokens: of a prompt with its completion, as far as it is known beforehand.
     processed_logps: whether log-probabilities must be those after temperature and filters.
+    image_token: which stands for a part of an image in prompts; None if there are no images.
     """
 
     model: str
     vocab_size: int
     max_tokens: int
     processed_logps: bool
+    image_token: int | None = None
 
 
 def is_local(url: str) -> bool:
@@ -216,6 +222,7 @@ class VllmServers:
         seeds: Sequence[int],
         progress: Progress | None = None,
         most: Sequence[int] | None = None,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> concurrent.futures.Future[Sampled]:
         """Have the servers complete each prompt `group` times while the caller goes on.
 
@@ -224,6 +231,7 @@ class VllmServers:
             seeds: one per prompt.
             progress: called with the number of completions so far, and of their tokens.
             most: lowers `max_tokens` of each prompt.
+            images: of each prompt, as data URLs; None if there are none.
 
         Returns:
             A future of the completions, which raises ServerError if a server refuses a request or does not answer
@@ -243,8 +251,11 @@ class VllmServers:
             async def one(number: int) -> Sampled:
                 place = number % len(self.urls)
                 url, body = self.urls[place], dict(sampling) | jobs[number] | {"model": self._models[place]}
+                seen = () if images is None else images[number]
                 async with gate, gates[place]:
-                    sent = self._answer(client, url, "POST", "/v1/completions", body, within=self._limits.request)
+                    path = "/inference/v1/generate" if seen else "/v1/completions"
+                    body = await self._with_images(client, url, body, seen) if seen else body
+                    sent = self._answer(client, url, "POST", path, body, within=self._limits.request)
                     reply = self._accepted(url, await sent)
                 found = self._read(url, reply, group)
                 done[0], done[1] = done[0] + group, done[1] + sum(map(len, found.completions))
@@ -264,6 +275,32 @@ class VllmServers:
 
         return _in_thread(complete)
 
+    async def _with_images(
+        self, client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], images: Sequence[str]
+    ) -> dict[str, Any]:
+        """The body of `/inference/v1/generate` for that of `/v1/completions` and the prompt's images."""
+        body = {name: value for name, value in body.items() if name != "return_token_ids"}
+        ids, model = body.pop("prompt"), body.pop("model")
+        parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        asked = {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        reply = await self._answer(client, url, "POST", "/v1/chat/completions/render", asked)
+        if reply.status_code == 404:
+            raise ServerError(
+                f"The vLLM server at {url} has no /v1/chat/completions/render, which prompts with images need. Start "
+                f"it with: {self.command(url)} --enable-scale-out"
+            )
+        features = dict(self._accepted(url, reply)["features"])
+        places, given = _runs(ids, self._needs.image_token), features["mm_placeholders"]["image"]
+        if [own["length"] for own in places] != [own["length"] for own in given]:
+            raise ServerError(
+                f"The vLLM server at {url} has images of {[own['length'] for own in given]} tokens, and the prompt "
+                f"of {[own['length'] for own in places]}: it processes them otherwise, or this model's images are not "
+                "one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
+            )
+        features["mm_placeholders"] = {**features["mm_placeholders"], "image": places}
+        sampling = body | {"output_kind": 2}  # all completions at once, when the last one has ended
+        return {"model": model, "token_ids": ids, "features": features, "sampling_params": sampling}
+
     def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         if len(choices) != group or any(choice.get("token_ids") is None for choice in choices):
@@ -273,7 +310,11 @@ class VllmServers:
         completions, logps = [], []
         for choice in choices:
             completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
-            found = choice["logprobs"]["token_logprobs"]
+            found = choice["logprobs"]
+            if "content" in found:  # of /inference/v1/generate
+                found = [of_token["logprob"] for of_token in found["content"]]
+            else:
+                found = found["token_logprobs"]
             logps.append(np.asarray([np.nan if value is None else value for value in found], np.float32))
             if len(logps[-1]) != len(completions[-1]):
                 raise self._unusable(
@@ -456,6 +497,26 @@ class VllmServers:
                 return await ask(client)
 
         return _in_thread(lambda: asyncio.run(main())).result()
+
+
+def _runs(ids: Sequence[int], token: int) -> list[dict[str, int]]:
+    """Where a token stands in a row: the offset and the length of each run."""
+    found: list[dict[str, int]] = []
+    for place, own in enumerate(ids):
+        if own != token:
+            continue
+        if found and found[-1]["offset"] + found[-1]["length"] == place:
+            found[-1]["length"] += 1
+        else:
+            found.append({"offset": place, "length": 1})
+    return found
+
+
+def data_url(picture: Any) -> str:
+    """A PIL image as a data URL, without loss but for transparency."""
+    buffer = io.BytesIO()
+    picture.convert("RGB").save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:

@@ -163,8 +163,8 @@ def check_changes(then: RolloutTask, now: RolloutTask) -> None:
     names = [field.name for field in fields(then) if vars(then)[field.name] != vars(now)[field.name]]
     if names:
         warnings.warn(
-            f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, it goes by "
-            "those that it was made with: make another one.",
+            f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, this has "
+            "no effect: create a new trainer.",
             stacklevel=4,  # of the script's line: train() is an api_boundary
         )
 

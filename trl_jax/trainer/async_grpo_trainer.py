@@ -41,10 +41,10 @@ class AsyncGRPOTrainer(OnlineTrainer):
 
     The servers generate one generation ahead, which is a step's completions, or a few steps' if a step does not have
     whole groups of `num_generations`. A generation that would be older than `max_staleness` allows is not generated
-    ahead, so no completion is ever discarded. With environments, nothing is generated ahead, and with tools, only first
-    turns are. `num_train_epochs` counts passes over the prompts, which come in the order of the dataset; the next pass
-    goes on within a step. A run that is resumed continues with the same completions, if it was saved at a multiple of
-    `weight_sync_steps`.
+    ahead, so no completion is ever discarded. With environments or images, nothing is generated ahead, and with tools,
+    only first turns are. `num_train_epochs` counts passes over the prompts, which come in the order of the dataset; the
+    next pass goes on within a step. A run that is resumed continues with the same completions, if it was saved at a
+    multiple of `weight_sync_steps`.
 
     Args:
         model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
@@ -134,7 +134,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
             None if at_once < 0 else at_once,
         )  # fmt: skip
 
-    def _generates_ahead(self) -> bool:
+    def _generates_ahead(self, *, sees: bool) -> bool:
         """Whether a generation that is begun before the last one trains is fresh enough, and fits into the queue.
 
         Raises:
@@ -150,7 +150,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
                 f"more than max_staleness={args.max_staleness}. Make per_device_train_batch_size x "
                 "gradient_accumulation_steps x devices a multiple of num_generations, or raise max_staleness."
             )
-        if self._environments is not None:  # they act in the completions that are judged next
+        if sees or self._environments is not None:  # these act in the completions that are judged next
             return False
         fits = not args.queue_maxsize or args.generation_batch_size <= args.queue_maxsize
         return fits and _staleness(2 * steps - 1, args.weight_sync_steps) <= args.max_staleness

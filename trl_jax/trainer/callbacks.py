@@ -110,8 +110,8 @@ class BEMACallback(TrainerCallback):
     $$ EMA \leftarrow (1 - \beta) EMA + \beta \theta_t, \qquad \theta' = EMA + \alpha (\theta_t - \theta_0) $$
 
     with $\beta = (lag + multiplier \cdot t)^{-ema\_power}$, at least `min_ema_multiplier`, and
-    $\alpha = (lag + multiplier \cdot t)^{-bias\_power}$. The arguments are TRL's, in TRL's order. A run that is resumed
-    begins it anew.
+    $\alpha = (lag + multiplier \cdot t)^{-bias\_power}$. The arguments are TRL's, in TRL's order. A resumed run
+    starts it from the beginning.
 
     Args:
         update_freq: steps between two updates.

@@ -38,7 +38,7 @@ class DPOTrainer(ReferenceTrainer):
         ref_model: the reference model, in the same forms. None: the model before training; with a new adapter, the
             model without it; with an adapter that the model came with, a copy of that adapter.
         args: a DPOConfig; None means `DPOConfig("<model>-DPO")`.
-        data_collator: a DataCollatorForPreference, of which only `pad_to_multiple_of` is used; for rows with images a
+        data_collator: a DataCollatorForPreference; only its `pad_to_multiple_of` is used; for rows with images a
             DataCollatorForVisionPreference, whose options replace those of `args`.
         train_dataset: pairs, `chosen` and `rejected` with or without `prompt`, as text or as messages, or
             `prompt_ids`, `chosen_ids` and `rejected_ids`; a Dataset or an IterableDataset (with `max_steps`).

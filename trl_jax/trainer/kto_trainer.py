@@ -37,7 +37,7 @@ class KTOTrainer(ReferenceTrainer):
         ref_model: the reference model, in the same forms. None: the model before training; with a new adapter, the
             model without it; with an adapter that the model came with, a copy of that adapter.
         args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
-        data_collator: a DataCollatorForUnpairedPreference, of which only `pad_to_multiple_of` is used; for rows with
+        data_collator: a DataCollatorForUnpairedPreference; only its `pad_to_multiple_of` is used; for rows with
             images a DataCollatorForVisionUnpairedPreference, whose options replace those of `args`.
         train_dataset: rows with `prompt`, `completion` and `label`, as text or as messages, or with `prompt_ids`,
             `completion_ids` and `label`, or pairs, `chosen` and `rejected` with or without `prompt`; a Dataset or an

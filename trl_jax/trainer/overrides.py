@@ -172,18 +172,18 @@ def read_once(trainer: Any) -> dict[str, Any]:
 
 
 def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
-    """Warn about arguments that were changed after a trainer has read them."""
+    """Warn about arguments that were changed after the trainer had read them."""
     if names := [name for name, value in read_once(trainer).items() if value != then[name]]:
         warnings.warn(
-            f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, it goes by those "
-            f"that it was made with{_instead(trainer, names)}.",
+            f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, this has no "
+            f"effect{_instead(trainer, names)}.",
             stacklevel=4,  # of the script's line: train() is an api_boundary
         )
 
 
 def _instead(trainer: Any, names: list[str]) -> str:
     kept = [name for name, kept in mirrored_args(type(trainer)).items() if kept.argument in names and name[0] != "_"]
-    return f"; what counts is trainer.{kept[0]}" if kept else ": make another one"
+    return f"; set trainer.{kept[0]} instead" if kept else ": create a new trainer"
 
 
 def check_mirrored(trainer: Any) -> None:

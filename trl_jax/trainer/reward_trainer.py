@@ -43,7 +43,7 @@ class RewardTrainer(BaseTrainer):
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
             function scales the updates; without it, the schedule of `args` does, relative to its peak.
         optimizer_cls_and_kwargs: an optax factory, or a torch optimizer that has a counterpart, and its arguments.
-        data_collator: a DataCollatorForPreference or early TRL's RewardDataCollatorWithPadding, of which only
+        data_collator: a DataCollatorForPreference or early TRL's RewardDataCollatorWithPadding; only its
             `pad_to_multiple_of` is used.
         quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
             bits (QLoRA).

@@ -51,7 +51,7 @@ class SFTTrainer(BaseTrainer):
             of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
             in `args.model_init_kwargs["dtype"]` ("float32" by default).
         args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
-        data_collator: a DataCollatorForLanguageModeling, of which only `pad_to_multiple_of` is used; for rows with
+        data_collator: a DataCollatorForLanguageModeling; only its `pad_to_multiple_of` is used; for rows with
             images a DataCollatorForVisionLanguageModeling, whose options replace those of `args`; or early TRL's
             DataCollatorForCompletionOnlyLM, which trains on the answers only.
         train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an

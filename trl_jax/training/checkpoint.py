@@ -274,7 +274,7 @@ def run_of(checkpoint: Path) -> str | None:
 
 
 def checkpoints_of(run: str | None, run_dir: Path) -> list[Path]:
-    """The checkpoints of one run, lowest step first; none of None, for nobody knows whose they are."""
+    """The checkpoints of one run, lowest step first; none if `run` is None, because their run is unknown."""
     return [] if run is None else [path for path in checkpoints(run_dir) if run_of(path) == run]
 
 

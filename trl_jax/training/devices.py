@@ -296,7 +296,7 @@ def _limit() -> int | None:
     return None if text == "max" else int(text)
 
 
-# A folder into which nobody else can put files: for what this process would run.
+# A folder that only this user can write to, for programs that this process will run.
 
 
 _WHY = "and this process would run what they put there. Take a folder that is yours alone, as `chmod 700` makes it."

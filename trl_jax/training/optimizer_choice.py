@@ -238,8 +238,8 @@ class LearningRate:
         step = self._finished()
         if self._taken == step or isinstance(self._rate, Plateau):
             raise ValueError(
-                "param_groups: lr was set where it would not count. Set it in on_step_begin or on_step_end, and beside "
-                "a schedule that is a function of the step."
+                "param_groups: lr was set where it has no effect. Set it in on_step_begin or on_step_end, with a "
+                "schedule that is a function of the step."
             )
         if self._set_for != step:
             self._set_for, self._set = step, {}

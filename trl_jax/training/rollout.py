@@ -20,11 +20,13 @@ from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
+from trl_jax.data.image_rows import pictures_in
 from trl_jax.data.images import TextImages
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
 from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import CompletionsLog
@@ -48,6 +50,7 @@ from trl_jax.rollout.rollout import (
     with_rows,
 )
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
+from trl_jax.rollout.server import data_url
 from trl_jax.rollout.tools import Tools, written_by
 from trl_jax.tasks.policy import Cycle, RolloutTask
 from trl_jax.training import data
@@ -306,9 +309,8 @@ class PolicyWriter:
         tools = self._sampling.tools
         ids, images = self._checked_ids(prompts)
         if self._server is not None:
-            return self._by_servers(ids, group, GenerationProgress(self._line, len(ids)))()
-        keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
-        completions = self.complete(ids, group if _alike(keys, group) else 1, images)
+            return self._by_servers(prompts, ids, group, GenerationProgress(self._line, len(ids)), images)()
+        completions = self.complete(ids, _group_of(ids, group, images), images)
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
 
@@ -320,16 +322,24 @@ class PolicyWriter:
         return tools.completed(ids, completions, further, images)
 
     def _by_servers(
-        self, ids: list[list[int]], group: int, progress: GenerationProgress | None
+        self,
+        prompts: list,
+        ids: list[list[int]],
+        group: int,
+        progress: GenerationProgress | None,
+        images: list[TextImages] | None = None,
     ) -> Callable[[], Written]:
-        group, tools = group if _alike(ids, group) else 1, self._sampling.tools
-        completions = self._server.begin(ids[::group], group, progress)
+        group, tools, seen = _group_of(ids, group, images), self._sampling.tools, None
+        if images is not None:
+            seen = [list(map(data_url, map(open_picture, pictures_in(prompt)))) for prompt in prompts[::group]]
+        completions = self._server.begin(ids[::group], group, progress, images=seen)
 
         def written() -> Written:
             made = completions()
             if tools is None:
                 by_model = all_written(made.completions)
-                return Written(ids, made.completions, by_model, sampling_logps=made.logps, seconds=made.seconds)
+                facts = {"sampling_logps": made.logps, "images": images, "seconds": made.seconds}
+                return Written(ids, made.completions, by_model, **facts)
             seconds = Counter(made.seconds)
 
             def further(texts: Ids, of_texts: None, rooms: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -353,7 +363,7 @@ class PolicyWriter:
     def begin(self, prompts: list, group: int) -> Callable[[], Written]:
         """As `write`, but returns while the servers generate; the function that it returns waits for them."""
         self._check(prompts[::group])
-        return self._by_servers(self._checked_ids(prompts)[0], group, None)
+        return self._by_servers(prompts, self._checked_ids(prompts)[0], group, None)
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         return self.encoded(prompts)[0]
@@ -417,7 +427,7 @@ class PolicyWriter:
         its tokens; None if this process generates."""
         texts = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
         texts = [own.tolist() for own in texts]
-        group = group if len(texts) % group == 0 and _alike(texts, group) else 1
+        group = _group_of(texts, group)
         if self._server is None:
             return self.complete(texts, group), None
         made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
@@ -431,9 +441,11 @@ class PolicyWriter:
         return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
 
 
-def _alike(keys: Sequence[Any], group: int) -> bool:
-    """Whether prompts are equal within each group; those of environments may differ."""
-    return all(own == keys[place - place % group] for place, own in enumerate(keys))
+def _group_of(ids: Ids, group: int, images: Sequence[TextImages] | None = None) -> int:
+    """`group` if prompts are equal within each group of so many, else 1: those of environments may differ."""
+    keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
+    alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))
+    return group if alike else 1
 
 
 def has_stray_images(made: Written, image_token: int) -> bool:

@@ -95,11 +95,13 @@ class ServerPolicy:
         group: int,
         progress: Progress | None = None,
         most: Sequence[int] | None = None,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> Callable[[], Completions]:
         """Begin to complete each prompt `group` times with the current weights.
 
         Args:
             most: how many tokens each prompt's completions may have; None: as many as the parameters of requests say.
+            images: of each prompt, as data URLs; None if there are none.
 
         Returns:
             Waits for the completions. If a server lost the weights meanwhile, all prompts are completed again, with
@@ -112,7 +114,7 @@ class ServerPolicy:
             began = time.monotonic()
             self.refresh(prompt_ids[0])
             synced = time.monotonic() - began
-            how = {"group": group, "seeds": seeds, "progress": progress, "most": most}
+            how = {"group": group, "seeds": seeds, "progress": progress, "most": most, "images": images}
             asked = self._servers.begin(prompt_ids, self._sampling, **how)
             self._asked = [*(one for one in self._asked if not one.done()), asked]
             return asked, synced
@@ -146,6 +148,8 @@ class ServerPolicy:
     def _prove(self, text: Sequence[int]) -> None:
         setup = self._setup
         length = min(_SCORED, setup.model.max_positions or _SCORED)
+        image = None if setup.encoder is None else setup.encoder.image_token_id
+        text = [token for token in text if token != image]
         ids = np.resize(np.asarray(text, np.int32), length)
         with setup.on_device():
             logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
