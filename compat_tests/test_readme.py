@@ -241,7 +241,9 @@ def test_times_faster_of_the_larger_model():
             assert float(told.rstrip("x")) == pytest.approx(theirs / ours, rel=0.04), (arm, kind)
 
 
-@pytest.mark.parametrize("picture", ["cost", "folders", "generation", "results_grpo", "results_sft", "speed"])
+@pytest.mark.parametrize(
+    "picture", ["cost", "folders", "generation", "results_distillation", "results_grpo", "results_sft", "speed"]
+)
 def test_pictures_are_those_of_their_tables(picture):
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
     pictures = importlib.util.module_from_spec(spec)

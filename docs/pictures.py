@@ -186,5 +186,5 @@ def _page(height: int, title: str, told: str, parts: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for draw in (cost, folders, generation, results_grpo, results_sft, speed):
+    for draw in (cost, folders, generation, results_distillation, results_grpo, results_sft, speed):
         (PAGES / "images" / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")
