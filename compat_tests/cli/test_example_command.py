@@ -86,3 +86,10 @@ def test_dockerfiles_install_as_the_pages_say(kind):
     assert {build, run} <= set(pages.read(pages.FOLDER / "getting-started.md").replace("\\\n    ", "").splitlines())
     base = re.search(r"^FROM python:(3\.\d+)-slim$", text, flags=re.M)[1]
     assert base in pages.read(pages.README), "a Python that is supported"
+
+
+def test_a_reader_that_stops_early_sees_no_error():
+    command = [sys.executable, "-m", "trl_jax.cli.main", "example"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.close()
+        assert run.stderr.read() == "" and run.wait() == 141

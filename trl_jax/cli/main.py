@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import os
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit status: 0 success, 2 user error (one line on stderr), 130 interrupted."""
+    """Run a command. Exit status: 0 success, 2 user error (one line on stderr), 130 interrupted, 141 if the reader of
+    the output has gone (as `head` does)."""
     typed = argv is None
     argv = list(sys.argv[1:] if typed else argv)
     parser = _parser()
@@ -47,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             _run(command, argv[1:], typed)
+        sys.stdout.flush()
     except USER_ERRORS as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 141
         if "trl_jax.mesh.processes" in sys.modules:
             sys.modules["trl_jax.mesh.processes"].announce_end(error)
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
@@ -61,6 +66,17 @@ def main(argv: list[str] | None = None) -> int:
         hide_frames(error)
         raise
     return 0
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more. Python would say so again when it exits, so what is left
+    goes nowhere."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in pipe.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _run(command: str, argv: list[str], typed: bool) -> None:
