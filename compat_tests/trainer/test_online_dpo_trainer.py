@@ -63,7 +63,7 @@ class Rater:
 
 REFUSED = {
     "no rewards": ({"reward_funcs": None}, ValueError, "`reward_funcs` must be provided"),
-    "two sources": ({"judge": Rater()}, ValueError, "pass only one of them"),
+    "two sources": ({"judge": Rater()}, ValueError, "Pass only one of them"),
     "no judge": ({"reward_funcs": None, "judge": len}, TypeError, "builtin_function_or_method, which has no method ju"),
     "metrics": ({"compute_metrics": len}, ValueError, "compute_metrics=.* is not in this release"),
     "evaluation": ({"config": {"eval_strategy": "steps"}}, ValueError, "has no evaluation, as in TRL"),

@@ -36,34 +36,34 @@ _KNOWN = {field.name for field in fields(AsyncGRPOConfig)}
 class AsyncGRPOTrainer(OnlineTrainer):
     """Trains a language model by GRPO on completions that vLLM servers generate while it trains.
 
-    The arguments are TRL's, in TRL's order. The loss is TRL's: the clipped ratio is that of the policy to the sampler,
-    whose weights are older, and a micro-batch's loss is a mean over its tokens. There is no reference model.
+    The arguments are TRL's, in TRL's order. The loss is TRL's: it clips the ratio of the policy to the sampler, whose
+    weights are older, and averages over the tokens of a micro-batch. There is no reference model.
 
-    The servers generate one generation ahead, which is a step's completions, or a few steps' if a step does not have
-    whole groups of `num_generations`. A generation that would be older than `max_staleness` allows is not generated
-    ahead, so no completion is ever discarded. With environments or images, nothing is generated ahead, and with tools,
-    only first turns are. `num_train_epochs` counts passes over the prompts, which come in the order of the dataset; the
-    next pass goes on within a step. A run that is resumed continues with the same completions, if it was saved at a
-    multiple of `weight_sync_steps`.
+    The servers work one generation ahead. A generation has the completions of one step, or of a few steps if a step
+    does not have whole groups of `num_generations`. It is not generated ahead if it would become older than
+    `max_staleness` allows, so no completion is ever discarded. With environments or images nothing is generated ahead,
+    with tools only the first turns. `num_train_epochs` counts passes over the prompts, in the order of the dataset; a
+    pass may end within a step. A resumed run continues with the same completions if it was saved at a multiple of
+    `weight_sync_steps`.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
-            transformers, which has the trained weights after `train()`. The servers have the same model.
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
+            of transformers, which receives the trained weights after `train()`. The servers must have the same model.
         reward_funcs: a reward function or reward model, or a list of them, whose rewards are added. A function is
             called with `prompts`, `completions`, `completion_ids` and the dataset's other columns, in this process, and
-            gives a number or None for each completion; it may be async.
+            returns a number or None for each completion; it may be async.
         args: an AsyncGRPOConfig; None means `AsyncGRPOConfig("<model>-AsyncGRPO")`.
         train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions.
         processing_class: the tokenizer; loaded with the model if None.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
-        peft_config: a LoraConfig of ours or of peft's. Servers get the merged weights.
-        tools, environment_factory: as of GRPOTrainer.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
+        peft_config: our or peft's LoraConfig. Servers get the merged weights.
+        tools, environment_factory: as in `GRPOTrainer`.
         rollout_worker, weight_transfer: refused: they are TRL's classes for queues and torch tensors.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
-        ServerError: a server does not answer, or was started in another way than the run needs.
+        ServerError: a server does not answer, or its options do not fit the run.
     """
 
     _name, _tag_names = "AsyncGRPO", ["trl", "async-grpo"]
@@ -135,10 +135,10 @@ class AsyncGRPOTrainer(OnlineTrainer):
         )  # fmt: skip
 
     def _generates_ahead(self, *, sees: bool) -> bool:
-        """Whether a generation that is begun before the last one trains is fresh enough, and fits into the queue.
+        """Whether a generation that starts before the previous one is trained on is fresh enough and fits the queue.
 
         Raises:
-            ValueError: a generation trains so many steps that it is too old even if it is not begun ahead.
+            ValueError: a generation trains for so many steps that it becomes too old even if it is not generated ahead.
         """
         args = self.args
         steps = args.generation_batch_size // args.step_completions
@@ -146,7 +146,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         if oldest > args.max_staleness:
             raise ValueError(
                 f"A step has {args.step_completions} completions and a prompt num_generations={args.num_generations}, "
-                f"so a generation trains for {steps} steps, in which the weights are updated up to {oldest} times: "
+                f"so a generation trains for {steps} steps, in which the weights are updated up to {oldest} times, "
                 f"more than max_staleness={args.max_staleness}. Make per_device_train_batch_size x "
                 "gradient_accumulation_steps x devices a multiple of num_generations, or raise max_staleness."
             )

@@ -52,16 +52,15 @@ _TO_LATER = (
 
 
 class GKDTrainer(BaseTrainer):
-    """Trains a language model, the student, to predict tokens as another one, the teacher, does, on completions of
-    three origins: the student's own, the teacher's, or the dataset's (Generalized Knowledge Distillation,
-    https://huggingface.co/papers/2306.13649).
+    """Trains a student to predict the tokens that its teacher predicts, on completions of the student, the teacher or
+    the dataset (Generalized Knowledge Distillation, https://huggingface.co/papers/2306.13649).
 
     The arguments are TRL's, in TRL's order. `lmbda`, `beta` and `seq_kd` may be set on the trainer at any time.
 
     Args:
-        model: the student: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch
-            model of transformers, which has the trained weights after `train()`.
-        teacher_model: the same of the teacher, whose vocabulary is the student's. It is held as it is stored.
+        model: the student: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a
+            torch model of transformers, which receives the trained weights after `train()`.
+        teacher_model: the teacher, given in the same ways, with the student's vocabulary. It keeps its stored dtype.
         args: a GKDConfig; None means `GKDConfig("<model>-GKD")`.
         data_collator: refused: rows are read as TRL's DataCollatorForChatML reads them.
         train_dataset: rows with `messages`, the last of which is the completion; a text `prompt` may replace the
@@ -73,7 +72,7 @@ class GKDTrainer(BaseTrainer):
         callbacks: transformers callbacks, in addition to the default ones.
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
-        peft_config: a LoraConfig of ours or of peft's: an adapter of the frozen student trains, and only it is saved.
+        peft_config: our or peft's LoraConfig. Only the adapter is trained and saved.
         formatting_func: refused: TRL does not call it either.
 
     Raises:

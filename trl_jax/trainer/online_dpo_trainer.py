@@ -39,7 +39,7 @@ _OWN_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for online "
     "DPO: choose loss_type and beta."
 )
-_OWN_COMPLETIONS = "Say how completions are sampled by generation_kwargs."
+_OWN_COMPLETIONS = "Set the sampling of completions with generation_kwargs."
 _OWN_REWARDS = "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows."
 _NO_EVALUATION = (
     "OnlineDPOTrainer has no evaluation, as in TRL: pairs exist only while the model trains. Set eval_strategy='no', "
@@ -49,25 +49,25 @@ _NO_EVALUATION = (
 
 @runtime_checkable
 class PairwiseJudge(Protocol):
-    """A judge as those of earlier releases of TRL."""
+    """A judge with the interface of those in earlier releases of TRL."""
 
     def judge(self, prompts: list[str], completions: list[list[str]]) -> Sequence[int]:
         """Which of two completions of each prompt is the better one: 0 for the first, 1 for the second."""
 
 
 class OnlineDPOTrainer(BaseTrainer):
-    """Trains a language model on pairs of completions that it writes itself, of which a reward or a judge chooses one
-    (Direct Language Model Alignment from Online AI Feedback, https://huggingface.co/papers/2402.04792).
+    """Trains a language model on pairs of its own completions; a reward or a judge chooses the better one (Direct
+    Language Model Alignment from Online AI Feedback, https://huggingface.co/papers/2402.04792).
 
-    The arguments are TRL's, in TRL's order; `judge` comes from earlier releases.
+    The arguments are TRL's, in TRL's order; `judge` comes from earlier releases of TRL.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
-            transformers, which has the trained weights after `train()`.
+        model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
+            of transformers, which receives the trained weights after `train()`.
         ref_model: the reference; None takes the model before training, or the base model of a new adapter.
         reward_funcs: a reward function or reward model, or a list of them. A function is called with `prompts`,
             `completions`, `completion_ids` (padded to the longest), the dataset's other columns and `trainer_state`,
-            and gives a number or None for each completion. A model is a folder's or repository's name, what
+            and returns a number or None for each completion. A model is a folder or Hub name, a model that
             `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
         args: an OnlineDPOConfig; None means `OnlineDPOConfig("<model>-OnlineDPO")`.
         data_collator, compute_metrics, preprocess_logits_for_metrics: not None is refused.
@@ -75,11 +75,11 @@ class OnlineDPOTrainer(BaseTrainer):
             an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them, for callbacks.
         processing_class: the tokenizer; loaded with the model if None.
-        reward_processing_classes: the tokenizers of reward models, one for each of reward_funcs; None loads them with
+        reward_processing_classes: tokenizers of the reward models, one entry per reward function; None loads them with
             the models.
-        peft_config: a LoraConfig of ours or of peft's.
-        callbacks: transformers' callbacks, besides the default ones.
-        optimizers: an optax transformation with its rate, and None or a function of the step.
+        peft_config: our or peft's LoraConfig.
+        callbacks: transformers callbacks, in addition to the default ones.
+        optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
         judge: a `PairwiseJudge`, instead of reward_funcs. Conversations reach it as text, "User: ..." and so on.
 
     Attributes:
@@ -146,7 +146,7 @@ class OnlineDPOTrainer(BaseTrainer):
         )  # fmt: skip
         if several():
             raise ValueError(
-                "OnlineDPOTrainer with several processes is not in this release of trl_jax. Start a single one, or "
+                "OnlineDPOTrainer with several processes is not in this release of trl_jax. Start a single process, or "
                 "train with GRPOTrainer."
             )
         check_generates(self.model)
@@ -235,13 +235,13 @@ def _checked_sources(reward_funcs: Any, judge: Any) -> list[Any]:
     """The reward functions as a list, none with a judge.
 
     Raises:
-        TypeError: a function does not take the arguments that it would get, or the judge is none.
-        ValueError: there is neither of both, or both.
+        TypeError: a function does not take the arguments that it would get, or `judge` is not a judge.
+        ValueError: both are given, or neither.
     """
     if reward_funcs is None and judge is None:
         raise ValueError("`reward_funcs` must be provided. Pass reward functions or models, or a judge.")
     if reward_funcs is not None and judge is not None:
-        raise ValueError("reward_funcs and judge both choose the better completion: pass only one of them.")
+        raise ValueError("reward_funcs and judge both choose the better completion. Pass only one of them.")
     if judge is not None:
         if not isinstance(judge, PairwiseJudge):
             raise TypeError(
@@ -252,14 +252,13 @@ def _checked_sources(reward_funcs: Any, judge: Any) -> list[Any]:
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     for function in functions:
         if callable(function) and not is_model(function):
-            check_signature(
-                function, helpers=HELPERS[:1]
-            )  # before weights are read; later with the columns of the rows
+            # before weights are read; later with the columns of the rows
+            check_signature(function, helpers=HELPERS[:1])
     return functions
 
 
 def beta_of(beta: float | list[float], epoch: int) -> float:
-    """The value of an epoch: a list has one for each, the last of which holds for all later ones."""
+    """The value in this epoch: a list has one per epoch, and its last one also applies to later epochs."""
     return beta[min(epoch, len(beta) - 1)] if isinstance(beta, list) else beta
 
 
