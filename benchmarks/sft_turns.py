@@ -50,6 +50,8 @@ def _build(folder: Path, model_type: str, layers: int, width: int, vocabulary: i
         "linear_num_key_heads": width // 64, "linear_num_value_heads": width // 32, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    if model_type == "qwen3":  # the base of the published ones, and of every qwen3 in Tunix 0.1.7
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1_000_000.0}
     known = AutoConfig.for_model(model_type).to_dict()
     config = AutoConfig.for_model(model_type, **{name: size for name, size in sizes.items() if name in known})
     torch.manual_seed(0)

@@ -242,7 +242,8 @@ def test_times_faster_of_the_larger_model():
 
 
 @pytest.mark.parametrize(
-    "picture", ["cost", "folders", "generation", "results_distillation", "results_grpo", "results_sft", "speed"]
+    "picture",
+    ["cost", "folders", "generation", "results_distillation", "results_dpo", "results_grpo", "results_sft", "speed"],
 )
 def test_pictures_are_those_of_their_tables(picture):
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")

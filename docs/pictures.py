@@ -142,8 +142,8 @@ def results_sft() -> str:
 
 
 def results_dpo() -> str:
-    """SVG: the losses of the run with DPO."""
-    return _curves("DPO on pairs", "Loss", "0.693 is a guess")
+    """SVG: the margins of the run with DPO."""
+    return _curves("DPO on pairs", "Reward margin", "chosen minus rejected")
 
 
 def results_distillation() -> str:
@@ -186,5 +186,5 @@ def _page(height: int, title: str, told: str, parts: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for draw in (cost, folders, generation, results_distillation, results_grpo, results_sft, speed):
+    for draw in (cost, folders, generation, results_distillation, results_dpo, results_grpo, results_sft, speed):
         (PAGES / "images" / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")
