@@ -82,7 +82,7 @@ REFUSED = {
     "transfer": ({"arguments": {"weight_transfer": object()}}, "weight_transfer=.* is not in this release of trl_jax"),
     "stale": (
         {"per_device_train_batch_size": 2, "max_staleness": 0},
-        "a generation trains for 2 steps, .* up to 1 times: more than max_staleness=0. Make per_device_train_batch",
+        "a generation trains for 2 steps, .* up to 1 times, more than max_staleness=0. Make per_device_train_batch",
     ),
 }
 
