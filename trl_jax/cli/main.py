@@ -69,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more. Python would say so again when it exits, so what is left
-    goes nowhere."""
+    """Whether stdout is a pipe whose reader has closed it. If so, redirect stdout to /dev/null, because Python flushes
+    it on exit and would report the broken pipe again."""
     pipe = select.poll()
     pipe.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in pipe.poll(0)):

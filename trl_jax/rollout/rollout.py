@@ -50,9 +50,9 @@ _REASONS = {
 class RolloutSteps:
     """Iterates over the steps of an epoch, which `set_epoch` starts.
 
-    Completions are generated with the current parameters. With `ahead`, the next generation starts before
-    the steps of this one, so their policy is one generation older. Its staleness is logged, in updates of the servers'
-    weights, of which there is one every `sync_steps` steps.
+    Completions are generated with the current parameters. With `ahead`, the next generation starts before the steps of
+    this one, so its policy is one generation older. The logged staleness counts updates of the servers' weights, which
+    happen every `sync_steps` steps.
 
     rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
     sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a new run, because the dataset may have

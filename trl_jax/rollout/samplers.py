@@ -57,8 +57,8 @@ class RepeatSampler:
         rows: number of rows in the dataset.
         chunk: prompts per generation.
         repeats: micro-batches per generation.
-        wraps: prompts come in the order of the dataset, again and again, and each epoch begins with the prompt after
-            the last one of the epoch before; excludes `shuffle`.
+        wraps: repeat the dataset in its order; each epoch starts after the last prompt of the previous one. Excludes
+            `shuffle`.
     """
 
     def __init__(self, rows: int, *, chunk: int, repeats: int, shuffle: bool, seed: int, wraps: bool = False):
@@ -81,7 +81,7 @@ class RepeatSampler:
         self._start = self._given = 0
 
     def _after_last(self, count: int) -> np.ndarray:
-        """The prompts after those of this epoch, where they wrap."""
+        """The next `count` prompts, continuing at the start of the dataset after its end."""
         first = self._order[-1] + 1 if len(self._order) else 0
         return (first + np.arange(count)) % self._rows
 

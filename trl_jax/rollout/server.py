@@ -68,11 +68,11 @@ class Sampled(NamedTuple):
 class Limits:
     """How long servers may take, in seconds, and how much they are asked for at once.
 
-    answer: how long a server that cannot be reached is asked again.
-    alive: how long it may be silent while it generates; None: as `answer`.
-    request: for the completions of a prompt, which are then asked for again as long as `answer` allows.
-    load: for loading weights.
-    at_once: completions in flight; None: those of 256 prompts per server.
+    answer: how long requests to an unreachable server are retried.
+    alive: how long `/health` may fail while the server generates; None means `answer`.
+    request: timeout of a completion request, which is then retried as long as `answer` allows.
+    load: timeout for loading weights.
+    at_once: maximum number of completions in flight; None means 256 prompts per server.
     """
 
     answer: float
@@ -89,7 +89,7 @@ class Requirements:
     model: the name or folder that the server is started with. vocab_size: token ids are below it.
     max_tokens: of a prompt with its completion, as far as it is known beforehand.
     processed_logps: whether log-probabilities must be those after temperature and filters.
-    image_token: which stands for a part of an image in prompts; None if there are no images.
+    image_token: the placeholder token of images in prompts; None if there are no images.
     """
 
     model: str
@@ -245,8 +245,8 @@ class VllmServers:
             job["max_tokens"] = min(room, sampling["max_tokens"])
 
         async def ask(client: httpx2.AsyncClient) -> list[Sampled]:
-            gates, done, most = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], self._limits.at_once
-            gate = asyncio.Semaphore(len(jobs) if most is None else max(most // group, 1))
+            gates, done, at_once = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], self._limits.at_once
+            gate = asyncio.Semaphore(len(jobs) if at_once is None else max(at_once // group, 1))
 
             async def one(number: int) -> Sampled:
                 place = number % len(self.urls)
@@ -278,7 +278,11 @@ class VllmServers:
     async def _with_images(
         self, client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], images: Sequence[str]
     ) -> dict[str, Any]:
-        """The body of `/inference/v1/generate` for that of `/v1/completions` and the prompt's images."""
+        """Convert a body of `/v1/completions` with the prompt's images to a body of `/inference/v1/generate`.
+
+        Raises:
+            ServerError: the server cannot process images, or counts their tokens differently.
+        """
         body = {name: value for name, value in body.items() if name != "return_token_ids"}
         ids, model = body.pop("prompt"), body.pop("model")
         parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
@@ -442,16 +446,15 @@ class VllmServers:
             now = time.monotonic()
             failed = now if failed is None else failed
             if now - failed > timeout:
-                raise self._silent(url, problem, timeout)
+                raise self._silent(url, problem, timeout, "vllm_server_timeout")
             if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
                 left, self._spoke[url] = timeout - (now - failed), now
                 logger.warning("Waiting up to %.0f s more for the vLLM server at %s (%s).", left, url, problem)
             await asyncio.sleep(min(_RETRY_AFTER, timeout / 4))
 
-    def _silent(self, url: str, problem: str, timeout: float) -> ServerSilent:
-        name = "heartbeat_stale_after_s" if timeout == self._limits.alive else "vllm_server_timeout"
+    def _silent(self, url: str, problem: str, timeout: float, argument: str) -> ServerSilent:
         return ServerSilent(
-            f"The vLLM server at {url} did not answer for {timeout:g} s ({name}; {problem}). "
+            f"The vLLM server at {url} did not answer for {timeout:g} s ({argument}; {problem}). "
             f"Start it with: {self.command(url)}"
         )
 
@@ -475,7 +478,9 @@ class VllmServers:
     async def _watch(self, client: httpx2.AsyncClient) -> None:
         """Raise ServerError once a server has not answered for the timeout."""
         seen = dict.fromkeys(self.urls, time.monotonic())
-        timeout = self._limits.answer if self._limits.alive is None else self._limits.alive
+        timeout, argument = self._limits.alive, "heartbeat_stale_after_s"
+        if timeout is None:
+            timeout, argument = self._limits.answer, "vllm_server_timeout"
         every = min(_ANSWERS_WITHIN, max(timeout / 4, 0.05))
         while True:
             await asyncio.sleep(every)
@@ -485,7 +490,7 @@ class VllmServers:
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
                     if time.monotonic() - seen[url] > timeout:
-                        raise self._silent(url, type(error).__name__, timeout) from error
+                        raise self._silent(url, type(error).__name__, timeout, argument) from error
 
     def _within_loop(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine in a thread with an event loop of its own: this thread may have one already (Jupyter)."""

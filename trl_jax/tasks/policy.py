@@ -41,8 +41,8 @@ class Cycle:
 
     group: completions of a prompt. prompts: of a generation. parts: micro-batches that a generation is cut into.
     iterations: how often they are trained on. accumulation: micro-batches of a step.
-    wraps: whether prompts that do not fill a generation at the end of an epoch are the first ones of the next epoch;
-        otherwise they are left out.
+    wraps: whether prompts that do not fill a generation at the end of an epoch start the next epoch; otherwise they are
+        dropped.
     """
 
     group: int = 8
@@ -63,7 +63,7 @@ class Cycle:
         return self.accumulation % self.repeats == 0
 
     def micro_batches(self, rows: int) -> int:
-        """Those of an epoch over so many prompts, whose generations are all full.
+        """The number of micro-batches in an epoch over `rows` prompts. Only full generations count.
 
         Raises:
             ValueError: there are not enough prompts for one, and they do not wrap.
@@ -78,7 +78,7 @@ class Cycle:
         return rows // self.prompts * self.repeats
 
     def steps_of_passes(self, rows: int, passes: float) -> int:
-        """Steps until every one of so many prompts, which wrap, has been used in so many passes."""
+        """The number of steps that `passes` passes over `rows` wrapping prompts take."""
         generations = math.ceil(math.ceil(passes * rows) / self.prompts)
         return math.ceil(generations * self.repeats / self.accumulation)
 
@@ -378,7 +378,7 @@ class GrpoTask(OnlineTask):
 
 @dataclass(frozen=True)
 class AsyncGrpoTask(GrpoTask):
-    """TRL's AsyncGRPO: the ratio that is clipped is that of the policy to the sampler, whose weights are older."""
+    """TRL's AsyncGRPO: clips the ratio of the policy to the sampler, whose weights are older."""
 
     metrics_by_group: ClassVar[bool] = True
 

@@ -13,7 +13,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     """Trains a language model to prefer the chosen answer of each pair, without a reference model: CPO, SimPO and
     AlphaPO.
 
-    The arguments are those of `ReferenceFreeTrainer`, as in `trl.experimental.cpo`.
+    Takes the arguments of `ReferenceFreeTrainer`, which are those of `trl.experimental.cpo`.
     """
 
     _name, _tag_names = "CPO", ["trl", "cpo"]

@@ -12,7 +12,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     """Fine-tunes a language model on the chosen texts of preference pairs while raising the odds of chosen over
     rejected answers, without a reference model.
 
-    The arguments are those of `ReferenceFreeTrainer`, as in `trl.experimental.orpo`.
+    Takes the arguments of `ReferenceFreeTrainer`, which are those of `trl.experimental.orpo`.
     """
 
     _name, _tag_names = "ORPO", ["trl", "orpo"]
