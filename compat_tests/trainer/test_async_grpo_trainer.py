@@ -272,3 +272,12 @@ def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folde
     servers = VllmServers([stub.url], needs, Limits(30.0, load=0.2))
     with pytest.raises(ServerError, match=r"did not load the weights in .* within 0\.2 s \(weight_sync_timeout\)"):
         servers.load(str(folder), "1")
+
+
+def test_a_server_may_start_later_than_a_generation_may_be_silent(folder):
+    """Only a generation is bounded by `alive`; without a server, the run ends after its own timeout."""
+    needs = Requirements(str(folder), vocab_size=16, max_tokens=8, processed_logps=True)
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"did not answer for 0\.8 s \(vllm_server_timeout;"):
+        VllmServers(["http://127.0.0.1:9"], needs, Limits(0.8, alive=0.1)).check()
+    assert time.monotonic() - began > 0.8

@@ -264,7 +264,7 @@ class VllmServers:
                 return found
 
             tasks = [asyncio.create_task(one(number)) for number in range(len(jobs))]
-            return await self._watched(client, tasks)
+            return await self._watched(client, tasks, alive=self._limits.alive)
 
         def complete() -> Sampled:
             began = time.monotonic()
@@ -458,10 +458,12 @@ class VllmServers:
             f"Start it with: {self.command(url)}"
         )
 
-    async def _watched(self, client: httpx2.AsyncClient, tasks: Sequence[asyncio.Task]) -> list[Any]:
+    async def _watched(
+        self, client: httpx2.AsyncClient, tasks: Sequence[asyncio.Task], alive: float | None = None
+    ) -> list[Any]:
         """The results of all tasks. While they run, servers are asked whether they are alive, because a server that
         hangs keeps its connections open."""
-        watch = asyncio.create_task(self._watch(client))
+        watch = asyncio.create_task(self._watch(client, alive))
         try:
             waiting = set(tasks)
             while waiting:
@@ -475,11 +477,11 @@ class VllmServers:
                 task.cancel()
             await asyncio.gather(*tasks, watch, return_exceptions=True)
 
-    async def _watch(self, client: httpx2.AsyncClient) -> None:
-        """Raise ServerError once a server has not answered for the timeout."""
+    async def _watch(self, client: httpx2.AsyncClient, alive: float | None) -> None:
+        """Raise ServerError once a server has not answered for `alive` seconds; None means the run's timeout."""
         seen = dict.fromkeys(self.urls, time.monotonic())
-        timeout, argument = self._limits.alive, "heartbeat_stale_after_s"
-        if timeout is None:
+        timeout, argument = alive, "heartbeat_stale_after_s"
+        if alive is None:
             timeout, argument = self._limits.answer, "vllm_server_timeout"
         every = min(_ANSWERS_WITHIN, max(timeout / 4, 0.05))
         while True:
