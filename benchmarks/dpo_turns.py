@@ -34,7 +34,7 @@ def dataset(model: Path, trainer: str, *, kind: str, data: Path, count: int, len
     """Pairs, or for KTO one answer of each, chosen and rejected in turn."""
     from datasets import Dataset
 
-    rows = list(islice(_pairs(data) if kind == "pairs" else _control(model, count, length), count))
+    rows = list(islice(pairs(data) if kind == "pairs" else _control(model, count, length), count))
     if trainer != "KTO":
         return Dataset.from_list(rows)
     kinds = (number % 2 == 0 for number in range(len(rows)))
@@ -46,7 +46,7 @@ def dataset(model: Path, trainer: str, *, kind: str, data: Path, count: int, len
     )
 
 
-def _pairs(data: Path) -> Any:
+def pairs(data: Path) -> Any:
     """The pairs of hh-rlhf as messages; their answers are the last ones."""
     for row in common.read_rows(data):
         chosen, rejected = (sft_turns.messages(row[side]) for side in ("chosen", "rejected"))

@@ -20,7 +20,7 @@ def rows(task: str, model: Path, data: Path, count: int, max_length: int) -> lis
         fitting = ({"messages": chat} for chat in chats if chat and len(_ids(words, chat)) <= max_length)
         return list(islice(fitting, count))
     half = max_length // 2
-    pairs = (row for row in dpo_turns._pairs(data) if all(len(ids) <= half for ids in _of_pair(words, row)))
+    pairs = (row for row in dpo_turns.pairs(data) if all(len(ids) <= half for ids in _of_pair(words, row)))
     return list(islice(pairs, count))
 
 

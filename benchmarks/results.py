@@ -219,7 +219,7 @@ def is_right(completions: Any, answer: Any, **columns: Any) -> list[float]:
 
 def dpo(package: Any, args: Any, folder: Path) -> Run:
     rows = [
-        row for row in dpo_turns._pairs(args.data)
+        row for row in dpo_turns.pairs(args.data)
         if all(_tokens(args.weights, row["prompt"] + row[side]) <= 72 for side in ("chosen", "rejected"))
     ]  # fmt: skip
     rows, held_out = _parts(rows, 128, 48, lambda row: row["prompt"])
@@ -283,7 +283,7 @@ SENTENCES = (
 
 def distillation(package: Any, args: Any, folder: Path) -> Run:
     gkd = importlib.import_module(f"{package.__name__}.experimental.gkd")
-    chats = [{"messages": row["prompt"] + row["chosen"]} for row in dpo_turns._pairs(args.data)]
+    chats = [{"messages": row["prompt"] + row["chosen"]} for row in dpo_turns.pairs(args.data)]
     chats = [row for row in chats if _tokens(args.weights, row["messages"]) <= 96]
     rows, held_out = _parts(chats, 192, 32, lambda row: row["messages"][:-1])
     student = folder / "student"

@@ -137,3 +137,18 @@ def true_scores(folder, pairs) -> tuple[np.ndarray, np.ndarray]:
 
     sides = ([score(ids) for ids in pairs[f"{side}_ids"]] for side in ("chosen", "rejected"))
     return tuple(np.array(side) for side in sides)
+
+
+def spied_completions(monkeypatch) -> list[list[list[int]]]:
+    """The list that the token ids of our trainers' completions are added to, one item per micro-batch."""
+    from trl_jax.training.rollout import Completer
+
+    written, complete = [], Completer.__call__
+
+    def spied(*given):
+        found = complete(*given)
+        written.append([ids.tolist() for ids in found])
+        return found
+
+    monkeypatch.setattr(Completer, "__call__", spied)
+    return written

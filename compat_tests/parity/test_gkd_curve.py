@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.effort import usually
-from compat_tests.parity.reference import BASE, read_weights
+from compat_tests.parity.reference import BASE, read_weights, spied_completions
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same, timeless
 from compat_tests.tiny import text_rows, tiny_model, tiny_tokenizer
 
@@ -80,20 +80,6 @@ def by_trl(monkeypatch, *given, **config):
     return run(trainer_of(gkd, *given, **config), written)
 
 
-def spied_ours(monkeypatch):
-    from trl_jax.trainer.gkd_trainer import Completer
-
-    written, complete = [], Completer.__call__
-
-    def spied(*given):
-        found = complete(*given)
-        written.append([ids.tolist() for ids in found])
-        return found
-
-    monkeypatch.setattr(Completer, "__call__", spied)
-    return written
-
-
 def without_tokens(log):
     return {key: value for key, value in timeless(log).items() if not key.endswith("num_tokens")}
 
@@ -110,7 +96,7 @@ def test_completions_curve_and_weights_are_trls(folders, tmp_path, monkeypatch, 
 
     logs, weights, written, drawn = by_trl(monkeypatch, folders, tmp_path / "theirs", **CASES[name])
     out, resumable = tmp_path / "ours", {"save_strategy": "steps", "save_steps": 1} if name == "mixed" else {}
-    made = spied_ours(monkeypatch)
+    made = spied_completions(monkeypatch)
     trainer = trainer_of(gkd, folders, out, **CASES[name], **resumable)
     ours = run(trainer, made)
     assert made == written, "other tokens were drawn"

@@ -11,7 +11,7 @@ from datasets import Dataset
 from compat_tests.effort import usually
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.marks import timeless
-from compat_tests.parity.reference import BASE, read_weights
+from compat_tests.parity.reference import BASE, read_weights, spied_completions
 from compat_tests.parity.test_grpo_curve import WEIGHTS
 from compat_tests.tiny import tiny_model, tiny_tokenizer
 
@@ -88,27 +88,13 @@ def by_trl(monkeypatch, *given, **config):
     return run(trainer_of(online_dpo, *given, **config), written)
 
 
-def spied_ours(monkeypatch):
-    from trl_jax.training.rollout import Completer
-
-    written, complete = [], Completer.__call__
-
-    def spied(*given):
-        found = complete(*given)
-        written.append([ids.tolist() for ids in found])
-        return found
-
-    monkeypatch.setattr(Completer, "__call__", spied)
-    return written
-
-
 @pytest.mark.parametrize("name", usually(lambda name: name == "texts", list(CASES)))
 def test_completions_curve_and_weights_are_trls(folders, tmp_path, monkeypatch, name):
     pytest.importorskip("trl")
     from trl_jax.experimental import online_dpo
 
     logs, weights, written = by_trl(monkeypatch, folders, tmp_path / "theirs", **CASES[name])
-    made, out = spied_ours(monkeypatch), tmp_path / "ours"
+    made, out = spied_completions(monkeypatch), tmp_path / "ours"
     resumable = {"save_strategy": "steps", "save_steps": 1} if name == "texts" else {}
     ours = run(trainer_of(online_dpo, folders, out, **CASES[name], **resumable), made)
     assert made == written, "other tokens were drawn"
