@@ -58,7 +58,7 @@ def test_figures_in_the_text_are_those_of_the_tables():
     """A sentence says "falls from A to B" or "rises from A to B" of the third column of its section's table."""
     said = {}
     for heading, text in pages.sections(FOLDER / "results.md").items():
-        if found := re.search(r"(?:falls|rises) from (\d[\d.]*) to (\d[\d.]*\d)", text):
+        if found := re.search(r"(?:falls|rises)\s+from\s+(\d[\d.]*)\s+to\s+(\d[\d.]*\d)", text):
             rows = [list(row.values()) for row in pages.tables(text)[0]]
             assert found.groups() == (rows[0][2], rows[-1][2]), heading
             said[heading] = rows
