@@ -64,7 +64,7 @@ HOST_OF_RUN = frozenset(
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 # Rooms and files that only the host goes through: patched, they leave every program as it is.
 _HOST = (
-    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint", "trl_jax.training.prefetch",
+    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint", "trl_jax.training.data",
     "trl_jax.hub.fetch", "trl_jax.hub.push", "trl_jax.rewards", "trl_jax.training.metrics",
     "trl_jax.training.reference_logps", "trl_jax.training.resume", "trl_jax.training.push", "trl_jax.training.logging",
     "trl_jax.scripts",

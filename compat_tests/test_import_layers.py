@@ -52,7 +52,7 @@ NEVER = {
     "generation": "transformers safetensors optax hub training tasks",
 }
 # These files of training/ know no model and no text.
-_PURE = "update checkpoint optimizers schedules devices events prefetch"
+_PURE = "update checkpoint optimizers schedules devices events"
 PURE = {Path("training") / f"{name}.py" for name in _PURE.split()}
 PURE_NEVER = {"flax", "models", "nn", "hub", "data", "tasks", "rollout"}
 # Used only where the user brings them: in these files, inside functions.

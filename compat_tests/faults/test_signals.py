@@ -215,7 +215,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 interrupts = Interrupts()
 with interrupts.handling_signals("saving"):
-    print("ready", flush=True)
+    print("it listens", flush=True)
     while interrupts.received is None:
         time.sleep(0.01)
     print("a progress bar", file=sys.stderr, flush=True)
@@ -231,7 +231,50 @@ def test_a_closed_terminal_does_not_keep_the_run_from_saving(tmp_path):
     child = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
     os.close(terminal)
     seen = b""
-    while b"ready" not in seen:
+    while b"it listens" not in seen:
         seen += os.read(main, 1000)
     os.close(main)
     assert child.wait(timeout=60) == 129 and (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+FORKED = """
+import multiprocessing, os, signal, sys, time
+from trl_jax.hub.fetch import told_from_now_on
+from trl_jax.training.events import Interrupts
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+told_from_now_on(lambda: ["pushing"])
+forks = multiprocessing.get_context("fork")
+
+def works_on():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("working", flush=True)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(60)
+
+def left():
+    child = forks.Process(target=works_on)
+    child.start()
+    child.join()
+    return child.exitcode
+
+with Interrupts().handling_signals("saving"):
+    ours = signal.getsignal(signal.SIGTERM)
+    with forks.Pool(2) as pool:  # its end is SIGTERM
+        print(pool.map(abs, [-1, 2]))
+    print(left(), signal.getsignal(signal.SIGTERM) == ours)
+child = forks.Process(target=time.sleep, args=(60,))
+child.start()
+time.sleep(1)
+child.terminate()
+child.join()
+print(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("second", "code"), [("SIGTERM", -15), ("SIGINT", 130), ("SIGHUP", 129)])
+def test_processes_forked_within_a_run_can_be_ended(second, code):
+    done = subprocess.run([sys.executable, "-c", FORKED, second], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:4] == ["[1, 2]", "working", f"{code} True", "-15"], done.stderr
+    assert "SIG" not in done.stderr and "pushing" not in done.stderr

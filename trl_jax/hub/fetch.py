@@ -35,6 +35,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import parse_ratelimit_headers
 
 from trl_jax.core.secrets import as_token, learn, scrubbed, shown
+from trl_jax.core.signals import Handler, handle, restore
 from trl_jax.core.text import say
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.formats import INDEX, SINGLE, indexed_shards, no_weights, only_pickled, unconverted
@@ -536,8 +537,7 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore(before)
 
 
 def told_from_now_on(operations: Callable[[], list[str]]) -> None:
@@ -545,7 +545,9 @@ def told_from_now_on(operations: Callable[[], list[str]]) -> None:
     _handled(_ENDING, operations, lambda: None)
 
 
-def _handled(defaults: dict, operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> dict:
+def _handled(
+    defaults: dict[int, Handler], operations: Callable[[], list[str]], cut_off: Callable[[], None]
+) -> dict[int, Handler]:
     """Install handlers for signals that have these defaults and return the old ones; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -559,4 +561,4 @@ def _handled(defaults: dict, operations: Callable[[], list[str]], cut_off: Calla
         os._exit(128 + number)
 
     taken = [number for number, default in defaults.items() if signal.getsignal(number) == default]
-    return {number: signal.signal(number, leave) for number in taken}
+    return handle(taken, leave)

@@ -29,12 +29,11 @@ from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
 from trl_jax.tasks.sft import SftTask
 from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training import data
-from trl_jax.training.data import ROW_IMAGES, Batches, RowImages, steps_of
+from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
-from trl_jax.training.prefetch import Prefetched
 from trl_jax.training.rollout import CommonNumbers, RowReader, rows_of_script
 from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
 from trl_jax.training.state import Setup

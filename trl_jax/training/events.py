@@ -14,6 +14,7 @@ from typing import Any
 from jax.experimental import multihost_utils
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
+from trl_jax.core import signals
 from trl_jax.core.text import say
 from trl_jax.mesh.processes import several
 from trl_jax.mesh.watch import AgreedExit
@@ -66,9 +67,10 @@ class Interrupts:
     def handling_signals(self, promise: str) -> Iterator[None]:
         """Handle signals within the block. `promise` tells the user what the first one will lead to.
 
-        A signal that the process ignores, as under nohup, stays ignored. A warning is logged if that is SIGINT, which
-        shells have ignored by what they start in the background. Outside of the main thread signals are left as they
-        were, which Python requires; with several processes JAX handles them (see `agree`).
+        A process forked within the block works on after the first SIGINT or SIGHUP, so that the step can finish;
+        SIGTERM ends it. A signal that the process ignores, as under nohup, stays ignored. A warning is logged if that
+        is SIGINT, which shells have ignored by what they start in the background. Outside of the main thread signals
+        are left as they were, which Python requires; with several processes JAX handles them (see `agree`).
         """
         if several() or threading.current_thread() is not threading.main_thread():
             yield
@@ -80,15 +82,20 @@ class Interrupts:
                 "SIGINT is ignored by this process, as in the background of a shell, and will not stop the run. "
                 f"kill -TERM {os.getpid()} ends it: finishing the step, then {promise}."
             )
-        before = {number: signal.signal(number, self._take) for number in handled}
+        self._process = os.getpid()
+        before = signals.handle(handled, self._take, children_too=(signal.SIGINT, signal.SIGHUP))
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signals.restore(before)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if os.getpid() != self._process:  # a worker of a reward function's pool, which the terminal signals as well
+            if self.received is not None:
+                os._exit(128 + number)
+            self.received = signal.Signals(number)
+            return
         if number == signal.SIGHUP:
             _do_without_terminal()
         if self.received is not None:

@@ -32,7 +32,7 @@ from trl_jax.training.checkpoint import (
     only_run,
     sweep,
 )
-from trl_jax.training.data import reason_of_layout, step_layout, steps_of
+from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
 from trl_jax.training.logging import tell_compilation, tell_layout, tell_model, tell_trained
 from trl_jax.training.metrics import (
@@ -49,7 +49,6 @@ from trl_jax.training.model import align_special_tokens
 from trl_jax.training.nonfinite import PATIENCE, NonFiniteGuard, explain
 from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer
 from trl_jax.training.optimizers import Optimizer
-from trl_jax.training.prefetch import AsNeeded, Prefetched
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
 from trl_jax.training.state import Hooks, Setup

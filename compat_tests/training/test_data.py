@@ -8,8 +8,8 @@ from itertools import islice
 
 import pytest
 
-from trl_jax.training import prefetch
-from trl_jax.training.prefetch import Prefetched
+from trl_jax.training import data
+from trl_jax.training.data import Prefetched
 
 
 class Source:
@@ -82,7 +82,7 @@ class Stalled(Source):
 
 
 def test_what_is_to_be_done_is_done_while_no_batch_comes(monkeypatch):
-    monkeypatch.setattr(prefetch, "_LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(data, "_LONGEST_WAIT", 0.2)
 
     def leave():
         raise SystemExit(143)
@@ -98,7 +98,7 @@ def test_what_is_to_be_done_is_done_while_no_batch_comes(monkeypatch):
 
 
 def test_a_stream_that_stalls_does_not_hold_up_who_has_enough(monkeypatch):
-    monkeypatch.setattr(prefetch, "_LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(data, "_LONGEST_WAIT", 0.2)
     source, start = Stalled(), time.monotonic()
     assert list(islice(Prefetched(source), 3)) == [0, 1, 2]
     assert time.monotonic() - start < 30
