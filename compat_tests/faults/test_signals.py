@@ -266,7 +266,6 @@ with Interrupts().handling_signals("saving"):
     print(left(), signal.getsignal(signal.SIGTERM) == ours)
 child = forks.Process(target=time.sleep, args=(60,))
 child.start()
-time.sleep(1)
 child.terminate()
 child.join()
 print(child.exitcode)

@@ -1,5 +1,6 @@
 """A process of a run in which something goes wrong: `python faulty.py FAULT ADDRESS COUNT NUMBER TIMEOUT`."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +32,11 @@ with processes.together("training"):
     step("step 1")
     print("began", flush=True)
     if fault == "network":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join()
+        print("A child ended with", child.exitcode, flush=True)
         time.sleep(8 * number)  # process 1 is late
         step("step 2")
         watch._NOTICE = 1

@@ -112,11 +112,12 @@ def test_a_process_that_died_is_named(tmp_path):
     assert_ended(found, "", sentence, codes=(killed, 1))
 
 
-def test_a_process_that_is_late_and_a_network_that_fails_are_named(tmp_path):
+def test_a_late_process_and_a_failing_network_are_named_and_children_can_be_ended(tmp_path):
     found = run(tmp_path, "network", (2, 0), (2, 1))
     error = "RuntimeError: The connection between the processes of this run failed in training, though all of them"
     assert_ended(found, error, error, codes=(1, 1))
     assert " s in step 2 for process 1" in found.texts[0] and "in step 2 for" not in found.texts[1], found.texts
+    assert all("A child ended with -15\n" in text for text in found.texts), found.texts
 
 
 @pytest.mark.parametrize(("address", "count", "number", "error"), [

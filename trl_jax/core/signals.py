@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 _replaced: dict[tuple[int, Handler], Handler] = {}
+_taken_by_libraries: set[int] = set()
+_mask = threading.local()  # of the thread that forks
 
 
 def handle(numbers: Iterable[int], handler: Handler, *, children_too: Iterable[int] = ()) -> dict[int, Handler]:
@@ -39,13 +42,31 @@ def restore(before: dict[int, Handler]) -> None:
         signal.signal(number, handler)
 
 
+def default_in_children(number: int) -> None:
+    """Give forked children the default handler of a signal that a library handles by itself, unknown to Python."""
+    _taken_by_libraries.add(number)
+
+
+def _block() -> None:
+    """Keep signals from the child until it has its own handlers: those of the parent would swallow them."""
+    numbers = {number for number, _ in _replaced} | _taken_by_libraries
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
 def _restore_in_child() -> None:
+    for number in _taken_by_libraries:
+        signal.signal(number, signal.SIG_DFL)
     for number in {number for number, _ in _replaced}:
         handler = current = signal.getsignal(number)
         while (number, handler) in _replaced:
             handler = _replaced[number, handler]
         if handler is not current:
             signal.signal(number, handler)
+    _unblock()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_restore_in_child)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pickle
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from trl_jax.core import signals
 from trl_jax.mesh.joining import call_roll
 from trl_jax.mesh.watch import Watch
 
@@ -100,6 +102,7 @@ def join(address: str | None, count: int | None, number: int | None, timeout: in
         TimeoutError: not all processes came.
     """
     if jax.distributed.is_initialized():  # by the script itself
+        signals.default_in_children(signal.SIGTERM)
         _watch().start()
         return
     variables = [os.environ.get(name) for name in _ENVIRONMENT]
@@ -134,6 +137,7 @@ def _whole(variable: str, value: int | str) -> int:
 def _connect(timeout: int, *place: Any) -> None:
     with _watch().joining(timeout):
         jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=HEARTBEAT)
+    signals.default_in_children(signal.SIGTERM)  # JAX passes it on to the other processes, which ends no child
 
 
 def _tpu_pod() -> bool:
