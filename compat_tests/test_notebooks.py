@@ -93,7 +93,7 @@ def test_porting_a_script(executed):
     assert re.search(r"loss", compared) and "error" not in compared.lower()
     assert picture.startswith("<svg")
     assert "The model is in dpo/final. Next: trl-jax chat dpo/final" in ran
-    assert module == "'trl_jax.trainer.dpo_trainer'"
+    assert module.endswith("'trl_jax.trainer.dpo_trainer'")  # libraries may log before it
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
