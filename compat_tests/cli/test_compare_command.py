@@ -31,6 +31,7 @@ raise SystemError("a script goes on after train(), a comparison does not")
 """
 
 
+@only_thorough  # test_notebooks.py compares a script, too
 def test_a_script_under_both(tmp_path, capsys):
     pytest.importorskip("trl")
     tiny_model(tmp_path / "model", head="causal", num_hidden_layers=1)

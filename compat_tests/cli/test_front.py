@@ -186,6 +186,7 @@ print(HfArgumentParser(RLOOConfig).parse_args_into_dataclasses(words)[0].reward_
 """
 
 
+@only_thorough
 def test_a_scripts_own_argument_may_have_the_name_of_one_that_trl_lacks(tmp_path):
     done = run(tmp_path, DOUBLES)
     assert done.stdout.splitlines() == ["judge None True", "judge"], done.stderr
@@ -208,6 +209,7 @@ tokenizer.apply_chat_template(chat)["nothing"]
 """
 
 
+@only_thorough
 def test_an_error_has_a_note_where_a_chat_template_gives_another_result_than_it_did(tmp_path):
     """Behind two results that scripts of any year got, one process has none."""
     done = run(tmp_path, TEMPLATES)
@@ -287,6 +289,7 @@ print(SFTConfig.__module__, args.eval_strategy.value, len([one for one in told i
 """
 
 
+@only_thorough
 def test_a_notebook_installs_it_in_a_cell(tmp_path):
     (tmp_path / "cells.py").write_text(CELLS)
     env = {**os.environ, "PYTHONPATH": ROOT}
