@@ -115,6 +115,16 @@ def test_a_new_model_of_a_config(family, tmp_path):
         np.testing.assert_allclose(*facts, atol=0.02, err_msg=name)
 
 
+@pytest.mark.parametrize(("family", "buffer"), [("gemma4_text", "layer_scalar"), ("glm4_moe", "score_correction_bias")])
+def test_buffers_are_saved_but_are_no_parameters(family, buffer, tmp_path):
+    folder = causal.build(tmp_path / "in", family, tie=False)
+    model, theirs = AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+    buffers = {name for name in theirs.state_dict() if name.endswith(buffer)}
+    assert buffers and buffers <= {name for name, _ in theirs.named_buffers()}
+    assert not buffers & {name for name, _ in model.named_parameters()} and buffers <= model.state_dict().keys()
+    assert len(list(model.parameters())) == len(model.state_dict()) - len(buffers)
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_gguf_file(tie, tmp_path):
     folder = causal.build(tmp_path / "in", "llama", tie=tie)

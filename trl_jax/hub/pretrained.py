@@ -295,14 +295,25 @@ class TransformersModelApi:
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter with its name on disk, or PEFT's name for virtual tokens. The values are copies; to
         change the model, change `params`."""
+        buffers = self._buffers()
+        return ((name, values) for name, values in self._named() if name not in buffers)
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
         for name, values in self.backend.named(self.readable):
             parameter = np.array(values).view(Parameter)
             parameter._model, parameter._name = self, name
             yield name, parameter
 
     def names(self) -> list[str]:
-        """Names of all parameters, as in `named_parameters`."""
+        """Names of all parameters, and of the buffers that are saved with them."""
         return list(self.backend.locations(self.params))
+
+    def _buffers(self) -> set[str]:
+        """Names of the arrays that are saved with the parameters but are none."""
+        if not self.backend.buffers:
+            return set()
+        located = self.backend.locations(self.params)
+        return {name for name, places in located.items() if all(path in self.backend.buffers for path, _ in places)}
 
     def set_trainable(self, *names: str, trainable: bool) -> None:
         """Freeze or unfreeze parameters for `train()`.
@@ -319,10 +330,10 @@ class TransformersModelApi:
         self.frozen_names = wanted
 
     def submodule(self, name: str) -> Any:
-        """The parameter with this name, or the module whose parameters' names start with it. Raises AttributeError if
-        neither exists."""
+        """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
+        AttributeError if none exists."""
         if name in (names := self.names()):
-            return self.get_parameter(name)
+            return next(values for other, values in self._named() if other == name)
         if not any(other.startswith(f"{name}.") for other in names):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return Submodule(self, name)
@@ -343,7 +354,8 @@ class TransformersModelApi:
         raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
 
     def state_dict(self) -> dict[str, Parameter]:
-        return dict(self.named_parameters())
+        """Every parameter and buffer by its name."""
+        return dict(self._named())
 
     def get_input_embeddings(self) -> Any:
         """An object with the `weight` and `num_embeddings` of the token embedding."""
