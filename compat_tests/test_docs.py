@@ -117,7 +117,11 @@ def commands(page: Path) -> list[list[str]]:
     lines = [line for block in pages.blocks(page, "bash") for line in block.code.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:trl-jax|python -m|bash) [^`]+)`", pages.prose(page))
     split = [shlex.split(line, comments=True) for line in lines]
-    return [list(itertools.dropwhile(re.compile(r"sudo$|[A-Z_]+=").match, words)) for words in split if words]
+    return [without_variables(words) for words in split if words]
+
+
+def without_variables(words: list[str]) -> list[str]:
+    return list(itertools.dropwhile(re.compile(r"sudo$|[A-Z_]+=").match, words))
 
 
 def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
@@ -127,8 +131,10 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
     """
     match words:
         case ["vllm", "serve", model, "--port", port, *_]:
-            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True)
-            assert words == shlex.split(VllmServers([], needs, 1.0).command(f"http://host:{port}"))[1:]
+            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True, adapter_rank=16)
+            servers = VllmServers([], needs, 1.0)
+            servers.takes_adapters = "--enable-lora" in words
+            assert words == without_variables(shlex.split(servers.command(f"http://host:{port}")))
         case ["pip", "install", what]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
             assert extra and (extra[1] is None or extra[1] in EXTRAS), f"there is no {what}"

@@ -28,13 +28,17 @@ class StubServer:
         image_tokens: of each image.
         seen: (path, body) of every request but those for /health.
         before: called with the path of every POST before it is answered.
+        adapters: name -> the model with an adapter that was loaded under it.
+
+    max_lora_rank: of adapters that it takes; None for none.
     """
 
-    def __init__(self, folder, *, max_model_len=512, logprobs_mode="processed_logprobs", port=0):
+    def __init__(self, folder, *, max_model_len=512, logprobs_mode="processed_logprobs", max_lora_rank=None, port=0):
         self.replay: Callable | None = None
         self.shift, self.missing, self.seen, self.before = 0.0, set(), [], lambda path: None
         self.image_tokens = 0
         self.version, self.paused, self.loads = "default", False, 0
+        self.adapters, self._max_lora_rank = {}, max_lora_rank
         self._max_model_len, self._logprobs_mode, self._folder = max_model_len, logprobs_mode, str(folder)
         self._lock = threading.Lock()
         self._load(folder)
@@ -56,6 +60,7 @@ class StubServer:
                 data = json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -82,7 +87,8 @@ class StubServer:
             self.before(path)
         name = {
             "/v1/models": "models", "/v1/completions": "completions", "/v1/chat/completions/render": "render",
-            "/inference/v1/generate": "generate",
+            "/inference/v1/generate": "generate", "/v1/load_lora_adapter": "load_adapter",
+            "/v1/unload_lora_adapter": "unload_adapter",
         }.get(path, path[1:])  # fmt: skip
         if name == "server_info":
             assert query == "config_format=json"
@@ -100,7 +106,8 @@ class StubServer:
         return {"object": "list", "data": [card]}
 
     def _get_server_info(self):
-        return {"vllm_config": {"model_config": {"logprobs_mode": self._logprobs_mode}}}
+        lora = None if self._max_lora_rank is None else {"max_lora_rank": self._max_lora_rank}
+        return {"vllm_config": {"model_config": {"logprobs_mode": self._logprobs_mode}, "lora_config": lora}}
 
     def _get_weight_info(self):
         return {"weight_version": self.version}
@@ -126,15 +133,26 @@ class StubServer:
         self.loads += 1
         return 200, {"results": [None]}
 
+    def _post_load_adapter(self, body):
+        self.adapters[body["lora_name"]] = trl_jax.AutoModelForCausalLM.from_pretrained(body["lora_path"])
+        self.loads += 1
+        return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+
+    def _post_unload_adapter(self, body):
+        del self.adapters[body["lora_name"]]
+        return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+
     def _post_completions(self, body):
         ids, n = body["prompt"], body.get("n", 1)
+        if body["model"] not in (self._folder, *self.adapters):
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         if max(ids) >= self.model.vocab_size:
             return 400, {"error": {"message": f"Token id {max(ids)} is out of vocabulary"}}
         if len(ids) + body["max_tokens"] > self._max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self._max_model_len} tokens"}}
-        prompt_logps = [None, *self._scores(ids, [])] if "prompt_logprobs" in body else None
+        prompt_logps = [None, *self._scores(body, [])] if "prompt_logprobs" in body else None
         if "logprobs" in body:
-            written = self._sampled(ids, n, body) if self.replay is None else self.replay(ids, n)
+            written = self._sampled(n, body) if self.replay is None else self.replay(ids, n)
             written = [own[: body["max_tokens"]] for own in written]
         else:
             written = [[0]] * n
@@ -144,7 +162,7 @@ class StubServer:
             if body.get("return_token_ids"):
                 choice["token_ids"] = list(map(int, own))
             if "logprobs" in body:
-                found = self._scores(ids, own, body["temperature"])[len(ids) - 1 :]
+                found = self._scores(body, own, body["temperature"])[len(ids) - 1 :]
                 choice["logprobs"] = {"token_logprobs": [float(value) + self.shift for value in found]}
             if prompt_logps is not None:
                 choice["prompt_logprobs"] = [
@@ -171,15 +189,20 @@ class StubServer:
             choices.append({"index": index, "token_ids": list(map(int, own)), "logprobs": logps})
         return 200, {"choices": choices}
 
-    def _sampled(self, ids, n, body):
+    def _model_of(self, body):
+        return self.adapters.get(body["model"], self.model)
+
+    def _sampled(self, n, body):
         options = {name: body[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
         options |= {"max_new_tokens": body["max_tokens"], "do_sample": True, "eos_token_id": body["stop_token_ids"]}
         options["pad_token_id"] = body["stop_token_ids"][0]
-        out = complete(self.model, [ids], options, group=n, stream=TorchGenerator(body["seed"]), logps=False)
+        out = complete(
+            self._model_of(body), [body["prompt"]], options, group=n, stream=TorchGenerator(body["seed"]), logps=False
+        )
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
-    def _scores(self, ids, own, temperature=1.0):
+    def _scores(self, body, own, temperature=1.0):
         """The log-probability of each token of a text but the first."""
-        text = np.asarray([*ids, *own], np.int32)
-        logits = self.model(text[None]).logits[0, :-1] / temperature
+        text = np.asarray([*body["prompt"], *own], np.int32)
+        logits = self._model_of(body)(text[None]).logits[0, :-1] / temperature
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(text) - 1), text[1:]]

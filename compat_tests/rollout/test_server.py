@@ -221,6 +221,42 @@ def test_adapters_are_merged_and_distillation_completes(serve, make, folder):
     assert other.loads == 2 and student.state.log_history[0]["completions/mean_length"] > 0
 
 
+def test_servers_that_take_adapters_get_the_adapter_alone(serve, make):
+    """Whose completions train as those of a server that gets it merged, and one that was started again gets both."""
+    runs, stubs = [], [serve(), serve(max_lora_rank=8)]
+    for stub in stubs:
+        lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+        runs.append(make([stub], arguments=lora, max_steps=3, temperature=0.7))
+        runs[-1].train()
+    whole, alone = ([log["loss"] for log in run.state.log_history if "loss" in log] for run in runs)
+    assert alone == pytest.approx(whole, abs=1e-6) and len(alone) == 3
+    loads = [path for path, _ in stubs[1].seen if "load" in path or path == "/collective_rpc"]
+    unload, load = "/v1/unload_lora_adapter", "/v1/load_lora_adapter"
+    assert loads == ["/collective_rpc", load, load, unload, load, unload] and len(stubs[1].adapters) == 1
+    assert runs[1].state.log_history[2]["sampling/sampling_logp_difference/max"] < 1e-5
+
+    asked = iter((False, True, *[False] * 8))  # first, a text is scored
+
+    def forget(path):
+        if path == "/v1/completions" and stubs[1].loads == 5 and next(asked):
+            stubs[1].version = "default"
+            stubs[1].adapters.clear()
+
+    stubs[1].before, stubs[1].seen, stubs[1].loads = forget, [], 3
+    lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules="all-linear")}
+    make([stubs[1]], arguments=lora, max_steps=1).train()
+    assert [path for path, _ in stubs[1].seen if path in (load, "/collective_rpc")] == ["/collective_rpc", load] * 2
+
+    with pytest.raises(ServerError, match="has --max-lora-rank 8, and the adapter that is trained 16. Start it with:.*"
+                       "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 .* --enable-lora --max-lora-rank 16"):  # fmt: skip
+        make([stubs[1]], arguments={"peft_config": trl_jax.LoraConfig(r=16)})
+    stubs[1].missing.add(load)
+    with pytest.raises(ServerError, match="could not load the adapter in .* lacks VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        make([stubs[1]], arguments=lora).train()
+    dora = {"peft_config": trl_jax.LoraConfig(r=4, use_dora=True)}
+    make([stubs[1]], arguments=dora, max_steps=1).train()  # merged, which vLLM does not compute
+
+
 @pytest.fixture
 def turns():
     """A rollout_func that has the trainer generate, and what it got: `turns.written`."""
@@ -441,7 +477,7 @@ def test_weights_are_whole_or_absent(tmp_path):
 
     broken, folders = False, WeightFolders(tmp_path, save)
     versions = [folders.write() for _ in range(3)]
-    assert [folder.exists() for folder, _ in versions] == [False, True, True]
+    assert [Path(folder).exists() for folder, _ in versions] == [False, True, True]
     assert len({version for _, version in versions} | {WeightFolders(tmp_path, save).write()[1]}) == 4
     broken = True
     with pytest.raises(OSError, match="No space left on device.*Set vllm_weights_dir to a folder with space"):

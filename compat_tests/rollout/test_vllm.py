@@ -41,14 +41,14 @@ class Server:
         self.url, self.folder, self.log = f"http://127.0.0.1:{self.port}", folder, log
         self.process: subprocess.Popen | None = None
 
-    def start(self) -> None:
-        environment = os.environ | {
+    def start(self, *options: str, **variables: str) -> None:
+        environment = os.environ | variables | {
             "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
         }  # fmt: skip
         command = [
             str(VENV / "bin" / "vllm"), "serve", str(self.folder), "--port", str(self.port), "--dtype", "float32",
-            "--logprobs-mode", "processed_logprobs", "--max-model-len", "256", "--enforce-eager",
+            "--logprobs-mode", "processed_logprobs", "--max-model-len", "256", "--enforce-eager", *options,
         ]  # fmt: skip
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -155,3 +155,22 @@ def test_a_server_that_dies_ends_the_run_and_one_that_comes_back_gets_the_weight
     again = []
     trainer = run(server, tmp_path, arguments={"reward_funcs": returns}, max_steps=3)
     assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
+
+
+def test_an_adapter_reaches_a_server_that_takes_it_alone(server, tmp_path):
+    """Which completes as the policy, whatever the modules, and as a server that gets the adapter merged."""
+    taking = Server(server.folder, tmp_path / "vllm.log")
+    taking.start("--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    try:
+        for number, more in enumerate(
+            ({"target_modules": "all-linear"}, {"use_rslora": True, "rank_pattern": {"q_proj": 8}})
+        ):
+            peft = trl_jax.LoraConfig(r=4, init_lora_weights="gaussian", **more)
+            trainer = run(
+                taking, tmp_path / str(number), "GRPO", {"peft_config": peft}, max_steps=3, learning_rate=1e-2
+            )
+            assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
+        log = taking.log.read_text()
+        assert log.count("POST /collective_rpc") == 2 and log.count("POST /v1/load_lora_adapter") == 6
+    finally:
+        taking.kill()

@@ -581,6 +581,14 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         model.generation_config = self.generation_config
         return model
 
+    def get_base_model(self) -> PreTrainedModel:
+        """The model without its adapter, with the same arrays; without an adapter, the model itself."""
+        if not isinstance(self.backend, AdaptedBackend):
+            return self
+        model = PreTrainedModel(self.frozen, self.backend.base, self.config, self.folder, self.name_or_path)
+        model.generation_config = self.generation_config
+        return model
+
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
         """Write config.json and safetensors that transformers can load.
 

@@ -36,6 +36,7 @@ _SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds of waiting
 _ANSWERS_WITHIN = 10.0  # seconds that a server may take to say that it is healthy
 _BUSY = (502, 503, 504)
 _RETRY_AFTER = 0.5  # seconds
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 
 Progress = Callable[[int, int], None]
 
@@ -90,6 +91,7 @@ class Requirements:
     max_tokens: of a prompt with its completion, as far as it is known beforehand.
     processed_logps: whether log-probabilities must be those after temperature and filters.
     image_token: the placeholder token of images in prompts; None if there are no images.
+    adapter_rank: the largest rank of an adapter that can be loaded by itself; None if there is no such adapter.
     """
 
     model: str
@@ -97,6 +99,7 @@ class Requirements:
     max_tokens: int
     processed_logps: bool
     image_token: int | None = None
+    adapter_rank: int | None = None
 
 
 def is_local(url: str) -> bool:
@@ -140,6 +143,8 @@ class VllmServers:
         self.urls, self._limits, self._needs = list(urls), limits, requirements
         self._models = [requirements.model] * len(self.urls)  # the names under which they are served
         self.version: str | None = None  # of the weights that were loaded last
+        self.takes_adapters = False  # known after `check`
+        self._adapter: str | None = None  # the name of the adapter that was loaded last
         self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
 
     # At the start
@@ -162,6 +167,7 @@ class VllmServers:
                     f"The vLLM server at {url} has --max-model-len {longest}, but a prompt with its completion may "
                     f"have {needed} tokens. Start it with: {self.command(url)} --max-model-len {needed}"
                 )
+        ranks = []
         for path in ("/server_info?config_format=json", "/weight_info"):
             for url, reply in zip(self.urls, self._each("GET", path, missing_ok=True), strict=True):
                 if reply is None:
@@ -172,6 +178,13 @@ class VllmServers:
                     )
                 if path.startswith("/server_info"):
                     self._check_logprobs_mode(url, reply)
+                    ranks.append((reply["vllm_config"].get("lora_config") or {}).get("max_lora_rank"))
+        self.takes_adapters = self._needs.adapter_rank is not None and all(ranks)
+        if self.takes_adapters and min(ranks) < self._needs.adapter_rank:
+            url = self.urls[ranks.index(min(ranks))]
+            raise self._unusable(
+                url, f"has --max-lora-rank {min(ranks)}, and the adapter that is trained {self._needs.adapter_rank}"
+            )
         probe = {"prompt": [self._needs.vocab_size - 1], "max_tokens": 1}
         for url, model, own in zip(self.urls, self._models, self._probes(probe), strict=True):
             if isinstance(own, str):
@@ -196,7 +209,7 @@ class VllmServers:
             return reply.json() if reply.status_code == 200 else _message(reply)
 
         async def ask(client: httpx2.AsyncClient) -> list[dict[str, Any] | str]:
-            servers = zip(self.urls, self._models, strict=True)
+            servers = zip(self.urls, self._served(), strict=True)
             return await self._watched(client, [asyncio.create_task(one(client, *server)) for server in servers])
 
         return self._within_loop(ask)
@@ -206,10 +219,18 @@ class VllmServers:
 
     def command(self, url: str) -> str:
         """The command that starts a server for this run."""
-        return (
+        command = (
             f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._needs.model} --port {urlsplit(url).port or 80} "
             "--logprobs-mode processed_logprobs"
         )
+        if not self.takes_adapters:
+            return command
+        rank = next(rank for rank in _RANKS if rank >= min(self._needs.adapter_rank, _RANKS[-1]))
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {rank}"
+
+    def _served(self) -> list[str]:
+        """The names of what completes the prompts: the models, or the adapter on them."""
+        return self._models if self._adapter is None else [self._adapter] * len(self.urls)
 
     # Completions
 
@@ -250,13 +271,15 @@ class VllmServers:
 
             async def one(number: int) -> Sampled:
                 place = number % len(self.urls)
-                url, body = self.urls[place], dict(sampling) | jobs[number] | {"model": self._models[place]}
+                url, body = self.urls[place], dict(sampling) | jobs[number] | {"model": self._served()[place]}
                 seen = () if images is None else images[number]
                 async with gate, gates[place]:
                     path = "/inference/v1/generate" if seen else "/v1/completions"
                     body = await self._with_images(client, url, body, seen) if seen else body
-                    sent = self._answer(client, url, "POST", path, body, within=self._limits.request)
-                    reply = self._accepted(url, await sent)
+                    reply = await self._answer(client, url, "POST", path, body, within=self._limits.request)
+                    if reply.status_code == 404 and self._adapter is not None:
+                        raise StaleWeights(f"{url} has no adapter {self._adapter!r}")
+                    reply = self._accepted(url, reply)
                 found = self._read(url, reply, group)
                 done[0], done[1] = done[0] + group, done[1] + sum(map(len, found.completions))
                 if progress is not None:
@@ -363,10 +386,33 @@ class VllmServers:
             self._each("POST", "/resume")
             raise
         self._each("POST", "/resume")
-        self.version = version
+        self.version, self._adapter = version, None
         for url, found in zip(self.urls, self._versions(), strict=True):
             if found != version:
                 raise self._unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
+
+    def load_adapter(self, folder: str, version: str) -> None:
+        """Load an adapter beside the model in every server that `takes_adapters`, and complete with it from now on.
+
+        The adapter before is unloaded: there must be no completions under way.
+
+        Args:
+            folder: in PEFT's format, as the servers see it.
+
+        Raises:
+            ServerError: a server cannot load it.
+        """
+        doing, within, before = f"load the adapter in {folder}", self._limits.load, self._adapter
+        body = {"lora_name": version, "lora_path": folder}
+        replies = self._each("POST", "/v1/load_lora_adapter", body, missing_ok=True, doing=doing, within=within)
+        for url, reply in zip(self.urls, replies, strict=True):
+            if reply is None:
+                raise self._unusable(
+                    url, f"could not {doing}: it does not see the folder, or lacks VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                )
+        self._adapter = version
+        if before is not None:
+            self._each("POST", "/v1/unload_lora_adapter", {"lora_name": before}, missing_ok=True)
 
     def _versions(self) -> list[str]:
         return [reply["weight_version"] for reply in self._each("GET", "/weight_info")]
@@ -390,7 +436,7 @@ class VllmServers:
         doing: str = "",
         within: float | None = None,
     ) -> list[Any]:
-        """The replies of all servers, read as JSON (None if empty, or missing and `missing_ok`).
+        """The replies of all servers, read as JSON if they are; None if one is missing, and `missing_ok`.
 
         Args:
             doing: what the request asks for, in errors.
@@ -414,12 +460,12 @@ class VllmServers:
         return self._within_loop(ask)
 
     def _accepted(self, url: str, reply: httpx2.Response, doing: str = "") -> Any:
-        """A reply's JSON, None if it is empty."""
+        """A reply's JSON, or its text."""
         if reply.status_code != 200:
             path = reply.request.url.path
             what = f"could not {doing}" if doing else f"refused {path}"
             raise ServerError(f"The vLLM server at {url} {what} ({reply.status_code}): {_message(reply)}")
-        return reply.json() if reply.content else None
+        return reply.json() if reply.headers.get("Content-Type", "").startswith("application/json") else reply.text
 
     async def _answer(
         self,

@@ -59,7 +59,7 @@ from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
-from trl_jax.training.server import ServerParts, default_root
+from trl_jax.training.server import ServerParts, adapter_rank, default_root
 from trl_jax.training.state import Hooks
 
 # Tools and environments, and how the tokenizer tells tool calls from text.
@@ -340,6 +340,7 @@ class RolloutTrainer(BaseTrainer):
         needs = Requirements(
             model.name_or_path, run.vocab_size, args.max_completion_length + (args.max_prompt_length or 1),
             "sampling_logps" in run.task.logps, None if run.encoder is None else run.encoder.image_token_id,
+            adapter_rank(model) if run.encoder is None else None,
         )  # fmt: skip
         servers = VllmServers(urls, needs, self._limits())
         servers.check()

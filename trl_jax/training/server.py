@@ -18,6 +18,8 @@ import jax
 import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.peft_backend import LoraBackend
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.rollout.server import Progress, Sampled, ServerError, StaleWeights, VllmServers
 from trl_jax.training.state import Setup
 
@@ -65,6 +67,7 @@ class ServerPolicy:
         self._stream, self._sync_steps = stream, parts.sync_steps
         self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have
         self._loaded_at = 0  # the step at which they were loaded
+        self._has_base = False  # whether the servers have the model below the adapter, if they take adapters
         self._asked: list[Future[Sampled]] = []  # generations that may not have ended
         self._folders = WeightFolders(parts.root, self._save)
         weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
@@ -84,8 +87,11 @@ class ServerPolicy:
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
         wait(self._asked)  # they are of the weights that the servers have
-        folder, version = self._folders.write()
-        self._servers.load(str(folder.resolve()), version)
+        if self._servers.takes_adapters:
+            self._load_adapter()
+        else:
+            folder, version = self._folders.write()
+            self._servers.load(folder, version)
         self._prove(text)
         self._loaded, self._loaded_at = list(map(weakref.ref, arrays)), step
 
@@ -130,7 +136,7 @@ class ServerPolicy:
                 try:
                     found = asked.result()
                 except StaleWeights as error:
-                    self._loaded, lost = [], error
+                    self._loaded, self._has_base, lost = [], False, error
                     continue
                 waited = time.monotonic() - began
                 times = {"weight_sync": seconds, "generation": found.seconds, "rollout_wait": waited}
@@ -144,6 +150,14 @@ class ServerPolicy:
 
     def _save(self, folder: Path) -> None:
         self._setup.model.merge_and_unload().save_pretrained(folder)
+
+    def _load_adapter(self) -> None:
+        """Load the adapter alone, and the model below it if the servers may have another."""
+        model = self._setup.model
+        if not self._has_base:
+            self._servers.load(*self._folders.write(model.get_base_model().save_pretrained))
+            self._has_base = True
+        self._servers.load_adapter(*self._folders.write(model.save_pretrained))
 
     def _prove(self, text: Sequence[int]) -> None:
         setup = self._setup
@@ -186,8 +200,11 @@ class WeightFolders:
             _remove_orphans(root)
         self._kept: list[Path] = []
 
-    def write(self) -> tuple[Path, str]:
+    def write(self, save: Callable[[Path], None] | None = None) -> tuple[str, str]:
         """Save the next version; returns its folder and its name, which no other run has.
+
+        Args:
+            save: writes something else into the folder than the run's weights.
 
         Raises:
             OSError: the folder cannot be written, with the argument that names another one.
@@ -196,7 +213,7 @@ class WeightFolders:
         place, unfinished = self.folder / f"{number:06d}", self.folder / f"{number:06d}.unfinished"
         try:
             unfinished.mkdir(parents=True)
-            self._save(unfinished)
+            (save or self._save)(unfinished)
             os.replace(unfinished, place)
         except OSError as error:
             self.close()
@@ -209,12 +226,25 @@ class WeightFolders:
         self._kept.append(place)
         while len(self._kept) > _KEPT:
             shutil.rmtree(self._kept.pop(0))
-        return place, f"{self._run}/{number}"
+        return str(place.resolve()), f"{self._run}/{number}"
 
     def close(self) -> None:
         """Remove all versions."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._kept.clear()
+
+
+def adapter_rank(model: PreTrainedModel) -> int | None:
+    """The largest rank of an adapter that vLLM computes as PEFT does; None if the model has no such adapter."""
+    backend = model.backend
+    if not isinstance(backend, LoraBackend):
+        return None
+    plan, config = backend.plan, backend.config
+    changed = plan.full.layers or plan.full.tensors or plan.saved_tables or backend.base.formats  # more than matrices
+    kinds = config.use_dora or config.lora_bias or config.bias != "none"
+    kinds |= config.init_lora_weights not in (True, False, "gaussian")  # others change the model below
+    matrices = all(one.module.kind in ("linear", "conv1d") and not one.module.experts for one in plan.modules)
+    return None if changed or kinds or not matrices else max(one.rank for one in plan.modules)
 
 
 def _remove_orphans(root: Path) -> None:
