@@ -577,16 +577,18 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
                 "into weights. Load the base model by its name, or keep the adapter."
             )
         arrays, backend = merged(self.backend, self.params, self.frozen)
-        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
-        model.generation_config = self.generation_config
-        return model
+        return self._with(arrays, backend)
 
     def get_base_model(self) -> PreTrainedModel:
         """The model without its adapter, with the same arrays; without an adapter, the model itself."""
         if not isinstance(self.backend, AdaptedBackend):
             return self
-        model = PreTrainedModel(self.frozen, self.backend.base, self.config, self.folder, self.name_or_path)
-        model.generation_config = self.generation_config
+        return self._with(self.frozen, self.backend.base)
+
+    def _with(self, arrays: dict[str, Any], backend: Backend) -> PreTrainedModel:
+        """A model of other arrays, with what belongs to the checkpoint rather than to them."""
+        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
+        model.generation_config, model.read, model.writes = self.generation_config, self.read, self.writes
         return model
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:

@@ -59,7 +59,7 @@ from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
-from trl_jax.training.server import ServerParts, adapter_rank, default_root
+from trl_jax.training.server import ServerParts, adapter_rank, by_first, default_root
 from trl_jax.training.state import Hooks
 
 # Tools and environments, and how the tokenizer tells tool calls from text.
@@ -321,7 +321,6 @@ class RolloutTrainer(BaseTrainer):
         """
         args, model = run.args, run.model
         found = {
-            "several processes": several(),
             "an adapter of virtual tokens": bool(model.backend.virtual.count),
             "tools or environments and rows with images": run.encoder is not None and self._has_tools,
         }
@@ -343,7 +342,8 @@ class RolloutTrainer(BaseTrainer):
             adapter_rank(model) if run.encoder is None else None,
         )  # fmt: skip
         servers = VllmServers(urls, needs, self._limits())
-        servers.check()
+        by_first(servers.check)
+        servers.takes_adapters = by_first(lambda: servers.takes_adapters)
         sampling = sampling_parameters(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
@@ -353,6 +353,15 @@ class RolloutTrainer(BaseTrainer):
         if run.encoder is not None:  # an image token in a completion would stand for an image that is not there
             sampling["logit_bias"] = {**sampling.get("logit_bias", {}), str(run.encoder.image_token_id): -100.0}
         ahead = self._generates_ahead(sees=run.encoder is not None)
+        found = {
+            "tools or environments": self._has_tools, "a rollout_func": self._rollout_func() is not None,
+            "rows with images": run.encoder is not None, "generate_ahead=True": ahead,
+        }  # fmt: skip
+        for what in (what for what, there in found.items() if there and several()):
+            raise ValueError(
+                f"Several processes with vLLM servers and {what} are not in this release of trl_jax. Leave {what} out, "
+                "or train in one process."
+            )
         if ahead and self._rollout_func() is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "

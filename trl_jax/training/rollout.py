@@ -73,7 +73,8 @@ def rollout_steps(
     cycle, args = setup.task.cycle, setup.args
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
     tools = parts.sampling.tools  # which are called a different number of times in each process
-    alone = several() and (parts.rollout_func is not None or tools is not None or exact_draws(args.compute_dtype))
+    alone = parts.rollout_func is not None or tools is not None or exact_draws(args.compute_dtype)
+    alone &= several() and parts.server is None  # a server completes the prompts of all processes together
     writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone)
     writer = RankWriter(writer, streams) if alone else writer
     environments = None if tools is None else tools.environments

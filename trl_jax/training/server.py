@@ -1,4 +1,7 @@
-"""Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts."""
+"""Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts.
+
+In a run of several processes the first one talks to the servers, and all get what it gets.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ import numpy as np
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import fetched
+from trl_jax.mesh.processes import is_first, of_each_process, several
 from trl_jax.rollout.server import Progress, Sampled, ServerError, StaleWeights, VllmServers
 from trl_jax.training.state import Setup
 
@@ -91,7 +96,7 @@ class ServerPolicy:
             self._load_adapter()
         else:
             folder, version = self._folders.write()
-            self._servers.load(folder, version)
+            by_first(lambda: self._servers.load(folder, version))
         self._prove(text)
         self._loaded, self._loaded_at = list(map(weakref.ref, arrays)), step
 
@@ -121,8 +126,8 @@ class ServerPolicy:
             self.refresh(prompt_ids[0])
             synced = time.monotonic() - began
             how = {"group": group, "seeds": seeds, "progress": progress, "most": most, "images": images}
-            asked = self._servers.begin(prompt_ids, self._sampling, **how)
-            self._asked = [*(one for one in self._asked if not one.done()), asked]
+            asked = self._servers.begin(prompt_ids, self._sampling, **how) if is_first() else Future()
+            self._asked = [*(one for one in self._asked if not one.done()), asked] if is_first() else []
             return asked, synced
 
         asked, seconds = ask()
@@ -134,7 +139,7 @@ class ServerPolicy:
                     asked, seconds = ask()
                 began = time.monotonic()
                 try:
-                    found = asked.result()
+                    found = by_first(asked.result)
                 except StaleWeights as error:
                     self._loaded, self._has_base, lost = [], False, error
                     continue
@@ -155,9 +160,11 @@ class ServerPolicy:
         """Load the adapter alone, and the model below it if the servers may have another."""
         model = self._setup.model
         if not self._has_base:
-            self._servers.load(*self._folders.write(model.get_base_model().save_pretrained))
+            base = self._folders.write(model.get_base_model().save_pretrained)
+            by_first(lambda: self._servers.load(*base))
             self._has_base = True
-        self._servers.load_adapter(*self._folders.write(model.save_pretrained))
+        adapter = self._folders.write(model.save_pretrained)
+        by_first(lambda: self._servers.load_adapter(*adapter))
 
     def _prove(self, text: Sequence[int]) -> None:
         setup = self._setup
@@ -167,8 +174,8 @@ class ServerPolicy:
         ids = np.resize(np.asarray(text, np.int32), length)
         with setup.on_device():
             logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
-            own = np.asarray(logps)[np.arange(length - 1), ids[1:]]
-        for url, found in zip(self._servers.urls, self._servers.score(ids), strict=True):
+            own = np.asarray(fetched(logps))[np.arange(length - 1), ids[1:]]
+        for url, found in zip(self._servers.urls, by_first(lambda: self._servers.score(ids)), strict=True):
             apart = float(np.mean(np.abs(found - own)))
             if not apart <= _CLOSE:
                 raise ServerError(
@@ -176,6 +183,30 @@ class ServerPolicy:
                     f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
                     f"that is trained, unquantized: {self._servers.command(url)}"
                 )
+
+
+def by_first(do: Callable[[], Any]) -> Any:
+    """What `do` returns in the first process, in all of them. The others do not call it.
+
+    Raises:
+        StaleWeights: `do` raised it.
+        RuntimeError: in the other processes, if `do` raised something else.
+    """
+    if not several():
+        return do()
+
+    def attempted() -> tuple[Any, StaleWeights | None] | None:
+        if not is_first():
+            return None
+        try:
+            return do(), None
+        except StaleWeights as error:
+            return None, error
+
+    value, error = of_each_process(attempted)[0]
+    if error is not None:
+        raise error
+    return value
 
 
 # Folders in which weights are handed to servers
@@ -186,7 +217,7 @@ class WeightFolders:
 
     Args:
         root: where the run's folder is made.
-        save: writes a checkpoint into a new folder.
+        save: writes a checkpoint into a new folder. All processes call it together, and the first one writes.
 
     Attributes:
         folder: the run's own, which `close` removes.
@@ -212,9 +243,12 @@ class WeightFolders:
         number = next(self._numbers)
         place, unfinished = self.folder / f"{number:06d}", self.folder / f"{number:06d}.unfinished"
         try:
-            unfinished.mkdir(parents=True)
+            if is_first():
+                unfinished.mkdir(parents=True)
             (save or self._save)(unfinished)
-            os.replace(unfinished, place)
+            if is_first():
+                os.replace(unfinished, place)
+                self._kept.append(place)
         except OSError as error:
             self.close()
             raise OSError(
@@ -223,7 +257,6 @@ class WeightFolders:
                 "folder with space for two copies of the model",
                 str(place),
             ) from error
-        self._kept.append(place)
         while len(self._kept) > _KEPT:
             shutil.rmtree(self._kept.pop(0))
         return str(place.resolve()), f"{self._run}/{number}"
