@@ -13,11 +13,9 @@ from trl_jax.data.chat_templates import marked, render
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}]
-# Templates whose twin is not derived: TRL's renders another text, marks the header too, or no turn keeps its thoughts.
-NOT_DERIVED = set(
-    "deepseek_r1_distill deepseekv3 diffusion_gemma glm4moe gptoss llava_next nemotron_3_5_lightning nemotron_3_nano "
-    "nemotron_3_super nemotron_3_ultra".split()
-)
+# Templates whose twin is not derived: TRL's renders other text, ends the mark before the turn does, or a tool answers
+# within the assistant's turn.
+NOT_DERIVED = {"deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "glm4moe", "llava_next"}
 # Templates that leave thoughts out of earlier turns: derived as TRL's twins, whose every turn is as the last one.
 AS_LAST = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 

@@ -119,6 +119,10 @@ _OWN = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
 _UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # no end-of-turn token, so the model would not learn to stop
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
 
+# How turns before the last may differ from the original, in the order tried: not at all; each like a last turn; or as
+# the original renders them, though what it renders changes when the conversation continues.
+_EARLIER = ("same", "like the last", "as rendered")
+
 _PLAIN = ("user", "assistant")
 _TALKS = (
     (*_PLAIN, *_PLAIN),
@@ -190,7 +194,8 @@ def derived(chat_template: str) -> str | None:
     On each sample conversation the result must render the same text, mark everything that the assistant says and
     nothing else, and render the start of a conversation the same when it continues. If a template drops reasoning from
     earlier turns, or only renders it in the last, every turn is rendered like the last one, which gives the same text
-    for a single turn.
+    for a single turn. If that cannot be had, earlier turns may lose their reasoning or end differently, as in the
+    original (Nemotron, gpt-oss); only the turns before a tool's answer must then stay the same.
     """
     if has_generation_markers(chat_template):
         return None
@@ -199,8 +204,8 @@ def derived(chat_template: str) -> str | None:
         header = _header(chat_template, kind)
         if header is None:
             return None
-        tried = ((marked(chat_template, header, as_last=as_last), as_last) for as_last in (False, True))
-        return next((found for found, as_last in tried if _stands(chat_template, found, kind, as_last)), None)
+        tried = ((marked(chat_template, header, as_last=earlier == "like the last"), earlier) for earlier in _EARLIER)
+        return next((found for found, earlier in tried if _stands(chat_template, found, kind, earlier)), None)
     except Exception:  # a template may raise anything; then it cannot be marked
         return None
 
@@ -265,30 +270,40 @@ def _content_starts(template: str, talk: list[dict[str, Any]]) -> int:
     return 0
 
 
-def _stands(template: str, found: str, kind: str, as_last: bool) -> bool:
-    return all(_stands_in(template, found, _talk(kind, *roles), as_last) for roles in _TALKS)
+def _stands(template: str, found: str, kind: str, earlier: str) -> bool:
+    return all(_stands_in(template, found, _talk(kind, *roles), earlier) for roles in _TALKS)
 
 
-def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: bool) -> bool:
+def _stands_in(template: str, found: str, talk: list[dict[str, Any]], earlier: str) -> bool:
     """Whether a marked template is correct for a conversation, or the original does not support that conversation."""
     try:
         text = _text(template, talk)
     except Exception:  # a template may raise anything for a conversation that it does not support
         return _TALKS[0] != tuple(message["role"] for message in talk)
     other, spans = render(found, talk, spans=True, **_TOKENS)
-    if as_last:  # earlier turns may differ
+    if earlier == "like the last":
         text = other
-        if _UNENDED.search("".join(text[start:end] for start, end in spans)):
-            return False
+    if earlier != "same" and _UNENDED.search("".join(other[start:end] for start, end in spans)):
+        return False
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     outside = "".join(text[start:end] for start, end in list(pairwise(edges))[::2])
     inside = "".join(text[start:end] for start, end in spans)
-    said = {word for message in talk if "tool_calls" not in message for word in _OWN.findall(str(message["content"]))}
-    ends = [i + 1 for i, message in enumerate(talk) if message["role"] == "assistant"]
-    begun = [_text(template, talk[: ends[0]]), *(_text(found, talk[:end]) for end in ends)]
-    goes_on = all(text.startswith(start.removesuffix(_TOKENS["eos_token"])) for start in begun)
-    right = other == text and goes_on and said <= set(_OWN.findall(inside))
+    wanted = {word for message in talk if "tool_calls" not in message for word in _OWN.findall(str(message["content"]))}
+    if earlier == "as rendered":
+        last = set(_OWN.findall(str(talk[-1]["content"])))
+        wanted = {word for word in wanted if word in last or not word.startswith("assistant_thinks")}
+        goes_on = all(_goes_on(found, talk[:i], talk[: i + 1]) for i, one in enumerate(talk) if one["role"] == "tool")
+    else:
+        ends = [i + 1 for i, message in enumerate(talk) if message["role"] == "assistant"]
+        goes_on = text.startswith(_text(template, talk[: ends[0]]).removesuffix(_TOKENS["eos_token"]))
+        goes_on = goes_on and all(_goes_on(found, talk[:end], talk) for end in ends)
+    right = other == text and goes_on and wanted <= set(_OWN.findall(inside))
     return right and not _OWN.search(outside) and not _OTHERS.search(inside)
+
+
+def _goes_on(template: str, start: list[dict[str, Any]], talk: list[dict[str, Any]]) -> bool:
+    """Whether the start of a conversation is rendered the same in all of it, up to a final EOS token."""
+    return _text(template, talk).startswith(_text(template, start).removesuffix(_TOKENS["eos_token"]))
 
 
 # Response templates, to parse tool calls with tokenizers that have none
