@@ -117,6 +117,7 @@ _SAID, _THOUGHT, _CALLED = "assistant_says_{}_7f3a", "assistant_thinks_{}_5c1e",
 _OTHERS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
 _OWN = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
 _UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # no end-of-turn token, so the model would not learn to stop
+_UNHEADED = re.compile(rf"\s*(?:{_OWN.pattern})\s*\S")
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
 
 # How turns before the last may differ from the original, in the order tried: not at all; each like a last turn; or as
@@ -200,7 +201,7 @@ def derived(chat_template: str) -> str | None:
     if has_generation_markers(chat_template):
         return None
     try:
-        kind = next(kind for kind in ("str", "parts") if _SAID.format(1) in _text(chat_template, _talk(kind, *_PLAIN)))
+        kind = next(kind for kind in ("str", "parts") if _takes(chat_template, kind))
         header = _header(chat_template, kind)
         if header is None:
             return None
@@ -229,6 +230,14 @@ def _message(kind: str, role: str, number: int) -> dict[str, Any]:
     return message | ({"name": "look"} if role == "tool" else {})
 
 
+def _takes(template: str, kind: str) -> bool:
+    """Whether a template renders contents of this kind; some raise for texts, others for parts."""
+    try:
+        return _SAID.format(1) in _text(template, _talk(kind, *_PLAIN))
+    except (TemplateError, TypeError):
+        return False
+
+
 def _text(template: str, talk: list[dict[str, Any]], **options: Any) -> str:
     return render(template, talk, **_TOKENS, **options)[0]
 
@@ -237,14 +246,17 @@ def _header(template: str, kind: str) -> str | None:
     """The text that a template renders before the assistant's content; None if turns start in different ways.
 
     This is what the generation prompt adds, without an opening reasoning tag. If it occurs again inside a turn, the
-    assistant generates it itself, and the header is empty. If an expression renders the end of the header together with
-    the content, the header stops before that expression, as in TRL's templates.
+    assistant generates it itself, and the header is empty. It is also empty without a generation prompt, if turns start
+    with the content and end with more text (Mistral, Llama 2). If an expression renders the end of the header together
+    with the content, the header stops before that expression, as in TRL's templates.
     """
     asked = _text(template, _talk(kind, "user"))
     prompted = _text(template, _talk(kind, "user"), add_generation_prompt=True)
     start = len(os.path.commonprefix([asked, prompted]))
     prompt, answered = prompted[start:], _text(template, _talk(kind, *_PLAIN))
     header = prompt.split(_THINK)[0]
+    if not prompt:
+        return "" if _UNHEADED.match(answered, start) else None
     same = answered.startswith(_THINK if _THINK in prompt else "", start + len(header))
     if asked[start:] not in ("", _TOKENS["eos_token"]) or not header or not same:
         return None
@@ -901,11 +913,14 @@ def _two_bodies(message: str, own: list[_Piece], body: list[_Piece], header: str
     leaves = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
     collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in own)
     start = json.dumps(header, ensure_ascii=False)
+    said, behind = f"{_TURN}[{len(header)}:]", ""
+    if not header:  # spaces behind the turn belong to the next turn's first token
+        said, behind = f"{_TURN}.rstrip(' ')", f"{{{{ {_TURN}[({_TURN}.rstrip(' ') | length):] }}}}"
     return (
         f"{{% if {message} is mapping and {message}['role'] == 'assistant' %}}"
         f"{{% set {_TURN} %}}{collected}{{% endset %}}"
         f"{{% if {_TURN} and {_TURN}.startswith({start}) %}}{{{{ {start} }}}}"
-        f"{{% generation %}}{{{{ {_TURN}[{len(header)}:] }}}}{{% endgeneration %}}"
+        f"{{% generation %}}{{{{ {said} }}}}{{% endgeneration %}}{behind}"
         f"{{% elif {_TURN} %}}{{{{ raise_exception('a turn of the assistant has another header') }}}}{{% endif %}}"
         f"{{% else %}}{''.join(piece.source for piece in body)}{{% endif %}}"
     )
