@@ -13,11 +13,8 @@ from trl_jax.data.chat_templates import marked, render
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}]
-# Templates whose twin is not derived: TRL's renders another text, marks the header too, or no turn keeps its thoughts.
-NOT_DERIVED = set(
-    "deepseek_r1_distill deepseekv3 diffusion_gemma glm4moe gptoss llava_next nemotron_3_5_lightning nemotron_3_nano "
-    "nemotron_3_super nemotron_3_ultra".split()
-)
+# Templates whose twin is not derived: TRL's renders other text, or a tool answers within the assistant's turn.
+NOT_DERIVED = {"deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "glm4moe"}
 # Templates that leave thoughts out of earlier turns: derived as TRL's twins, whose every turn is as the last one.
 AS_LAST = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 
@@ -102,6 +99,19 @@ def test_an_unknown_template_is_marked_too():
     text, marks = told(found, TALKS["two"], spans=True)
     assert text == told(CHATML, TALKS["two"])[0]
     assert "".join(text[mark] for mark in marks) == "Now.<|im_end|>\nBecause\n\nso.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_template_without_a_generation_prompt_is_marked(space):
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token + '" + space + "' }}{% else %}"
+        "{{ raise_exception('Only user and assistant') }}{% endif %}{% endfor %}"
+    )
+    found = chat_templates.training_template(template)
+    text, marks = told(found, TALKS["two"], spans=True)
+    assert text == told(template, TALKS["two"])[0]
+    assert "".join(text[mark] for mark in marks) == " Now.<eos> Because\n\nso.<eos>"
 
 
 @pytest.mark.parametrize(

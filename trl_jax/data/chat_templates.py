@@ -117,7 +117,12 @@ _SAID, _THOUGHT, _CALLED = "assistant_says_{}_7f3a", "assistant_thinks_{}_5c1e",
 _OTHERS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
 _OWN = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
 _UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # no end-of-turn token, so the model would not learn to stop
+_UNHEADED = re.compile(rf"\s*(?:{_OWN.pattern})\s*\S")
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
+
+# How turns before the last may differ from the original, in the order tried: not at all; each like a last turn; or as
+# the original renders them, though what it renders changes when the conversation continues.
+_EARLIER = ("same", "like the last", "as rendered")
 
 _PLAIN = ("user", "assistant")
 _TALKS = (
@@ -190,17 +195,18 @@ def derived(chat_template: str) -> str | None:
     On each sample conversation the result must render the same text, mark everything that the assistant says and
     nothing else, and render the start of a conversation the same when it continues. If a template drops reasoning from
     earlier turns, or only renders it in the last, every turn is rendered like the last one, which gives the same text
-    for a single turn.
+    for a single turn. If that cannot be had, earlier turns may lose their reasoning or end differently, as in the
+    original (Nemotron, gpt-oss); only the turns before a tool's answer must then stay the same.
     """
     if has_generation_markers(chat_template):
         return None
     try:
-        kind = next(kind for kind in ("str", "parts") if _SAID.format(1) in _text(chat_template, _talk(kind, *_PLAIN)))
+        kind = next(kind for kind in ("str", "parts") if _takes(chat_template, kind))
         header = _header(chat_template, kind)
         if header is None:
             return None
-        tried = ((marked(chat_template, header, as_last=as_last), as_last) for as_last in (False, True))
-        return next((found for found, as_last in tried if _stands(chat_template, found, kind, as_last)), None)
+        tried = ((marked(chat_template, header, as_last=earlier == "like the last"), earlier) for earlier in _EARLIER)
+        return next((found for found, earlier in tried if _stands(chat_template, found, kind, earlier)), None)
     except Exception:  # a template may raise anything; then it cannot be marked
         return None
 
@@ -224,6 +230,14 @@ def _message(kind: str, role: str, number: int) -> dict[str, Any]:
     return message | ({"name": "look"} if role == "tool" else {})
 
 
+def _takes(template: str, kind: str) -> bool:
+    """Whether a template renders contents of this kind; some raise for texts, others for parts."""
+    try:
+        return _SAID.format(1) in _text(template, _talk(kind, *_PLAIN))
+    except (TemplateError, TypeError):
+        return False
+
+
 def _text(template: str, talk: list[dict[str, Any]], **options: Any) -> str:
     return render(template, talk, **_TOKENS, **options)[0]
 
@@ -232,14 +246,17 @@ def _header(template: str, kind: str) -> str | None:
     """The text that a template renders before the assistant's content; None if turns start in different ways.
 
     This is what the generation prompt adds, without an opening reasoning tag. If it occurs again inside a turn, the
-    assistant generates it itself, and the header is empty. If an expression renders the end of the header together with
-    the content, the header stops before that expression, as in TRL's templates.
+    assistant generates it itself, and the header is empty. It is also empty without a generation prompt, if turns start
+    with the content and end with more text (Mistral, Llama 2). If an expression renders the end of the header together
+    with the content, the header stops before that expression, as in TRL's templates.
     """
     asked = _text(template, _talk(kind, "user"))
     prompted = _text(template, _talk(kind, "user"), add_generation_prompt=True)
     start = len(os.path.commonprefix([asked, prompted]))
     prompt, answered = prompted[start:], _text(template, _talk(kind, *_PLAIN))
     header = prompt.split(_THINK)[0]
+    if not prompt:
+        return "" if _UNHEADED.match(answered, start) else None
     same = answered.startswith(_THINK if _THINK in prompt else "", start + len(header))
     if asked[start:] not in ("", _TOKENS["eos_token"]) or not header or not same:
         return None
@@ -265,30 +282,40 @@ def _content_starts(template: str, talk: list[dict[str, Any]]) -> int:
     return 0
 
 
-def _stands(template: str, found: str, kind: str, as_last: bool) -> bool:
-    return all(_stands_in(template, found, _talk(kind, *roles), as_last) for roles in _TALKS)
+def _stands(template: str, found: str, kind: str, earlier: str) -> bool:
+    return all(_stands_in(template, found, _talk(kind, *roles), earlier) for roles in _TALKS)
 
 
-def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: bool) -> bool:
+def _stands_in(template: str, found: str, talk: list[dict[str, Any]], earlier: str) -> bool:
     """Whether a marked template is correct for a conversation, or the original does not support that conversation."""
     try:
         text = _text(template, talk)
     except Exception:  # a template may raise anything for a conversation that it does not support
         return _TALKS[0] != tuple(message["role"] for message in talk)
     other, spans = render(found, talk, spans=True, **_TOKENS)
-    if as_last:  # earlier turns may differ
+    if earlier == "like the last":
         text = other
-        if _UNENDED.search("".join(text[start:end] for start, end in spans)):
-            return False
+    if earlier != "same" and _UNENDED.search("".join(other[start:end] for start, end in spans)):
+        return False
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     outside = "".join(text[start:end] for start, end in list(pairwise(edges))[::2])
     inside = "".join(text[start:end] for start, end in spans)
-    said = {word for message in talk if "tool_calls" not in message for word in _OWN.findall(str(message["content"]))}
-    ends = [i + 1 for i, message in enumerate(talk) if message["role"] == "assistant"]
-    begun = [_text(template, talk[: ends[0]]), *(_text(found, talk[:end]) for end in ends)]
-    goes_on = all(text.startswith(start.removesuffix(_TOKENS["eos_token"])) for start in begun)
-    right = other == text and goes_on and said <= set(_OWN.findall(inside))
+    wanted = {word for message in talk if "tool_calls" not in message for word in _OWN.findall(str(message["content"]))}
+    if earlier == "as rendered":
+        last = set(_OWN.findall(str(talk[-1]["content"])))
+        wanted = {word for word in wanted if word in last or not word.startswith("assistant_thinks")}
+        goes_on = all(_goes_on(found, talk[:i], talk[: i + 1]) for i, one in enumerate(talk) if one["role"] == "tool")
+    else:
+        ends = [i + 1 for i, message in enumerate(talk) if message["role"] == "assistant"]
+        goes_on = text.startswith(_text(template, talk[: ends[0]]).removesuffix(_TOKENS["eos_token"]))
+        goes_on = goes_on and all(_goes_on(found, talk[:end], talk) for end in ends)
+    right = other == text and goes_on and wanted <= set(_OWN.findall(inside))
     return right and not _OWN.search(outside) and not _OTHERS.search(inside)
+
+
+def _goes_on(template: str, start: list[dict[str, Any]], talk: list[dict[str, Any]]) -> bool:
+    """Whether the start of a conversation is rendered the same in all of it, up to a final EOS token."""
+    return _text(template, talk).startswith(_text(template, start).removesuffix(_TOKENS["eos_token"]))
 
 
 # Response templates, to parse tool calls with tokenizers that have none
@@ -886,11 +913,14 @@ def _two_bodies(message: str, own: list[_Piece], body: list[_Piece], header: str
     leaves = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
     collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in own)
     start = json.dumps(header, ensure_ascii=False)
+    said, behind = f"{_TURN}[{len(header)}:]", ""
+    if not header:  # spaces behind the turn belong to the next turn's first token
+        said, behind = f"{_TURN}.rstrip(' ')", f"{{{{ {_TURN}[({_TURN}.rstrip(' ') | length):] }}}}"
     return (
         f"{{% if {message} is mapping and {message}['role'] == 'assistant' %}}"
         f"{{% set {_TURN} %}}{collected}{{% endset %}}"
         f"{{% if {_TURN} and {_TURN}.startswith({start}) %}}{{{{ {start} }}}}"
-        f"{{% generation %}}{{{{ {_TURN}[{len(header)}:] }}}}{{% endgeneration %}}"
+        f"{{% generation %}}{{{{ {said} }}}}{{% endgeneration %}}{behind}"
         f"{{% elif {_TURN} %}}{{{{ raise_exception('a turn of the assistant has another header') }}}}{{% endif %}}"
         f"{{% else %}}{''.join(piece.source for piece in body)}{{% endif %}}"
     )
