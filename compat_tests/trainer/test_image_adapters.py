@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, usually
 from compat_tests.hub.vision.models import CASES
 from compat_tests.trainer.vision_models import assistant, completions, logged, pairs, tiny_llava, trainer, user
 from trl_jax.hub.config import read_native_config
@@ -17,6 +17,7 @@ from trl_jax.hub.vision import vision_families
 
 torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
 transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 LORA = {"r": 4, "target_modules": ["q_proj", "fc1"]}
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -80,7 +81,7 @@ def test_what_is_in_four_bits_is_bitsandbytes_choice(name, tmp_path):
 def adapter(llava, folder, **options):
     """An adapter that PEFT saved, with numbers in all places."""
     base = transformers.AutoModelForImageTextToText.from_pretrained(llava)
-    model, generator = peft.get_peft_model(base, peft.LoraConfig(**LORA, **options)), torch.Generator().manual_seed(0)
+    model, generator = peft.get_peft_model(base, peft.LoraConfig(**LORA | options)), torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05, generator=generator)
@@ -108,6 +109,42 @@ def test_an_adapter_in_a_folder_trains_on(llava, tmp_path, caplog):
     made.save_model(tmp_path / "saved")
     again = trainer(trl_jax, "SFT", str(tmp_path / "saved"), tmp_path / "again", completions())
     same(made.model, again.model)
+    old, new = (load_file(f"{path}/adapter_model.safetensors") for path in (folder, tmp_path / "saved"))
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old if "vision_tower.encoder.layers.2" in name)
+
+
+TOWERS = {
+    "names": {"r": 4, "target_modules": ["q_proj", "fc1", "linear_1"]},
+    "all-linear": {"r": 4, "target_modules": "all-linear", "use_dora": True},
+    "a whole connector": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["multi_modal_projector"]},
+}
+
+
+@pytest.mark.parametrize("case", usually(lambda case: case == "names", TOWERS))
+def test_an_adapter_of_the_tower_is_carried_through_training_on_text(case, llava, tmp_path, caplog):
+    folder = adapter(llava, tmp_path / "adapter", **TOWERS[case])
+    texts = Dataset.from_list([{"messages": user("bake?") + assistant("gladly")}] * 4)
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "learning_rate": 1e-2}
+    made = trainer(trl_jax, "SFT", folder, tmp_path / "ours", texts, **options)
+    made.train()
+    assert "multi_modal_projector" in caplog.text and "saved unchanged" in caplog.text
+    made.save_model(tmp_path / "saved")
+    half = trainer(trl_jax, "SFT", folder, tmp_path / "half", texts, **options)
+    half.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-1"))
+    same(made.model, half.model)
+    old, new = (load_file(f"{path}/adapter_model.safetensors") for path in (folder, tmp_path / "saved"))
+    assert old.keys() == new.keys()
+    of_text = {name for name in old if "language_model" in name}
+    assert of_text and all(torch.equal(old[name], new[name]) for name in old.keys() - of_text)
+    assert not all(torch.equal(old[name], new[name]) for name in of_text)
+    base = transformers.AutoModelForImageTextToText.from_pretrained(llava)
+    loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, tmp_path / "saved"))
+    assert loaded.keys() == new.keys() and all(torch.equal(loaded[name], new[name]) for name in new)
+    with pytest.raises(ValueError, match="tensors of the vision tower or its connector, such as .*ImageTextToText"):
+        made.model.merge_and_unload()
+    if case != "a whole connector":
+        trl_jax.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").merge_and_unload()
 
 
 def test_an_adapter_of_the_text_leaves_the_tower(llava, tmp_path, caplog):

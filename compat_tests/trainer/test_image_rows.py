@@ -340,16 +340,6 @@ def test_other_media_are_refused(llava, tmp_path):
         trainer(trl_jax, "SFT", llava, tmp_path, stream_of(rows)).train()
 
 
-def test_a_preference_loss_of_the_script_is_refused(llava, tmp_path):
-    class Own(trl_jax.DPOTrainer):
-        def _compute_loss(self, model, inputs, return_outputs):
-            return super()._compute_loss(model, inputs, return_outputs)
-
-    args = trl_jax.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
-    with pytest.raises(TypeError, match="own .*compute_loss, which compares with a reference, is not supported"):
-        Own(llava, args=args, train_dataset=pairs())
-
-
 def test_models_whose_images_are_not_computed_are_named(tmp_path):
     towers.build(tmp_path / "model", "aya_vision").save_pretrained(tmp_path / "model")
     words = "not supported yet for model_type 'aya_vision', only text. They are .* llava, .*qwen"

@@ -9,7 +9,16 @@ import pytest
 
 import trl_jax
 from compat_tests.effort import THOROUGH, only_thorough
-from compat_tests.trainer.vision_models import completions, logged, messages, pairs, tiny_llava, trainer, unpaired
+from compat_tests.trainer.vision_models import (
+    TEXT_ONLY,
+    completions,
+    logged,
+    messages,
+    pairs,
+    tiny_llava,
+    trainer,
+    unpaired,
+)
 
 KINDS = {
     "messages": ("SFT", messages),
@@ -105,6 +114,28 @@ def test_a_loss_of_a_script_gets_the_images(llava, tmp_path):
     for own in others:
         for entry, wanted in zip(own, plain, strict=True):
             assert untimed(entry) == pytest.approx(untimed(wanted), rel=2e-4, abs=1e-5)
+
+
+def test_features_that_are_kept_change_nothing_that_a_script_sees(llava, tmp_path):
+    """The tower does not train, and rows come twice."""
+    rows, found = messages(6), []
+    for kind in (trl_jax.SFTTrainer, InJax):
+        adapter = trl_jax.LoraConfig(**TEXT_ONLY)
+        args = trainer(
+            trl_jax, "SFT", llava, tmp_path / kind.__name__, rows, max_steps=2, num_train_epochs=2,
+            per_device_train_batch_size=6, per_device_eval_batch_size=6, pad_to_multiple_of=64,
+        ).args  # fmt: skip
+        made = kind(llava, args=args, train_dataset=rows, eval_dataset=rows, peft_config=adapter)
+        found.append([*map(untimed, logged(made)), untimed(made.evaluate())])
+    for own, wanted in zip(*found, strict=True):
+        names = own.keys() & wanted.keys() & {"loss", "grad_norm", "eval_loss"}
+        assert names and [own[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=2e-4)
+    plain = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows, eval_dataset=rows, peft_config=adapter)
+    predicted = plain.predict(rows)
+    [batch] = plain.get_eval_dataloader()  # with patches
+    assert batch["pixel_values"].shape[0] >= 6 * 16 and predicted.predictions.shape[:2] == batch["input_ids"].shape
+    whole = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows).predict(rows)  # the tower trains
+    np.testing.assert_allclose(predicted.predictions, whole.predictions, atol=1e-4)
 
 
 class Doubled(trl_jax.SFTTrainer):

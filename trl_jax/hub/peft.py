@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trl_jax.hub.native_backend import NativeBackend, untied
 from trl_jax.hub.peft_adapters import (
     PREFIX,
     AdapterPlan,
+    carrying,
     for_tower,
     full_tensors,
     initial,
@@ -106,6 +108,8 @@ def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> Ada
         if source.config.vision_arch is not None:
             owners = (tensor.rpartition(".")[0] for tensor in source.carried)
             plan = for_tower(folder, plan, frozenset(map(source.config.vision.module, owners)))
+        elif source.config.family.carried is not None:
+            plan = carrying(folder, plan, re.compile(source.config.family.carried).search)
     if plan.note is not None:
         logger.warning("LoraConfig: %s", plan.note)
     return plan
@@ -143,8 +147,17 @@ def merged(
     """Merge an adapter: new float32 arrays that compute the same without it, and their backend.
 
     If the head is tied to an embedding with an adapter, it is untied, because the adapter does not apply to the head.
+
+    Raises:
+        ValueError: it also adapts a vision tower, and the model was loaded without.
     """
     plan, plain = backend.plan, NativeBackend(backend.base.source)
+    if plan.carried and plain.source.config.vision_arch is None:
+        raise ValueError(
+            f"merge_and_unload: the adapter also has {len(plan.carried)} tensors of the vision tower or its connector, "
+            f"such as {min(plan.carried)}, and this model was loaded for texts alone. Save the adapter, load its "
+            "folder with AutoModelForImageTextToText.from_pretrained, and merge that model."
+        )
     arrays = backend.base.weights(frozen)
     if plain.source.config.is_tied and any(one.module.kind == "embedding" for one in plan.modules):
         plain, arrays = untied(plain, arrays)

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]
         for name, kind, at in one.tensors()
     }
     tensors |= {name: tables[path] for name, path in plan.saved_tables.items()}
-    tensors |= full_tensors(plan, params)
+    tensors |= full_tensors(plan, params) | plan.carried
     return tensors | {name: tensors[source] for name, source in plan.copies.items()}
 
 
@@ -117,7 +117,21 @@ def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> Adapte
     if len(kept) < len(plan.modules):
         logger.warning("%s was trained on text alone: it leaves the vision tower as it is.", path)
     order = tuple((layer, kept.index(number)) for layer, number in plan.order if number in kept)
-    return replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order, unread=unread)
+    plan = replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order)
+    return carrying(folder, plan, lambda name: name.partition(".lora_")[0] in unread)
+
+
+def carrying(folder: Path, plan: AdapterPlan, is_carried: Callable[[str], Any]) -> AdapterPlan:
+    """The plan for an adapter's file that also has tensors of modules which are not computed. They are saved unchanged.
+
+    Args:
+        is_carried: whether a tensor is one of these, by its name without PEFT's prefix.
+    """
+    path = folder / WEIGHTS
+    names = tensor_names(path) if path.is_file() else ()
+    return replace(
+        plan, carried={name: read_one(path, name) for name in names if is_carried(name.removeprefix(PREFIX))}
+    )
 
 
 def saved_in(folder: Path, plan: AdapterPlan) -> AdapterPlan:
@@ -200,12 +214,10 @@ def _weights_in(folder: Path) -> Path:
 
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
-    missing, known = sorted(wanted - names), {*plan.saved_tables, *plan.copies}
-    others = {name for name in names - wanted - known if not _OF_THE_BASE.search(name)}
-    unread = {name for name in others if name.removeprefix(PREFIX).partition(".lora_")[0] in plan.unread}
-    if unread:
-        logger.warning("%s: %s adapt layers whose outputs are not read; left out.", path, _some(sorted(unread)))
-    strange = sorted(others - unread)
+    missing, known = sorted(wanted - names), {*plan.saved_tables, *plan.copies, *plan.carried}
+    if unread := sorted(names & plan.carried.keys()):
+        logger.warning("%s: %s adapt layers whose outputs are not read; saved unchanged.", path, _some(unread))
+    strange = sorted(name for name in names - wanted - known if not _OF_THE_BASE.search(name))
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has separate adapters for each expert, as in transformers 4; now all experts share one parameter. "
@@ -469,7 +481,7 @@ class AdapterPlan:
         copies: name on disk -> name of the tensor that PEFT saves a second time under that name.
         unties: whether a tied head needs its own weight, because only one of head and embedding is trained.
         note: a log message about a change to the config for the model's head; None if there is none.
-        unread: modules that are not computed, and whose adapters in a file are left out.
+        carried: name on disk -> tensor of an adapter of modules that are not computed; saved unchanged.
     """
 
     config: LoraConfig
@@ -480,7 +492,7 @@ class AdapterPlan:
     copies: dict[str, str]
     note: str | None
     unties: bool = False
-    unread: frozenset[str] = frozenset()
+    carried: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

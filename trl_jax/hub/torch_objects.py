@@ -292,7 +292,8 @@ def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
             arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
             model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
         return
-    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
+    carried = backend.plan.carried  # as they are in the torch model
+    state = {name: torch.tensor(value) for name, value in backend.on_disk(params) if name not in carried}
     if not is_adapted(model):
         if not peft_available():
             logger.warning(

@@ -238,6 +238,7 @@ class ReferenceTrainer(BaseTrainer):
             inputs: `input_ids`, `attention_mask`, `completion_mask` `[rows, T]` and the reference's log-probabilities.
                 For DPO, rows are `[2 B, T]`, chosen completions first, with `ref_chosen_logps` and `ref_rejected_logps`
                 `[B]`; for KTO `[B, T]`, and again as `KL_...`, with `label`, `ref_logps` and `ref_KL_logps` `[B]`.
+                `pixel_values` `[P, C]` are the patches of all images, if there are any; each call takes all of them.
             return_outputs: return `(loss, outputs)`.
         """
         loss, outputs = model.default_loss(self._setup.task, inputs, None)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, Queue
 from threading import Event, Thread
@@ -172,7 +172,7 @@ def _image_example_maker(
     """Row -> example, with the features of its images where these are kept and rows come more than once."""
     task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
     again = isinstance(dataset, Dataset) and (not training or setup.length.num_epochs > 1)
-    if store is None or not again:
+    if store is None or not again or setup.own_loss:  # scripts get the patches
         return lambda row: task.image_example(row, encoder, args.max_length)
     store.follow(setup.model, setup.reference)
 
@@ -298,8 +298,13 @@ class Batches:
         return rows // self.batch_size if self.steps.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in self.steps.laid_out(layout="padded", divided=False):
+        steps = self.steps.laid_out(layout="padded", divided=False)
+        for step in replace(steps, example=lambda row: _without_features(self.steps.example(row))):
             yield from map(seen_by_scripts, inputs_of(step.arrays, self._task))
+
+
+def _without_features(example: Example) -> Example:
+    return example._replace(images=tuple(image._replace(features=()) for image in example.images))
 
 
 def steps_of(batches: Any, method: str) -> ExampleLoader:
@@ -319,11 +324,11 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
 class RowImages(NamedTuple):
     """The images of padded rows `[R, T]`.
 
-    images: as one shard.
+    images: `Images` or `KeptFeatures`, as one shard.
     positions: int32 `[R, T]`, or `[R, T, A]` where tokens have positions on A axes.
     """
 
-    images: Images
+    images: Any
     positions: Any
 
 
@@ -338,7 +343,7 @@ def seen_by_scripts(inputs: dict[str, Any]) -> dict[str, Any]:
 def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, Any]]:
     """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
     `virtual` tokens that each row begins with. Where rows have images, `pixel_values` `[P, C]` are the patches of all
-    of them, and `ROW_IMAGES` says where they go."""
+    of them, unless their features are kept, and `ROW_IMAGES` says where they go."""
     return [
         task.inputs(batch)
         for m in range(len(arrays.weight))
@@ -362,7 +367,9 @@ def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
     rows = {name: values[:, virtual:] for name, values in (rows | labels).items()}
     if batch.images is not None:
         images = batch.images._replace(at=batch.images.at[real])
-        rows |= {"pixel_values": images.patches[0], ROW_IMAGES: RowImages(images, batch.positions[real])}
+        rows |= {ROW_IMAGES: RowImages(images, batch.positions[real])}
+        if isinstance(images, Images):
+            rows |= {"pixel_values": images.patches[0]}
     numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
     numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
     return rows | numbers

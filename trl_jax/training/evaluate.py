@@ -21,6 +21,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize
 
 from trl_jax.config.base import BaseConfig
+from trl_jax.core.outputs import Images
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
 from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepBatch
@@ -456,7 +457,7 @@ class LogitsEvaluation:
         images = patches = None
         if batch.images is not None:
             images = RowImages(batch.images._replace(at=batch.images.at[:rows]), batch.positions[:rows])
-            patches = batch.images.patches[0]
+            patches = batch.images.patches[0] if isinstance(batch.images, Images) else None  # or their features
         bound = BoundModel(setup.model, policy, dtype=dtype, head="lm", images=images)
         mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
         return sums, bound(batch.tokens[:rows, self._virtual :], mask, pixel_values=patches).logits

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.outputs import TokenOutputs
+from trl_jax.core.outputs import Images, TokenOutputs
 from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub.backend import Backend
@@ -213,7 +213,8 @@ def label_reads(labels: Any) -> tuple[jax.Array, jax.Array]:
 class Comparing:
     """The rows of a micro-batch with the reference's log-probabilities, as a script's own loss gets them.
 
-    rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, first texts of all examples first.
+    rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, first texts of all examples first,
+        and where these have images, `pixel_values` `[P, C]`.
     """
 
     def __init__(self, task: Any, reference: ReferenceModel | None, arrays: dict[str, Any]):
@@ -223,16 +224,20 @@ class Comparing:
         """
         self._task, self._reference, self._arrays = task, reference, arrays
 
-    def inputs(self, inputs: dict[str, jax.Array], options: dict[str, Any]) -> dict[str, jax.Array]:
+    def inputs(
+        self, inputs: dict[str, jax.Array], options: dict[str, Any], images: tuple[Images, Any] | None = None
+    ) -> dict[str, jax.Array]:
         """TRL's inputs: a pair's texts one below the other; KTO's own texts, and the others as `KL_...`.
 
         Args:
             inputs: `rows`, and numbers of examples by name.
             options: of the reference's call.
+            images: the images of the rows and the positions of their tokens; None where they have none.
         """
         self.rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-        self._numbers = {name: value for name, value in inputs.items() if name not in self.rows}
-        self._reference_sums = {} if self._reference is None else self._of_reference(options)
+        pixels = {name: inputs[name] for name in ("pixel_values",) if name in inputs}
+        self._numbers = {name: value for name, value in inputs.items() if name not in self.rows | pixels}
+        self._reference_sums = {} if self._reference is None else self._of_reference(options, images)
         texts, ours = len(self._task.columns.texts), self._task.columns.optional
         shown = {name: self.rows[name] for name in ("input_ids", "attention_mask")}
         shown["completion_mask"] = (self.rows["labels"] != IGNORED).astype(jnp.int32)
@@ -240,6 +245,7 @@ class Comparing:
             parts = {name: jnp.split(value, texts) for name, value in shown.items()}
             shown = {name: part[0] for name, part in parts.items()} | {"label": self._numbers["label"]}
             shown |= {f"KL_{name}": part[1] for name, part in parts.items() if texts == 2}
+        self.rows, shown = self.rows | pixels, shown | pixels
         if self._reference is None:
             return shown | {name: self._numbers[name] for name in ours if name in self._numbers}
         return shown | dict(zip(ours, jnp.split(self._reference_sums["ref_logps"], texts), strict=True))
@@ -254,10 +260,23 @@ class Comparing:
         batch = LossBatch(jnp.full(examples, 1 / examples), Extras(self._numbers), examples)
         return self._task.loss(self._sums(outputs) | self._reference_sums, batch)
 
-    def _of_reference(self, options: dict[str, Any]) -> dict[str, jax.Array]:
+    def images_of(self, tokens: jax.Array, images: Images, positions: Any) -> tuple[Images, Any]:
+        """The images and positions of the rows of a call: all rows, or those of one text of each example, such as
+        KTO's `KL_input_ids`. Outputs of other rows are NaN: values are not known while the loss is compiled."""
+        parts = jnp.split(self.rows["input_ids"], len(self._task.columns.texts))
+        if len(parts) == 1 or tokens.shape != parts[0].shape:
+            return images, positions
+        same = [jnp.all(tokens == part) for part in parts]
+        at, positions = (jnp.select(same, jnp.split(jnp.asarray(rows), len(parts))) for rows in (images.at, positions))
+        known = jnp.where(jnp.any(jnp.stack(same)), 1, jnp.nan)
+        return images._replace(at=at, patches=images.patches * known), positions
+
+    def _of_reference(self, options: dict[str, Any], images: tuple[Images, Any] | None = None) -> dict[str, jax.Array]:
         ids = self.rows["input_ids"]
         reads, targets = label_reads(self.rows["labels"])
         places = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+        if images is not None:
+            options, places = options | {"images": images[0]}, jnp.asarray(images[1])
         batch = SimpleNamespace(tokens=ids, positions=places, reads=reads)
         outputs = self._reference.outputs(self._arrays, batch, targets=targets, temperature=1.0, **options)
         found = self._sums(outputs)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trl_jax.core.outputs import Images, reads_of_rows
+from trl_jax.core.outputs import Images, KeptFeatures, reads_of_rows
 from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
@@ -220,7 +220,8 @@ class BoundModel:
             ignored: further names of a batch that a call may pass without effect.
             head: the model's.
             aux_loss_weight: what the load-balancing loss counts in the batch's; None where it is not asked for.
-            images: of the batch's rows; None where these have none.
+            images: of the batch's rows, which a call reads with their `pixel_values` or always, if their features are
+                kept; None where these have none.
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
@@ -264,7 +265,9 @@ class BoundModel:
             attention_mask = None if attention_mask is None else jnp.hstack([ones, attention_mask])
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         options = dict(self._options)
-        if pixel_values is not None:
+        if self._images is not None and isinstance(self._images.images, KeptFeatures):
+            options["images"], places = self._images.images._replace(of_reference=None), self._images.positions
+        elif pixel_values is not None:
             options["images"], places = self._with_images(tokens, pixel_values)
         if self._random_options is not None:
             visible = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
@@ -291,18 +294,21 @@ class BoundModel:
     def _with_images(self, tokens: jax.Array, pixel_values: Any) -> tuple[Images, jax.Array]:
         """The batch's images with these patches, and the positions of its tokens."""
         images, positions = self._images
-        if tokens.shape != images.at.shape or jnp.shape(pixel_values) != images.patches.shape[1:]:
+        shape, given = images.patches.shape[1:], images._replace(patches=jnp.asarray(pixel_values)[None])
+        if self.comparing is not None:
+            given, positions = self.comparing.images_of(tokens, given, positions)
+        if tokens.shape != given.at.shape or jnp.shape(pixel_values) != shape:
             raise ValueError(
                 f"model(...) got input_ids {list(tokens.shape)} and pixel_values {list(jnp.shape(pixel_values))}; "
-                f"expected the shapes of the batch, {list(images.at.shape)} and {list(images.patches.shape[1:])}: "
+                f"expected the shapes of the batch, {list(given.at.shape)} and {list(shape)}: "
                 "images belong to the rows of inputs. Pass all rows in one call, and select among the logits."
             )
-        return images._replace(patches=jnp.asarray(pixel_values)[None]), jnp.asarray(positions)
+        return given, jnp.asarray(positions)
 
     def compared_inputs(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The inputs of a loss that compares with a reference, under TRL's names."""
         options = {"dtype": self._options["dtype"]}
-        self._shown = self.comparing.inputs(inputs, options)
+        self._shown = self.comparing.inputs(inputs, options, self._images)
         self._ignored |= self._shown.keys() | {"output_router_logits"}
         return dict(self._shown)
 
@@ -514,6 +520,10 @@ class OwnMetrics:
 
     def values(self) -> tuple:
         return ()
+
+    def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The task's, in whose computation the first value is searched that is not finite."""
+        return self._setup().task.loss(outputs, batch)
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         return own_metrics(self._setup().task, sums, split)

@@ -108,13 +108,8 @@ def image_encoder(
     return VisionProcessor(native, checkpoint.config, tokenizer, image_processor, **options)
 
 
-def check_image_arguments(adapter: AdapterConfig | None, hooks: Hooks) -> None:
-    """Raise TypeError or ValueError for what rows with images do not go with in any trainer."""
-    if hooks.own_loss is not None and (names := OWN_LOSS & hooks.overridden):
-        raise TypeError(
-            f"The trainer's own {' and '.join(sorted(names))}, which compares with a reference, is not supported for "
-            "rows with images yet. Leave it out."
-        )
+def check_image_arguments(adapter: AdapterConfig | None) -> None:
+    """Raise ValueError for what rows with images do not go with in any trainer."""
     if isinstance(adapter, PromptLearningConfig):
         raise ValueError(
             "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
@@ -437,7 +432,7 @@ def _checkpoint_of(
         sees = sees or (may_see and _is_processor(given.tokenizer))
         checkpoint = model.from_torch(given.torch_model, args, head, images=sees)
     if sees:
-        check_image_arguments(given.adapter, spec.hooks)
+        check_image_arguments(given.adapter)
         spec.check_images()
     return checkpoint, sees
 
