@@ -299,7 +299,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         steps = self.steps.laid_out(layout="padded", divided=False)
-        for step in replace(steps, example=lambda row: _without_features(self.steps.example(row))):
+        for step in replace(steps, example=lambda row: _without_features(steps.example(row))):
             yield from map(seen_by_scripts, inputs_of(step.arrays, self._task))
 
 
