@@ -1,8 +1,7 @@
-"""Signal handlers of this process that a forked child is not to run.
+"""Signal handlers that forked children do not inherit.
 
-A reward function may compute in a `multiprocessing.Pool`, whose workers are forked where that is the platform's way.
-They would inherit the handlers of a training run, and one that merely remembers the signal would keep
-`Process.terminate()`, and a pool that waits for it, from ever ending them.
+The handler of a training run only notes SIGTERM, so that the step can finish. A worker of a `multiprocessing.Pool` in a
+reward function would inherit it and survive `terminate()`, and the pool would wait for that worker forever.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ def handle(numbers: Iterable[int], handler: Handler, *, children_too: Iterable[i
     """Install `handler` for these signals, in the main thread.
 
     Args:
-        children_too: those of the signals for which a forked child keeps `handler`. For the others it has the handler
-            that was there before.
+        children_too: signals for which forked children inherit `handler`. For the others, they get back the previous
+            handler.
 
     Returns:
-        The handlers that were there before, as `restore` takes them.
+        The previous handlers, to pass to `restore`.
     """
     before = {number: signal.signal(number, handler) for number in numbers}
     _replaced.update({(number, handler): there for number, there in before.items() if number not in set(children_too)})
@@ -43,12 +42,13 @@ def restore(before: dict[int, Handler]) -> None:
 
 
 def default_in_children(number: int) -> None:
-    """Give forked children the default handler of a signal that a library handles by itself, unknown to Python."""
+    """Reset a signal to its default in forked children. For signals that a library handles in C, where Python does not
+    see the handler."""
     _taken_by_libraries.add(number)
 
 
 def _block() -> None:
-    """Keep signals from the child until it has its own handlers: those of the parent would swallow them."""
+    """Block signals during the fork: until the child's handlers are reset, the parent's would consume them."""
     numbers = {number for number, _ in _replaced} | _taken_by_libraries
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 

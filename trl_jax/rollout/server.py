@@ -392,9 +392,9 @@ class VllmServers:
                 raise self._unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
 
     def load_adapter(self, folder: str, version: str) -> None:
-        """Load an adapter beside the model in every server that `takes_adapters`, and complete with it from now on.
+        """Load a LoRA adapter into every server, and use it for all further completions.
 
-        The adapter before is unloaded: there must be no completions under way.
+        The previous adapter is unloaded, so no completions may be in progress.
 
         Args:
             folder: in PEFT's format, as the servers see it.

@@ -261,8 +261,11 @@ class Comparing:
         return self._task.loss(self._sums(outputs) | self._reference_sums, batch)
 
     def images_of(self, tokens: jax.Array, images: Images, positions: Any) -> tuple[Images, Any]:
-        """The images and positions of the rows of a call: all rows, or those of one text of each example, such as
-        KTO's `KL_input_ids`. Outputs of other rows are NaN: values are not known while the loss is compiled."""
+        """The images and token positions for one call of the model.
+
+        The call may pass all rows, or one text of each example, such as KTO's `KL_input_ids`. Any other rows give NaN
+        outputs, because their values are unknown while the loss is compiled and cannot be checked.
+        """
         parts = jnp.split(self.rows["input_ids"], len(self._task.columns.texts))
         if len(parts) == 1 or tokens.shape != parts[0].shape:
             return images, positions

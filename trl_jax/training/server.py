@@ -1,6 +1,6 @@
 """Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts.
 
-In a run of several processes the first one talks to the servers, and all get what it gets.
+With several training processes, only the first one talks to the servers. It shares the replies with the others.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class ServerPolicy:
 
 
 def by_first(do: Callable[[], Any]) -> Any:
-    """What `do` returns in the first process, in all of them. The others do not call it.
+    """Call `do` in the first process only, and return its result in all processes.
 
     Raises:
         StaleWeights: `do` raised it.
@@ -273,7 +273,7 @@ def adapter_rank(model: PreTrainedModel) -> int | None:
     if not isinstance(backend, LoraBackend):
         return None
     plan, config = backend.plan, backend.config
-    changed = plan.full.layers or plan.full.tensors or plan.saved_tables or backend.base.formats  # more than matrices
+    changed = plan.full.layers or plan.full.tensors or plan.saved_tables or plan.carried or backend.base.formats
     kinds = config.use_dora or config.lora_bias or config.bias != "none"
     kinds |= config.init_lora_weights not in (True, False, "gaussian")  # others change the model below
     matrices = all(one.module.kind in ("linear", "conv1d") and not one.module.experts for one in plan.modules)
