@@ -46,17 +46,22 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
 
 def policy_run(
     whose: str, folder: str, rows: list[dict], out: str, *, trainer: str,
-    eval_rows=None, of=None, teacher=None, **config,
+    eval_rows=None, of=None, teacher=None, kind=None, **config,
 ):  # fmt: skip
     """A run of GRPO, RLOO or distillation.
 
     Args:
+        kind: of `served`, which has rows of its own.
         eval_rows: how many prompts are completed in evaluations. of: the folder, beside `out`, that this run and all
             that come after it go on from. teacher: its folder, in distillation.
     """
     import importlib
 
+    from compat_tests.mesh import served
     from compat_tests.parity import distillation_cases, grpo_cases
+
+    if kind is not None:
+        return served.run(kind, folder, out, **config)
 
     if whose == "trl":
         import torch

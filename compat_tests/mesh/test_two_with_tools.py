@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +87,73 @@ def test_tool_calls_of_all_processes_are_counted():
     assert whole.calls == (5, 2) and len(whole.messages) == 4
     assert whole.metrics == {"tools/call_frequency": 1.25, "tools/failure_frequency": pytest.approx(0.4)}
     assert rollout_processes.joined([part(1, None), part(1, None)]).metrics == {}
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Calls a function in two threads that stand for processes 0 and 1; returns what each returned or raised."""
+    here, barrier, given = threading.local(), threading.Barrier(2, timeout=20), {}
+
+    def of_each_process(do):
+        try:
+            given[here.number] = do(), None
+        except ValueError as error:
+            given[here.number] = None, error
+        barrier.wait()
+        found = [given[number] for number in (0, 1)]
+        barrier.wait()
+        for number, (_, error) in enumerate(found):
+            if error is not None:
+                raise error if number == here.number else RuntimeError(f"Process {number} raised {error}")
+        return [value for value, _ in found]
+
+    def run(function):
+        def process(number):
+            here.number = number
+            try:
+                found[number] = function(number)
+            except Exception as error:
+                found[number] = error
+
+        found = [None, None]
+        threads = [threading.Thread(target=process, args=(number,)) for number in (0, 1)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        return found
+
+    monkeypatch.setattr(rollout_processes, "several", lambda: True)
+    monkeypatch.setattr(rollout_processes, "of_each_process", of_each_process)
+    monkeypatch.setattr(rollout_processes.jax, "process_index", lambda: here.number)
+    return run
+
+
+def complete(texts, images, rooms):
+    """The texts backwards, and their rooms as log-probabilities."""
+    return [text[::-1] for text in texts], rooms
+
+
+@pytest.mark.parametrize("turns", [(3, 1), (0, 2), (0, 0)])
+def test_rounds_go_on_until_all_processes_have_ended(turns, both):
+    def run(number):
+        def ask(further):
+            return [further([f"{number}{turn}", "x"], None, [number, turn]) for turn in range(turns[number])]
+
+        return rollout_processes.in_rounds(complete, ask)
+
+    wanted = [[([f"{turn}{number}", "x"], [number, turn]) for turn in range(turns[number])] for number in (0, 1)]
+    assert both(run) == wanted
+
+
+@pytest.mark.parametrize("others_turns", [0, 1, 3])
+def test_what_one_process_raises_ends_the_rounds_of_both(others_turns, both):
+    def run(number):
+        def ask(further):
+            for turn in range(1 if number else others_turns):
+                further([str(turn)], None, [0])
+            if number:
+                raise ValueError("no shop")
+
+        return rollout_processes.in_rounds(complete, ask)
+
+    other, own = both(run)
+    assert isinstance(own, ValueError) and isinstance(other, RuntimeError) and str(other) == "Process 1 raised no shop"

@@ -13,35 +13,12 @@ if "JAX_PROCESS_ID" not in os.environ:
 
 from datasets import Dataset
 
+from compat_tests.mesh.tools import FIRST, Shop, add, conversations, words
 from compat_tests.parity.reference import BASE
-from compat_tests.rollout.test_tools import CALLS, END, add, tokenizer_of
 from trl_jax import GRPOConfig, GRPOTrainer
 from trl_jax.training.rollout import PolicyWriter
 
 model, out = sys.argv[1:]
-BUY = '<tool_call>{"name": "buy", "arguments": {"what": "pen"}}</tool_call>' + END
-UNKNOWN = '<tool_call>{"name": "none", "arguments": {}}</tool_call>' + END
-FIRST = {0: [BUY, "No." + END], 1: [CALLS["json"] + END, UNKNOWN]}  # turns that a tiny model would not write
-
-
-class Shop:
-    """Sells."""
-
-    def reset(self, start, **row):
-        self.bought = 0
-        return f" You have {start}."
-
-    def buy(self, what: str) -> str:
-        """Buy a thing.
-
-        Args:
-            what: the thing.
-        """
-        self.bought += 1
-        return f"one {what}"
-
-    def get_reward(self):
-        return float(self.bought)
 
 
 def first_turns(writer, ids, group, images=None):
@@ -50,7 +27,7 @@ def first_turns(writer, ids, group, images=None):
         return complete(writer, ids, group, images)
     texts = [writer.decoded([own])[0] for own in ids]
     found = [FIRST[int("You have 1" in text)][place % 2] for place, text in enumerate(texts)]
-    return [np.asarray(words(text)["input_ids"], np.int32) for text in found]
+    return [np.asarray(words()(text)["input_ids"], np.int32) for text in found]
 
 
 def reward(completions, completion_ids, environments, start, **columns):
@@ -58,8 +35,8 @@ def reward(completions, completion_ids, environments, start, **columns):
     return [len(ids) % 7 + own.bought / 2 for ids, own in zip(completion_ids, environments, strict=True)]
 
 
-seen, words, complete = [], tokenizer_of("json"), PolicyWriter.complete
-rows = [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}], "start": i % 2} for i in range(4)]
+seen, complete = [], PolicyWriter.complete
+rows = conversations(4)
 CONFIG = BASE | {
     "max_steps": 2, "learning_rate": 3e-3, "num_generations": 2, "shuffle_dataset": False, "top_k": 1,
     "per_device_train_batch_size": 2, "max_completion_length": 120, "pad_to_multiple_of": None, "mesh_shape": "fsdp:2",
@@ -67,7 +44,7 @@ CONFIG = BASE | {
 folder = "one" if "JAX_PROCESS_ID" not in os.environ else "two"
 args = GRPOConfig(f"{out}/{folder}", **CONFIG)
 trainer = GRPOTrainer(
-    model, reward, args, Dataset.from_list(rows), processing_class=words, tools=[add], environment_factory=Shop
+    model, reward, args, Dataset.from_list(rows), processing_class=words(), tools=[add], environment_factory=Shop
 )
 PolicyWriter.complete = first_turns
 trainer.train()

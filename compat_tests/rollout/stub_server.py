@@ -22,7 +22,7 @@ class StubServer:
     """Serves the checkpoint in a folder at `url` until `stop`.
 
     Attributes:
-        replay: (prompt ids, n) -> completions, in the generator's place; None samples.
+        replay: (prompt ids, n) -> completions, in the generator's place, or None; None samples.
         shift: added to the log-probabilities of completions.
         missing: paths that the server does not have.
         image_tokens: of each image.
@@ -152,7 +152,8 @@ class StubServer:
             return 400, {"error": {"message": f"maximum context length is {self._max_model_len} tokens"}}
         prompt_logps = [None, *self._scores(body, [])] if "prompt_logprobs" in body else None
         if "logprobs" in body:
-            written = self._sampled(n, body) if self.replay is None else self.replay(ids, n)
+            written = self.replay(ids, n) if self.replay else None
+            written = self._sampled(n, body) if written is None else written
             written = [own[: body["max_tokens"]] for own in written]
         else:
             written = [[0]] * n

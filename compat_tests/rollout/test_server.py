@@ -27,7 +27,6 @@ from trl_jax.rollout.server import (
     sampling_parameters,
     server_urls,
 )
-from trl_jax.trainer import online
 from trl_jax.training.server import WeightFolders
 
 CONFIG = {
@@ -484,13 +483,3 @@ def test_weights_are_whole_or_absent(tmp_path):
     with pytest.raises(OSError, match="No space left on device.*Set vllm_weights_dir to a folder with space"):
         folders.write()
     assert not folders.folder.exists()
-
-
-@pytest.mark.parametrize(("what", "arguments", "config"), [
-    ("generate_ahead=True", {}, {"generate_ahead": True}),
-    ("a rollout_func", {"rollout_func": lambda prompts, trainer: {}}, {}),
-])  # fmt: skip
-def test_several_processes_are_refused_with_what_they_cannot_do_yet(what, arguments, config, serve, make, monkeypatch):
-    monkeypatch.setattr(online, "several", lambda: True)
-    with pytest.raises(ValueError, match=f"Several processes with vLLM servers and {what} are not in this release"):
-        make([serve()], arguments=arguments, **config)

@@ -62,6 +62,7 @@ class RolloutSteps:
     logps: which log-probabilities completions carry: "old_logps", "ref_logps", "sampling_logps".
     streams: torch's random streams, one per rank that micro-batches are divided over. Completions are sampled with the
         first.
+    seeds: the stream that gives servers their seeds, which do not depend on the number of ranks; None without servers.
     num_micro_batches: since the start of the run; decides when to generate.
     generated: when the first step since the last log generated: "before" its micro-batches, "within" or "after" it;
         None if there was no step. Determines the order of the logged metrics.
@@ -86,6 +87,7 @@ class RolloutSteps:
     ahead: bool = False
     sync_steps: int = 1
     num_steps_of_run: Callable[[], int] = lambda: 0
+    seeds: TorchGenerator | None = None
     _next: Begun | None = None
     _begun_at: float = 0.0
 
@@ -223,6 +225,9 @@ class RolloutSteps:
             arrays |= {f"next/{name}": array for name, array in begun.wait().arrays().items()}
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
+        seeds = None if self.seeds is None else self.seeds.state()
+        if seeds is not None:
+            arrays["seeds"] = seeds.key
         if self.rollout.table is not None:
             arrays["table"] = self.rollout.table.state()
         arrays |= {f"sampler/{name}": array for name, array in self.sampler.state().items()}
@@ -232,6 +237,7 @@ class RolloutSteps:
             "epoch": self.epoch,
             "sizes": self._sizes(),
             "streams": [[state.used, state.position] for state in states],
+            "seeds": None if seeds is None else [seeds.used, seeds.position],
             "metrics": self.rollout.collected["train"].values,
             "bonus": None if self.bonus is None else self.bonus.state(),
             "generated": self.generated,
@@ -249,6 +255,8 @@ class RolloutSteps:
         states = zip(arrays["streams"], facts["streams"], strict=True)
         for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # ranks may differ
             stream.restore(GeneratorState(key, used, position))
+        if self.seeds is not None and facts.get("seeds") is not None:
+            self.seeds.restore(GeneratorState(arrays["seeds"], *facts["seeds"]))
         if self.rollout.table is not None and "table" in arrays:
             self.rollout.table.restore(arrays["table"])
         self.num_steps, self.generated = facts["num_steps"], facts["generated"]

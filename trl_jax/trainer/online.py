@@ -353,15 +353,6 @@ class RolloutTrainer(BaseTrainer):
         if run.encoder is not None:  # an image token in a completion would stand for an image that is not there
             sampling["logit_bias"] = {**sampling.get("logit_bias", {}), str(run.encoder.image_token_id): -100.0}
         ahead = self._generates_ahead(sees=run.encoder is not None)
-        found = {
-            "tools or environments": self._has_tools, "a rollout_func": self._rollout_func() is not None,
-            "rows with images": run.encoder is not None, "generate_ahead=True": ahead,
-        }  # fmt: skip
-        for what in (what for what, there in found.items() if there and several()):
-            raise ValueError(
-                f"Several processes with vLLM servers and {what} are not in this release of trl_jax. Leave {what} out, "
-                "or train in one process."
-            )
         if ahead and self._rollout_func() is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
@@ -420,16 +411,17 @@ class RolloutTrainer(BaseTrainer):
 
         Raises:
             ValueError: prompts with images, or with a token that the model does not embed.
-            RuntimeError: on several processes.
+            RuntimeError: on several processes without servers.
         """
         if images is not None or self._setup.encoder is not None:
             raise ValueError(
                 "_generate_single_turn completes texts, and this run has images. Leave rollout_func out, and the "
                 "trainer completes them itself."
             )
-        if several():
+        if several() and not self._uses_server:
             raise RuntimeError(
-                "_generate_single_turn on several processes is not in this release of trl_jax. Train in one process."
+                "_generate_single_turn on several processes needs a vLLM server. Set use_vllm=True and "
+                "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():
             completions, logps = self._setup.rollout.rollout.writer.turn(prompt_ids, group)

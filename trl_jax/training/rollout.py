@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from trl_jax.hub.generate import complete, exact_draws
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.mesh import fetched
-from trl_jax.mesh.processes import is_first, several
+from trl_jax.mesh.processes import is_first, of_each_process, several
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import raised_by
 from trl_jax.rollout.rollout import (
@@ -59,7 +61,17 @@ from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
 from trl_jax.training.mesh import run_device
-from trl_jax.training.rollout_processes import RankRewards, RankWriter, begin_own, local_copy, own_rank
+from trl_jax.training.rollout_processes import (
+    Further,
+    RankRewards,
+    RankWriter,
+    begin_own,
+    in_rounds,
+    joined,
+    local_copy,
+    own_part,
+    own_rank,
+)
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
 
@@ -73,9 +85,11 @@ def rollout_steps(
     cycle, args = setup.task.cycle, setup.args
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
     tools = parts.sampling.tools  # which are called a different number of times in each process
-    alone = parts.rollout_func is not None or tools is not None or exact_draws(args.compute_dtype)
-    alone &= several() and parts.server is None  # a server completes the prompts of all processes together
-    writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone)
+    # A server completes the prompts of all processes together.
+    alone = parts.server is None and (tools is not None or exact_draws(args.compute_dtype))
+    alone = several() and (alone or parts.rollout_func is not None)
+    seeds = None if parts.server is None else TorchGenerator(args.seed)
+    writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone, seeds)
     writer = RankWriter(writer, streams) if alone else writer
     environments = None if tools is None else tools.environments
     logps = CompletionLogps(setup, forward, sharded_step)
@@ -88,7 +102,9 @@ def rollout_steps(
         parts.table if is_first() else None,
         line,
         **(
-            {} if environments is None else {"begin": partial(begin_own, environments) if alone else environments.begin}
+            {}
+            if environments is None
+            else {"begin": partial(begin_own, environments) if several() else environments.begin}
         ),
     )
     if parts.own is not None:
@@ -101,7 +117,7 @@ def rollout_steps(
         rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
         parts.bonus, setup.task.logps, sampler,
         ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
-        sync_steps=1 if parts.server is None else parts.server.sync_steps,
+        sync_steps=1 if parts.server is None else parts.server.sync_steps, seeds=seeds,
     )  # fmt: skip
 
 
@@ -247,30 +263,45 @@ class PolicyWriter:
 
     Args:
         alone: whether this process completes its own prompts on one device, instead of all prompts with the others.
+        seeds: gives servers the seeds of prompts; None without servers.
     """
 
-    def __init__(self, setup: Setup, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
+    def __init__(
+        self,
+        setup: Setup,
+        parts: RolloutParts,
+        stream: TorchGenerator,
+        line: ProgressLine,
+        alone: bool,
+        seeds: TorchGenerator | None = None,
+    ):
         self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
         self._alone, self._copy = alone, None
         self._rollout_func, self._rewards, self._own = parts.rollout_func, parts.rewards, parts.own
-        self._server = None if parts.server is None else ServerPolicy(setup, parts.server, stream)
+        self._server = None if parts.server is None else ServerPolicy(setup, parts.server, seeds)
+        self._further: Further | None = None  # completes texts in rounds, within a `rollout_func`
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
         return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
 
     @contextlib.contextmanager
-    def copied(self) -> Iterator[None]:
-        """As in LocalWriter. A `rollout_func` does not need the copy."""
+    def prepared(self, prompts: list) -> Iterator[None]:
+        """As in LocalWriter: the model is copied to this process's device, or a `rollout_func`'s servers get it."""
         setup = self._setup
         if self._rollout_func is None:
             with setup.on_device():
                 self._copy = local_copy(setup.model, jax.numpy.asarray)
+        elif self._server is not None:
+            self._server.refresh(self.prompt_ids(prompts[:1])[0])
         try:
             yield
         finally:
             self._copy = None
 
-    def write(self, prompts: list, group: int) -> Written:
+    def write(self, prompts: list, group: int) -> Written | None:
+        """One completion per prompt; None without prompts, where other processes may have some."""
+        if not prompts:
+            return None if self._server is None else in_rounds(self._turns, lambda further: None)
         self._check(prompts[::group])
         encoder = self._setup.encoder
         made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
@@ -292,10 +323,15 @@ class PolicyWriter:
 
     def _by_script(self, prompts: list) -> Written:
         setup = self._setup
-        if self._server is not None:
+        if self._server is not None and not self._alone:
             self._server.refresh(self.prompt_ids(prompts[:1])[0])
-        with raised_by("rollout_func", prompts):
-            made = written_by(self._rollout_func, prompts, setup.vocab_size)
+
+        def run(further: Further | None) -> Written:
+            self._further = further
+            with raised_by("rollout_func", prompts):
+                return written_by(self._rollout_func, prompts, setup.vocab_size)
+
+        made = in_rounds(self._turns, run) if self._alone and self._server is not None else run(None)
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
             raise ValueError(
                 "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
@@ -308,9 +344,9 @@ class PolicyWriter:
 
     def _written(self, prompts: list, group: int) -> Written:
         tools = self._sampling.tools
-        ids, images = self._checked_ids(prompts)
         if self._server is not None:
-            return self._by_servers(prompts, ids, group, GenerationProgress(self._line, len(ids)), images)()
+            return self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))()
+        ids, images = self._checked_ids(prompts)
         completions = self.complete(ids, _group_of(ids, group, images), images)
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
@@ -323,15 +359,19 @@ class PolicyWriter:
         return tools.completed(ids, completions, further, images)
 
     def _by_servers(
-        self,
-        prompts: list,
-        ids: list[list[int]],
-        group: int,
-        progress: GenerationProgress | None,
-        images: list[TextImages] | None = None,
+        self, prompts: list, group: int, progress: GenerationProgress | None = None
     ) -> Callable[[], Written]:
-        group, tools, seen = _group_of(ids, group, images), self._sampling.tools, None
-        if images is not None:
+        tools, seen, part = self._sampling.tools, None, slice(None)
+        if several() and tools is not None:  # each process has the environments and tools of its own part
+            part = own_part(len(prompts))
+            ids, images = (
+                list(chain.from_iterable(of_each_process(lambda: self._ids_without_images(prompts[part])))),
+                None,
+            )
+        else:
+            ids, images = self._checked_ids(prompts)
+        group = _group_of(ids, group, images)
+        if images is not None and is_first():
             seen = [list(map(data_url, map(open_picture, pictures_in(prompt)))) for prompt in prompts[::group]]
         completions = self._server.begin(ids[::group], group, progress, images=seen)
 
@@ -356,7 +396,10 @@ class PolicyWriter:
                     tokens[place], logps[place] = own
                 return tokens, logps
 
-            done = tools.completed(ids, made.completions, further, logps=made.logps)
+            done = in_rounds(further, lambda more: tools.completed(
+                ids[part], made.completions[part], more, logps=made.logps[part]
+            ))  # fmt: skip
+            done = joined(of_each_process(lambda: done)) if several() else done
             return replace(done, seconds=dict(seconds))
 
         return written
@@ -364,10 +407,13 @@ class PolicyWriter:
     def begin(self, prompts: list, group: int) -> Callable[[], Written]:
         """As `write`, but returns while the servers generate; the function that it returns waits for them."""
         self._check(prompts[::group])
-        return self._by_servers(prompts, self._checked_ids(prompts)[0], group, None)
+        return self._by_servers(prompts, group)
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         return self.encoded(prompts)[0]
+
+    def _ids_without_images(self, prompts: list) -> list[list[int]]:
+        return self._checked_ids(prompts)[0] if prompts else []
 
     def _checked_ids(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         ids, images = self.encoded(prompts) if self._own is None else self._own.encoded(prompts)
@@ -428,10 +474,19 @@ class PolicyWriter:
         its tokens; None if this process generates."""
         texts = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
         texts = [own.tolist() for own in texts]
+        if self._further is not None:
+            return self._further(texts, None, [group] * len(texts))
         group = _group_of(texts, group)
         if self._server is None:
             return self.complete(texts, group), None
         made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
+        return made.completions, made.logps
+
+    def _turns(self, texts: Ids, images: None, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """One completion of each text of all processes, of which `groups` in a row may be equal."""
+        del images
+        group = _group_of(texts, math.gcd(*groups))
+        made = self._server.begin(texts[::group], group)()
         return made.completions, made.logps
 
     def decoded(self, ids: Ids) -> list[str]:

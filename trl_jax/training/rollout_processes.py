@@ -18,7 +18,7 @@ import numpy as np
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
-from trl_jax.mesh.processes import of_each_process
+from trl_jax.mesh.processes import of_each_process, several
 from trl_jax.rollout.rewards import RewardFunctions
 from trl_jax.rollout.rollout import Ids, Writer, Written
 from trl_jax.rollout.tools import Environments
@@ -38,9 +38,12 @@ def own_part(rows: int) -> slice:
 class LocalWriter(Writer, Protocol):
     """A writer that completes prompts in this process alone."""
 
-    def copied(self) -> AbstractContextManager:
-        """A block in which `write` has the model on this process's device. All processes must begin it together; what
-        they do in it takes no other process, because tools are called a different number of times in each."""
+    def prepared(self, prompts: list) -> AbstractContextManager:
+        """A block in which `write` completes parts of these prompts. All processes must begin it together.
+
+        Within it, processes only wait for each other in rounds (see `in_rounds`), because tools are called a different
+        number of times in each.
+        """
 
 
 @dataclass
@@ -66,14 +69,17 @@ class RankWriter:
 
         def do() -> tuple[Written | None, Any]:
             # A group of completions may lie on two ranks.
-            made = self.inner.write(own, math.gcd(group, len(own))) if own else None
+            made = self.inner.write(own, math.gcd(group, len(own)))
             return made, self.streams[rank].state()
 
-        with self.inner.copied():
+        with self.inner.prepared(prompts):
             found = of_each_process(do)
         for process, (_, state) in enumerate(found):
             self.streams[process * (len(self.streams) // len(found))].restore(state)
         return joined([made for made, _ in found if made is not None])
+
+    def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        return self.inner.turn(ids, group)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         return self.inner.completions(prompts, prompt_ids, completion_ids)
@@ -101,6 +107,64 @@ def joined(parts: Sequence[Written]) -> Written:
         messages=None if parts[0].messages is None else list(chain.from_iterable(part.messages for part in parts)),
         calls=tuple(map(sum, zip(*calls, strict=True))) if calls else None, sampling_logps=sampling, images=images,
     )  # fmt: skip
+
+
+Further = Callable[[Ids, Any, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
+
+
+def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
+    """Call `run` with a function that completes texts of this process, where processes complete texts together.
+
+    Each call of that function is a round, in which every process takes part. A process whose `run` has ended takes
+    part without texts, until all have ended.
+
+    Args:
+        complete: called in all processes with the texts of all of them, the images of these texts or None, and how
+            many tokens each may get; returns their tokens and log-probabilities.
+
+    Returns:
+        What `run` returned.
+
+    Raises:
+        RuntimeError: `run` raised in another process.
+    """
+    if not several():
+        return run(complete)
+    ended = False  # in all processes, by an exception
+
+    def round_of(do: Callable[[], tuple | None]) -> tuple[list, list] | None:
+        nonlocal ended
+        ended = True
+        found = of_each_process(do)
+        here = [part for part in found if part is not None]
+        if here:
+            texts, images, rooms = (list(chain.from_iterable(lists)) for lists in zip(*here, strict=True))
+            tokens, logps = complete(texts, None if images[:1] in ([], [None]) else images, rooms)
+        ended = False
+        if not here:
+            return None
+        start = sum(len(part[0]) for part in found[: jax.process_index()] if part is not None)
+        return tokens[start:], logps[start:]
+
+    def further(texts: Ids, images: Any, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        own = list(texts), [None] * len(texts) if images is None else list(images), list(rooms)
+        tokens, logps = round_of(lambda: own)
+        return tokens[: len(texts)], logps[: len(texts)]
+
+    def outcome() -> None:
+        if error is not None:
+            raise error
+
+    made = error = None
+    try:
+        made = run(further)
+    except Exception as raised:  # re-raised in the round below, once the other processes know
+        if ended:
+            raise
+        error = raised
+    while round_of(outcome) is not None:
+        pass
+    return made
 
 
 def begin_own(environments: Environments, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
