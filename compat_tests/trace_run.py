@@ -1,12 +1,13 @@
-"""Counts the files and functions of the package that a two-step run enters: python -m compat_tests.trace_run dpo
+"""Counts the files and functions of the package that a two-step run enters: python -m compat_tests.trace_run dpo grpo
 
-Prints a line of totals; --list adds the files, with the functions that each of them executed.
+Prints a line of totals for each run; --list adds the files, with the functions that each of them executed.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import multiprocessing
 import sys
 import tempfile
 import threading
@@ -77,16 +78,38 @@ def traced(name: str) -> dict[str, set[str]]:
     return dict(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", choices=RUNS)
-    parser.add_argument("--list", action="store_true", help="name the files and how many of their functions ran")
-    given = parser.parse_args()
-    found = traced(given.run)
-    if given.list:
+def import_others() -> None:
+    """Import what the package imports of other libraries, which takes longer in a trace."""
+    import datasets  # noqa: F401
+    import flax.nnx  # noqa: F401
+
+    from trl_jax.cli.transformers_patches import leave_models_aside
+
+    leave_models_aside()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl_jax"]:
+        del sys.modules[name]
+
+
+def report(name: str, *, lists: bool) -> None:
+    found = traced(name)
+    if lists:
         for file, functions in sorted(found.items()):
             print(f"{len(functions):4} {file}")
-    print(f"{given.run}: {len(found)} files, {sum(map(len, found.values()))} functions")
+    print(f"{name}: {len(found)} files, {sum(map(len, found.values()))} functions", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", choices=RUNS)
+    parser.add_argument("--list", action="store_true", help="name the files and how many of their functions ran")
+    given = parser.parse_args()
+    import_others()
+    for name in given.runs:  # each from a process that has none of the package
+        run = multiprocessing.get_context("fork").Process(target=report, args=(name,), kwargs={"lists": given.list})
+        run.start()
+        run.join()
+        if run.exitcode:
+            sys.exit(run.exitcode)
 
 
 if __name__ == "__main__":

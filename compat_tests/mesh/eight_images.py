@@ -33,7 +33,7 @@ def losses(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("kind", "rows"), [thorough("SFT", messages), ("DPO", pairs)])
+@pytest.mark.parametrize(("kind", "rows"), [("SFT", messages), thorough("DPO", pairs)])
 def test_the_numbers_are_those_of_one_device(kind, rows, losses):
     alone = losses(kind, rows(), "data:1", 4)
     np.testing.assert_allclose(losses(kind, rows(), "data:2,fsdp:2,tensor:2", 1), alone, rtol=1e-5)

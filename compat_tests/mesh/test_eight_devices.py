@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from compat_tests.mesh import eight
 
+STEPS = {"devices"}
 
-def test_eight_devices():
-    names = eight.FILES - eight.WRITING
+
+def test_steps():
+    eight.check(STEPS)
+
+
+def test_all_but_steps_and_writers():
+    names = eight.FILES - eight.WRITING - STEPS
     assert len(names) >= 6
     eight.check(names)
