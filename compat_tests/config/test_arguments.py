@@ -486,6 +486,16 @@ def test_values_that_are_only_unusual_are_taken(name, value):
 def test_a_schedule_of_no_number():
     [refusal], _ = verdict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": NAN})
     assert refusal == "num_cycles of lr_scheduler_kwargs must be a number, got nan."
+    [refusal], _ = verdict(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": [2]})
+    assert refusal == "power of lr_scheduler_kwargs must be a number, got [2]."
+    assert verdict(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": None}) == ([], [])
+    [refusal], _ = verdict(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": "x"})
+    assert refusal == "timescale of lr_scheduler_kwargs must be a number or None, got 'x'."
+    floor = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    [refusal], _ = verdict(**floor, learning_rate=0.0)
+    assert refusal.startswith("min_lr of lr_scheduler_kwargs is divided by learning_rate, which is 0.")
+    [refusal], _ = verdict(optim="sgd", optim_args="momentum=nan")
+    assert refusal == "momentum of optim_args must be of type float, got 'nan'."
 
 
 def test_cosine_takes_num_cycles_only():
