@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
+import json
 import pkgutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from trl_jax.config.optimizers import NEAREST, OPTIMIZERS, SCHEDULES
 from trl_jax.config.renamed import GONE, RENAMED, translated, way_out
 from trl_jax.config.rules import as_choice, as_dict, as_pad_multiple, bool_fields, show
 from trl_jax.hub.config import checked_arguments
-from trl_jax.hub.peft_config import LoraConfig
+from trl_jax.hub.peft_config import LoraConfig, PromptEncoderConfig, PromptTuningConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.scripts.data import DatasetMixtureConfig
 from trl_jax.scripts.utils import ScriptArguments
@@ -72,7 +74,10 @@ def test_every_config_checks_its_values(kind, tmp_path):
 
 # Where TRL's words for a wrong value say the name in another way.
 TOLD_AS = {"vllm_importance_sampling_mode": "vllm importance sampling level"}
-ODD = ["abc", -1, 10**400, float("nan"), object(), b"x", (1, 2), {"a": 1}]
+ODD = [
+    "abc", -1, 10**400, float("nan"), object(), b"x", (1, 2), {"a": 1}, {1: 2}, frozenset("a"), "x" * 5000, "a\0b",
+    Path("x"), np.float32(0.5), np.int64(3), np.ones(2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", config_classes())
@@ -84,10 +89,32 @@ def test_an_odd_value_is_accepted_or_refused_by_name(kind, tmp_path):
     for name in names:
         for value in ODD:
             try:
-                kind(**{"output_dir": str(tmp_path / "out"), name: value})
+                made = kind(**{"output_dir": str(tmp_path / "out"), name: value})
             except (TypeError, ValueError) as error:
                 text = str(error).lower()
                 assert name in text or TOLD_AS.get(name, name.replace("_", " ")) in text, (name, value)
+            else:  # it can be written when the run is over, and is a plain number
+                assert name in json.loads(made.to_json_string()) and made.check() is not None
+                assert not isinstance(vars(made)[name], np.generic), (name, value)
+
+
+@pytest.mark.parametrize("kind", [LoraConfig, PromptEncoderConfig, PromptTuningConfig])
+def test_an_odd_value_of_an_adapter_is_accepted_or_refused_by_name(kind):
+    for name in (field.name for field in dataclasses.fields(kind)):
+        for value in (*ODD, [], {}):
+            try:
+                made = kind(**{name: value})
+            except ValueError as error:
+                assert name in str(error), (name, value)
+            else:
+                assert not isinstance(getattr(made, name), np.generic | np.ndarray), (name, value)
+
+
+def test_sizes_of_devices_in_a_dict_are_written(tmp_path):
+    args = RewardConfig(str(tmp_path / "out"), parallelism_config={"tp_size": 1}, report_to=())
+    assert args.report_to == [] and json.loads(args.to_json_string())["parallelism_config"] == {"tp_size": 1}
+    with pytest.raises(ValueError, match="^The keys of parallelism_config must be among .*, got 'tensor'"):
+        RewardConfig(str(tmp_path / "out"), parallelism_config={"tensor": 2})
 
 
 BOOLS = [(kind, name, optional) for kind in config_classes() for name, optional in bool_fields(kind).items()]
@@ -459,6 +486,16 @@ def test_values_that_are_only_unusual_are_taken(name, value):
 def test_a_schedule_of_no_number():
     [refusal], _ = verdict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": NAN})
     assert refusal == "num_cycles of lr_scheduler_kwargs must be a number, got nan."
+    [refusal], _ = verdict(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": [2]})
+    assert refusal == "power of lr_scheduler_kwargs must be a number, got [2]."
+    assert verdict(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": None}) == ([], [])
+    [refusal], _ = verdict(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": "x"})
+    assert refusal == "timescale of lr_scheduler_kwargs must be a number or None, got 'x'."
+    floor = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    [refusal], _ = verdict(**floor, learning_rate=0.0)
+    assert refusal.startswith("min_lr of lr_scheduler_kwargs is divided by learning_rate, which is 0.")
+    [refusal], _ = verdict(optim="sgd", optim_args="momentum=nan")
+    assert refusal == "momentum of optim_args must be of type float, got 'nan'."
 
 
 def test_cosine_takes_num_cycles_only():

@@ -219,6 +219,17 @@ def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
         before.evaluate(table(4, seed=3))
 
 
+def test_a_reference_follows_the_iterates_of_a_schedule_free_optimizer(model, tmp_path):
+    """TRL's callback reads the parameters at the end of a step, which are y of schedulefree, not the averages x."""
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 1.0}
+    trainer = make(trl_jax, model, tmp_path, follows | {"optim": "schedule_free_sgd", "learning_rate": 0.3})
+    trainer.train()
+    slow, fast = trainer.model.params["lm_head.weight"], trainer.parts.setup.progress.optimizer_state[1].fast
+    moved = dict(trainer.ref_model.named_parameters())["lm_head.weight"]
+    np.testing.assert_allclose(moved, 0.9 * slow + 0.1 * fast["lm_head.weight"], atol=1e-6)
+    assert np.abs(moved - slow).max() > 1e-4
+
+
 def test_a_batch_of_trls_collator(model, tmp_path):
     trainer = make(trl_jax, model, tmp_path)
     batch = trainer.data_collator([trainer.train_dataset[0]], return_tensors="np")

@@ -122,10 +122,12 @@ def test_an_adapter_trains_in_every_layout_alike(trainer, folder, tmp_path):
 
 def test_what_a_script_may_set_counts(folder, tmp_path):
     rows = Dataset.from_list(preference_rows(8, "prompt"))
-    trainer = ORPOTrainer(str(folder), ORPOConfig(str(tmp_path), **RUN), train_dataset=rows)
+    seldom = RUN | {"logging_steps": 5, "logging_first_step": True}
+    trainer = ORPOTrainer(str(folder), ORPOConfig(str(tmp_path), **seldom), train_dataset=rows)
     trainer.beta = 0.0001
     trainer.train()
     assert steps(trainer)[0]["loss"] == pytest.approx(steps(trainer)[0]["nll_loss"], abs=1e-3)
+    assert "nll_loss" in trainer.state.log_history[-1]  # of the second step; TRL logs it nowhere
     assert trainer.evaluate(rows)["eval_loss"] > 0
     for refused in ({"compute_metrics": len}, {"model_init": len}, {"data_collator": len}):
         with pytest.raises(ValueError, match=f"{next(iter(refused))}=.* is not in this release"):

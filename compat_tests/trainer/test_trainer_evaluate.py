@@ -50,6 +50,12 @@ def test_a_dict_of_sets(trainer, trls):
     assert ours["eval_a_mean_reward"] != ours["eval_b_mean_reward"]
 
 
+def test_an_evaluation_after_a_prediction_counts_its_own_pairs(trainer):
+    before = own(trainer.evaluate(), "eval_a")
+    trainer.predict(trainer.eval_dataset["b"])
+    assert own(trainer.evaluate(), "eval_a")[2:] == before[2:]
+
+
 def by_one_name(metrics, prefix):
     """One set's metrics, as if it were the only one."""
     mine = {key: value for key, value in metrics.items() if not key.startswith(("eval_a_", "eval_b_"))}

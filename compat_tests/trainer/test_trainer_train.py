@@ -70,6 +70,22 @@ def test_the_logs_of_a_run_with_everything_are_trls(whole):
     assert_same_curve(ours.state.log_history, theirs.state.log_history)
 
 
+def test_an_epochs_log_after_an_evaluation_has_its_metrics(folder, tmp_path):
+    """TRL's has the loss alone, as the model is left in evaluation, and adds the rest to the next epoch's."""
+    config = {"logging_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 2}
+    trainer = make(trl_jax, folder, tmp_path, config=config, train=table(8), eval_dataset=table(4, seed=1))
+    trainer.train()
+    assert [log["num_tokens"] > 0 for log in steps_of(trainer.state.log_history)] == [True, True]
+
+
+def test_a_schedule_free_optimizer_warms_up_over_a_share_of_the_steps(folder, tmp_path):
+    """transformers gives it 0.5 as a number of steps: its first step is twice as long."""
+    how = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "max_steps": 4}
+    share, steps = (make(trl_jax, folder, tmp_path / str(n), config=how | {"warmup_steps": n}) for n in (0.5, 2))
+    share.train(), steps.train()
+    assert [timeless(log) for log in share.state.log_history] == [timeless(log) for log in steps.state.log_history]
+
+
 def test_what_train_returns_is_trls(whole):
     (_, _, ours), (_, _, theirs) = whole
     assert (ours.global_step, list(ours.metrics)) == (theirs.global_step, list(theirs.metrics))

@@ -118,6 +118,7 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, empty_
         learning_rate=lambda step: 1.0 - step / run.max_steps,
         report=report,
         evaluate=evaluate,
+        observe=lambda metrics: None,
         save=lambda progress: save_checkpoint(args.output_dir, write_model or _write, events, {}),
         nonfinite_guard=NonFiniteGuard(1, lambda batch: ""),
         interrupts=Interrupts(),

@@ -436,15 +436,18 @@ def test_create_optimizer_may_give_any_transformation(folder, tmp_path):
 def test_a_plateau_lowers_the_rate_and_survives_a_checkpoint(folder, tmp_path):
     how = config(
         lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "factor": 0.5, "threshold": 0.9},
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=3, max_steps=6,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=3, max_steps=6, eval_on_start=True,
     )  # fmt: skip
     whole = make(trl_jax, folder, tmp_path, config=how, eval_dataset=table(4))
     whole.train()
+    # The evaluation at the start, also of a resumed run, does not count: transformers passes skip_scheduler=True.
     rates = [log["learning_rate"] for log in whole.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([5e-4, 5e-4, 2.5e-4, 1.25e-4, 6.25e-5, 3.125e-5])
     again = make(trl_jax, folder, tmp_path, config=how, eval_dataset=table(4))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [log["learning_rate"] for log in again.state.log_history if "learning_rate" in log] == rates
+    evaluated = [log["step"] for log in again.state.log_history if "eval_loss" in log]
+    assert evaluated == [0, 1, 2, 3, 3, 4, 5, 6]
 
 
 def test_rows_of_like_length_come_together(folder, tmp_path):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trl_jax.config.rules import HERE, Rule, show
+from trl_jax.config.rules import HERE, Rule, array_error, show
 from trl_jax.core.secrets import scrubbed
 
 How = Literal["native", "mapped", "silent", "warned", "refused"]
@@ -125,7 +125,7 @@ def validate(
     for name, line in table.items():
         value = values[name]
         if isinstance(value, np.ndarray):  # comparing it would give an array
-            refusals.append(f"{show(name, value)} is an array, but no argument takes one. Pass a plain value.")
+            refusals.append(array_error(name, value))
         elif line.rule is not None and (problem := line.rule(name, value, values)):
             refusals.append(problem)
         elif differs_from_default(value, defaults[name], line):

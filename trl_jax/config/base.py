@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 import operator
 import os
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from math import prod
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
+import numpy as np
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode, trainer_log_levels
@@ -441,6 +444,8 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
             # The user did not set it, and should see no FutureWarning about its old name.
             self.activation_checkpointing = True
+        if isinstance(self.report_to, tuple | set):  # transformers would put it into a list
+            self.report_to = [*self.report_to]
         super().__post_init__()
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
@@ -471,6 +476,10 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         if new in self.__dataclass_fields__ and name not in self.__dataclass_fields__:
             warnings.warn(f"{name} is an old name: {RENAMED[name]}", FutureWarning, stacklevel=2)
             name = new
+        if isinstance(value, np.generic):  # JSON files have no NumPy numbers
+            value = value.item()
+        if isinstance(value, Enum) and not isinstance(value, str):
+            value = value.value
         if name in bool_fields(self._released_kind()) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):  # `check` refuses it, together with other wrong values
                 value = as_bool(name, value)
@@ -483,7 +492,15 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         """The arguments as in transformers, with secrets hidden, also those in nested dicts."""
         twin = copy.copy(self)  # transformers modifies dicts among the arguments
         vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
-        return masked(super(BaseConfig, twin).to_dict())
+        plain = not is_dataclass(self.parallelism_config)  # transformers takes accelerate's class only
+        twin.parallelism_config = None if plain else self.parallelism_config
+        values = super(BaseConfig, twin).to_dict()
+        if plain:
+            values["parallelism_config"] = _unshared(self.parallelism_config)
+        return masked(values)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         return masked(super().to_sanitized_dict())
@@ -613,7 +630,12 @@ def check_output_dir(output_dir: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(f"output_dir={ascii(output_dir)} is not valid Unicode. Choose another output_dir.") from error
     folder = Path(output_dir).absolute()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if "\0" in str(folder):
+        raise ValueError(f"output_dir={str(output_dir)!r} has a null character. Choose another output_dir.")
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name that is too long, or a loop of links
+        raise ValueError(f"{rules.show('output_dir', output_dir)}: {error.strerror}. Choose another.") from error
     if not nearest.is_dir():
         raise NotADirectoryError(f"output_dir={output_dir!r}: {nearest} is a file. Choose another output_dir.")
     if not os.access(nearest, os.W_OK):

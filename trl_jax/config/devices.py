@@ -86,7 +86,7 @@ def parse_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
     parts = value.items() if isinstance(value, Mapping) else [part.partition(":")[::2] for part in value.split(",")]
     sizes: dict[str, int] = {}
     for axis, size in parts:
-        axis = axis.strip()
+        axis = str(axis).strip()
         if axis not in AXES or axis in sizes or not str(size).strip().removeprefix("-").isdecimal():
             raise ValueError(
                 f"mesh_shape must be axes and sizes such as 'data:2,fsdp:4', got {value!r}: {axis!r} is not one of "
@@ -105,7 +105,7 @@ def parse_parallelism_config(value: Any) -> Parallel | None:
     if not isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
         raise ValueError(must_be("parallelism_config", "a ParallelismConfig, a dict of its sizes or None", value))
     config = value if isinstance(value, Mapping) else vars(value)
-    unknown = [key for key in config if key.endswith("_size") and key not in _SIZES]
+    unknown = [key for key in config if key not in _SIZES] if isinstance(value, Mapping) else []
     if unknown:
         raise ValueError(f"The keys of parallelism_config must be among {', '.join(_SIZES)}, got {unknown[0]!r}.")
     sizes: dict[str, int | str] = {"data": LEFT}
@@ -200,7 +200,7 @@ def deepspeed(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 
 def deepspeed_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    others = sorted(set(as_dict_or_file("deepspeed", value)) - _SECTIONS)
+    others = sorted(map(str, set(as_dict_or_file("deepspeed", value)) - _SECTIONS))
     return f"deepspeed: {', '.join(others)} have no effect in trl_jax." if others else None
 
 

@@ -241,8 +241,9 @@ class OnlineArguments(LanguageModelArguments):
         None,
         help="URL of the vLLM server, or of several, separated by commas, which share the prompts. If unset, "
         "vllm_server_host and vllm_server_port.",
+        rule=rules.text(optional=True),
     )
-    vllm_server_host: str = arg("0.0.0.0", help="Host of the vLLM server.")
+    vllm_server_host: str = arg("0.0.0.0", help="Host of the vLLM server.", rule=rules.text())
     vllm_server_port: int = arg(8000, help="Port of the vLLM server.", rule=rules.whole(1, most=65535))
     vllm_server_timeout: float = arg(
         240.0, help="Seconds after which a vLLM server that does not answer ends the run.", rule=above(0, math.inf)
@@ -251,6 +252,7 @@ class OnlineArguments(LanguageModelArguments):
         None,
         help="Folder in which weights are handed to vLLM servers, which must see it under the same path. If unset, "
         "/dev/shm, for servers on this machine.",
+        rule=rules.path,
         kw_only=True,
     )
     max_completions_per_device: int | None = arg(

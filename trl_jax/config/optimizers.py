@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
-from trl_jax.config.rules import HERE, a_dict, as_dict, must_be, number, one_of, plain, show, text
+from trl_jax.config.rules import HERE, MOST_FLOAT32, a_dict, as_dict, must_be, number, one_of, plain, show, text
 
 # ----------------------------------------------------------------------------------------------------
 # Rules for optimizers and learning rates
@@ -63,11 +64,21 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
         return f"lr_scheduler_type={schedule!r} requires {name}={{'num_decay_steps': STEPS}}."
     if "min_lr_rate" in known and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
         return f"lr_scheduler_type={schedule!r} requires either min_lr or min_lr_rate in {name}, got {kwargs}."
-    if none := [key for key, found in kwargs.items() if isinstance(found, float) and math.isnan(found)]:
-        return f"{none[0]} of {name} must be a number, got nan."
+    for key, found in kwargs.items():
+        number = isinstance(found, Real) and abs(found) <= MOST_FLOAT32
+        if not number and key not in _WORDS and not (found is None and key in _OPTIONAL):
+            return must_be(f"{key} of {name}", f"a number{' or None' if key in _OPTIONAL else ''}", found)
+    if (
+        "min_lr" in known
+        and kwargs.get("min_lr") is not None
+        and schedule not in ADAPTIVE
+        and not values["learning_rate"]
+    ):
+        return f"min_lr of {name} is divided by learning_rate, which is 0. Leave it out, or use min_lr_rate."
     return _known_words(name, kwargs)
 
 
+_OPTIONAL = ("min_lr", "min_lr_rate", "num_stable_steps", "timescale", "warmup_lr_rate")
 _WORDS = {
     "warmup_type": ("linear", "cosine", "1-sqrt"), "decay_type": ("linear", "cosine", "1-sqrt"),
     "mode": ("min", "max"), "threshold_mode": ("rel", "abs"),
@@ -217,6 +228,9 @@ def _unknown(name: str, key: str, takes: dict[str, type]) -> str:
 def _value(key: str, text: str, kind: type) -> float | int | bool | str:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
-        return words[text.lower()] if kind is bool else kind(text)
+        value = words[text.lower()] if kind is bool else kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(text)
+        return value
     except (KeyError, ValueError) as error:
         raise ValueError(f"{key} of optim_args must be of type {kind.__name__}, got {text!r}.") from error

@@ -9,6 +9,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
+from trl_jax.config.rules import array_error
 from trl_jax.core.secrets import shown
 from trl_jax.core.text import hide_frames
 
@@ -21,6 +24,7 @@ class OldNames(type):
 
     Raises:
         TypeError: at construction, for a name that is neither an argument nor the old name of one.
+        ValueError: at construction, for an array.
     """
 
     def __call__(cls, *args, **kwargs):
@@ -31,6 +35,9 @@ class OldNames(type):
             kwargs, environment, notes = translated(kwargs, accepted)
             for name in kwargs.keys() - accepted.keys() if not open_ended else ():
                 raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
+            for name, value in (*zip([*accepted][1:], args, strict=False), *kwargs.items()):
+                if isinstance(value, np.ndarray):  # comparing it gives an array, so rules cannot read it
+                    raise ValueError(array_error(name, value))
             os.environ.update(environment)
             for note in notes:
                 warnings.warn(note, FutureWarning, stacklevel=2)

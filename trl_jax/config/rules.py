@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
@@ -196,6 +197,10 @@ def show(name: str, value: Any) -> str:
     return f"{name}={_brief(name, value)}"
 
 
+def array_error(name: str, value: Any) -> str:
+    return f"{name}={_brief('', value)} is an array, but no argument takes one. Pass a plain value."
+
+
 def must_be(name: str, valid: str, value: Any) -> str:
     """The text of an error about `value`; `valid` describes the values that are allowed."""
     return f"{name} must be {valid}, got {_brief(name, value)}."
@@ -228,7 +233,7 @@ def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
     """Like `as_dict`, but a string may also be the path of a JSON file."""
     if not isinstance(value, str) or value.lstrip().startswith("{"):
         return as_dict(name, value)
-    if not Path(value).is_file():
+    if not os.path.isfile(value):  # of a name that is too long, Path.is_file raises an error
         raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file or a dict, or leave it out.")
     return as_dict(name, Path(value).read_text(encoding="utf-8"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +10,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trl_jax.config.rules import bool_fields
+import numpy as np
+
+from trl_jax.config.rules import MOST_FLOAT32, bool_fields
 from trl_jax.core import files
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import brief, listed
@@ -94,6 +95,7 @@ class LoraConfig(PeftConfig):
     ensure_weight_tying: bool = False
 
     def __post_init__(self):
+        _read_numpy(self)
         self.peft_type, self.peft_version = "LORA", self.peft_version or PEFT
         if self.task_type is not None:
             self.task_type = task_of(self.task_type)
@@ -132,12 +134,22 @@ def task_of(task: Any) -> str:
     return name
 
 
+def _read_numpy(config: Any) -> None:
+    """Make NumPy numbers plain. Raises ValueError for an array, which rules could not read."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if isinstance(value, np.ndarray):
+            raise ValueError(f"{type(config).__name__}: {one.name} must not be an array, got {brief(value)}.")
+        if isinstance(value, np.generic):
+            setattr(config, one.name, value.item())
+
+
 def _whole(value: Any, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_FLOAT32
 
 
 def _text(value: Any) -> bool:
@@ -342,6 +354,7 @@ class PromptLearningConfig(PeftConfig):
     positive: ClassVar[tuple[str, ...]] = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
 
     def __post_init__(self):
+        _read_numpy(self)
         self.peft_type, self.peft_version = self.kind, self.peft_version or PEFT
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), Enum):
@@ -389,7 +402,7 @@ class PromptTuningConfig(PromptLearningConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.must(self.prompt_tuning_init in PromptTuningInit.__members__, "prompt_tuning_init",
+        self.must(str(self.prompt_tuning_init) in PromptTuningInit.__members__, "prompt_tuning_init",
                   " or ".join(PromptTuningInit.__members__))  # fmt: skip
         if self.prompt_tuning_init == PromptTuningInit.TEXT:
             for name in ("tokenizer_name_or_path", "prompt_tuning_init_text"):
@@ -443,7 +456,9 @@ class PromptEncoderConfig(PromptLearningConfig):
     def __post_init__(self):
         super().__post_init__()
         names = PromptEncoderReparameterizationType.__members__
-        self.must(self.encoder_reparameterization_type in names, "encoder_reparameterization_type", " or ".join(names))
+        self.must(
+            str(self.encoder_reparameterization_type) in names, "encoder_reparameterization_type", " or ".join(names)
+        )
         rate = self.encoder_dropout
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
         self.must(number and 0 <= rate < 1, "encoder_dropout", "at least 0 and below 1")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.config.rules import read_bools
+from trl_jax.config.rules import must_be, read_bools
 from trl_jax.core.secrets import scrubbed
 from trl_jax.core.text import api_boundary, printable
 
@@ -130,6 +130,8 @@ class DatasetMixtureConfig:
 
     def __post_init__(self):
         read_bools(self)
+        if not isinstance(self.datasets, list | tuple):
+            raise ValueError(must_be("datasets", "a list of mappings, each with its `path`", self.datasets))
         self.datasets = [DatasetConfig(**each) if isinstance(each, dict) else each for each in self.datasets]
 
 

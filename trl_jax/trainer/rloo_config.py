@@ -142,7 +142,7 @@ class RLOOConfig(BaseConfig):
     total_episodes: int | None = arg(
         None,
         help="Deprecated: total number of completions to generate; max_steps is computed from it.",
-        rule=rules.whole(1, optional=True),
+        rule=rules.whole(1, optional=True, most=rules.MOST_STEPS),
         kw_only=True,
     )
     reward_model_path: str | None = arg(

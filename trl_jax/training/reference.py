@@ -56,14 +56,16 @@ class ReferenceModel:
     sync: Sync | None = None
     dtype: str | None = None
 
-    def follow(self, step: int, policy: dict[str, jax.Array]) -> None:
-        """Follow the policy where it is time to; the arrays before are then given away.
+    def moves_after(self, step: int) -> bool:
+        """Whether it follows the policy after this step, counted from 1."""
+        return self.sync is not None and step % self.sync.steps == 0
+
+    def follow(self, policy: dict[str, jax.Array]) -> None:
+        """Follow the policy; the arrays before are given away.
 
         Args:
             policy: the policy's arrays by path, after the step.
         """
-        if self.sync is None or step % self.sync.steps:
-            return
         policy = {path: policy[path.removeprefix(PREFIX)] for path in self.arrays}
         self.arrays = _mixed(self.arrays, policy, self.sync.mixup_alpha)
 

@@ -770,7 +770,7 @@ def arguments_text(args: BaseConfig) -> str:
     for name, value in values.items():
         if isinstance(value, dict):
             values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
-    return json.dumps(masked(values), indent=2)  # a script's own to_dict may add secrets
+    return json.dumps(masked(values), indent=2, default=str)  # a script's own to_dict may add secrets
 
 
 def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:

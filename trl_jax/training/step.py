@@ -222,10 +222,10 @@ class TrainStep:
         compilation = CompilationUntimed(setup.events)
 
         def advance(batch, learning_rate):
-            nonlocal step
+            nonlocal step, tx
             check()
             if (changed := renewed()) is not None:
-                step = self.made(changed)
+                step, tx = self.made(changed), changed
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
             tell(shape)
@@ -233,8 +233,10 @@ class TrainStep:
                 setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
             )
             compilation.done(shape)
-            if setup.reference is not None:
-                setup.reference.follow(setup.state.global_step + 1, setup.model.arrays)
+            if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
+                # Where the next gradient is taken: of a schedule-free optimizer, these are not the averages.
+                now = tx.point(setup.model.params, setup.progress.optimizer_state)
+                setup.reference.follow(setup.model.frozen | now)
             if setup.rollout is not None:
                 setup.rollout.stepped(metrics)
             setup.progress.tokens_seen += batch.num_primary_tokens

@@ -227,6 +227,7 @@ class Training:
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,
+            observe=lambda metrics: checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model),
             save=self._hooks.save_checkpoint,
             nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, explained, patience),
             interrupts=setup.progress.interrupts,
@@ -257,9 +258,7 @@ class Training:
         if args.auto_find_batch_size:
             explaining = explain_evaluation_memory(args, setup.state.global_step, setup.model.params)
         with explaining:
-            metrics = self._hooks.evaluate()
-        self._checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model)
-        return metrics
+            return self._hooks.evaluate()
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         """Metrics of the steps since the last log, besides loss, grad_norm and learning_rate."""
@@ -331,6 +330,7 @@ class Loop:
         learning_rate: number of finished steps -> learning rate of the next one, for the log.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
+        observe: passes these to a schedule that follows one of them.
         save: writes a checkpoint from which another loop can resume at this `progress`.
         nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
         interrupts: signals that ask the run to end.
@@ -345,6 +345,7 @@ class Loop:
     learning_rate: Callable[[int], float]
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
+    observe: Callable[[dict[str, float]], None]
     save: Callable[[LoopProgress], None]
     nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
@@ -380,8 +381,8 @@ class Loop:
         events, progress = self.events, self.progress
         events.fire("on_train_begin")
         self.leave_if_asked()
-        if events.args.eval_on_start and events.state.global_step == 0:
-            self._evaluate()
+        if events.args.eval_on_start and not progress.evaluation_due:  # also in a resumed run, as in transformers
+            self._evaluate(at_start=True)
         events.control.should_training_stop |= progress.stop_training
         if progress.epoch_over:
             self._catch_up()
@@ -473,23 +474,26 @@ class Loop:
         if events.control.should_log and self.progress.unreported:
             self._report()
         if events.control.should_evaluate:
-            best = is_new_best(self._evaluate(), events.args, events.state)
+            metrics = self._evaluate()
+            self.observe(metrics)
+            best = is_new_best(metrics, events.args, events.state)
             self.progress.evaluated_last = True
             if events.args.save_strategy == SaveStrategy.BEST:
                 events.control.should_save = best
         if events.control.should_save:
             self._save()
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, at_start: bool = False) -> dict[str, float]:
         """Evaluate. On a signal, leave between two batches with a checkpoint from before the evaluation; resuming
-        repeats it."""
+        repeats it. The evaluation at the start changes neither the best metric nor the learning rate."""
         progress, before = self.progress, Snapshot(self.events)
         try:
             with self.interrupts.evaluating():
                 return self.evaluate()
         except Interrupted:
             before.restore()
-            progress.evaluation_due, progress.save_due = True, self.events.control.should_save
+            if not at_start:
+                progress.evaluation_due, progress.save_due = True, self.events.control.should_save
             self.leave_if_asked()
 
     def _save(self) -> None:
