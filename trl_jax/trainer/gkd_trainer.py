@@ -85,6 +85,10 @@ class GKDTrainer(BaseTrainer):
         "2306.13649",
     )
     config_class = GKDConfig
+    _idle_arguments = {
+        "formatting_func": "formatting_func is never called by GKDTrainer, in TRL either: rows are read as they are. "
+        "Apply it to the dataset, or leave it out."
+    }
     _never_called = NEVER_CALLED | dict.fromkeys(
         ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _OWN_LOSS
     ) | {"generate_on_policy_outputs": _OWN_SAMPLING}  # fmt: skip
@@ -116,10 +120,7 @@ class GKDTrainer(BaseTrainer):
                 "need the same vocabulary."
             )
         if formatting_func is not None:
-            logger.warning(
-                "formatting_func is never called by GKDTrainer, in TRL either: rows are read as they are. Apply it to "
-                "the dataset, or leave it out."
-            )
+            logger.warning(self._idle_arguments["formatting_func"])
         self._teacher, self._teacher_generation = teacher_model, None
         super().__init__(
             model, None if args is None else as_config(args, GKDConfig), data_collator, train_dataset, eval_dataset,
