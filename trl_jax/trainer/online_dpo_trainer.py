@@ -102,6 +102,7 @@ class OnlineDPOTrainer(BaseTrainer):
         | {"_calculate_rewards_from_functions": _OWN_REWARDS}
     )
     num_generations = 2
+    judge: PairwiseJudge | None = None
     reward_func_names: Sequence[str] = ()
     reward_processing_classes: Sequence[Any] = ()
     temperature, top_p, top_k, min_p, repetition_penalty, max_length, use_vllm = (
