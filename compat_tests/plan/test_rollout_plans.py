@@ -210,7 +210,8 @@ def test_completions_that_are_written_before_a_step(checkpoint, bare, tmp_path, 
 
 
 @pytest.mark.parametrize(("name", "flags", "prompts"), [
-    ("gkd", "--lmbda 0 --seq_kd true --teacher_model_name_or_path", 2), ("gkd", "--lmbda 0 --teacher_model_name_or_path", 0),
+    ("gkd", "--lmbda 0 --seq_kd true --teacher_model_name_or_path", 2),
+    ("gkd", "--lmbda 0 --teacher_model_name_or_path", 0),
     ("online_dpo", "--reward_model_name_or_path", 4),
 ])  # fmt: skip
 def test_made_up_rows_of_trainers_that_write(checkpoint, monkeypatch, tmp_path, name, flags, prompts):

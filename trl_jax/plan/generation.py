@@ -136,8 +136,8 @@ def prompt_length(args: BaseConfig) -> int:
     length = args.max_length - most_new_tokens(args)
     if length < 1:
         raise ValueError(
-            f"max_length={args.max_length} leaves no room for a prompt before {most_new_tokens(args)} new tokens: raise "
-            "--max_length, or lower --max_new_tokens."
+            f"max_length={args.max_length} leaves no room for a prompt before {most_new_tokens(args)} new tokens: "
+            "raise --max_length, or lower --max_new_tokens."
         )
     return length
 

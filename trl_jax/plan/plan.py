@@ -214,7 +214,8 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
-    for remat in args.remats:
+    own_loss = trainer.parts.train_step.user_loss is not None  # which recomputes layers where the arguments allow it
+    for remat in args.remats[-1:] if own_loss else args.remats:
         planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
             break

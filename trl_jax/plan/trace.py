@@ -149,8 +149,7 @@ def trainer_of(
         teacher: in distillation.
 
     Raises:
-        ValueError: there is neither a dataset nor a maximum length, the trainer refuses the arguments, or a subclass
-            overrides the computation of the loss.
+        ValueError: there is neither a dataset nor a maximum length, or the trainer refuses the arguments.
     """
     task, made_up = task_of(kind, args), rows.train is None
     online = isinstance(task, RolloutTask)
@@ -168,11 +167,6 @@ def trainer_of(
     )
     if online:
         generation.with_longest_completions(trainer, made_up=made_up)
-    script_loss = trainer.parts.setup.script_loss is not None
-    if own := sorted(trainer.parts.setup.own_loss | ({"_compute_loss"} if script_loss else set())):
-        raise ValueError(
-            f"{kind.__name__} overrides {', '.join(own)}, which a plan cannot include. Plan the trainer without it."
-        )
     return trainer
 
 
@@ -281,7 +275,7 @@ class StepArguments(NamedTuple):
 
     params: dict[str, jax.ShapeDtypeStruct]
     state: Any
-    batch: Batch
+    batch: Batch | dict[str, jax.ShapeDtypeStruct]
     frozen: dict[str, jax.ShapeDtypeStruct]
 
 
@@ -306,6 +300,8 @@ class Pass(NamedTuple):
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
     """The arguments of the compiled step, for a batch of the trainer's loader."""
     params, frozen, sharding_plan = trainer.model.params, trainer.parts.setup.frozen, trainer.sharding_plan
+    if (own := trainer.parts.train_step.user_loss) is not None:
+        batch = _stacked(own.inputs(batch))
     state = jax.eval_shape(tx.init, params)
     if sharding_plan is None:
         return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
@@ -315,6 +311,12 @@ def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments
         _at(sharding_plan.batch, batch),
         sharding_plan.placed(frozen),
     )
+
+
+def _stacked(micro: list[dict[str, np.ndarray]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs of a script's own loss, of all micro-batches of a step, each as large as the largest."""
+    largest = max(micro, key=lambda one: one["input_ids"].size)
+    return {name: jax.ShapeDtypeStruct((len(micro), *own.shape), own.dtype) for name, own in largest.items()}
 
 
 def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
@@ -388,6 +390,7 @@ def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
 
 def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
     """The rows that one device computes at once, from the sharding of the batch."""
-    tokens = arguments.batch.tokens
+    batch = arguments.batch
+    tokens = batch["input_ids"] if isinstance(batch, dict) else batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
     return Pass(passes, math.prod(rows), length, mesh_of(trainer).get("sequence", 1))
