@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from trl_jax.cli.main import noting
+from trl_jax.cli.main import COMMANDS, noting
 from trl_jax.cli.transformers_patches import leave_models_aside
 from trl_jax.core.text import without_launcher
 
@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
         return 0
     script = Path(argv[0])
     if not script.is_file():
-        print(f"python -m trl_jax: there is no script {argv[0]!r}.\n{USAGE}", file=sys.stderr)
+        command = f" The command is trl-jax {argv[0]}." if argv[0] in COMMANDS else ""
+        print(f"python -m trl_jax: there is no script {argv[0]!r}.{command}\n{USAGE}", file=sys.stderr)
         return 2
     sys.argv, sys.path[0] = argv, str(script.parent.absolute())
     with noting():

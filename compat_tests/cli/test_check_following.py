@@ -204,6 +204,9 @@ def test_sizes_that_fit_several_devices_only():
     fits = found("from trl import GRPOConfig\nGRPOConfig('out', per_device_train_batch_size=1, num_generations=2,"
                  "gradient_accumulation_steps=4)")  # fmt: skip
     assert "GRPOConfig(...)" not in fits and {kind for kind, _ in fits.values()} == {WORKS}
+    unknown = found("import sys\nfrom trl import GRPOConfig\nGRPOConfig('out', per_device_train_batch_size=1,"
+                    "num_generations=int(sys.argv[1]))")  # fmt: skip
+    assert {kind for kind, _ in unknown.values()} == {WORKS}
     assert found("from trl import SFTTrainer\nrows = ...\nSFTTrainer('m', train_dataset=rows)")[
         "SFTTrainer(train_dataset=...)"
     ] == (REFUSED, "The script leaves it open: it passes `...`.")
@@ -304,6 +307,37 @@ def test_modules_of_the_script(tmp_path):
     by_name = {one.what: one.kind for one in said}
     assert by_name["Mine._nothing"] == by_name["Mine(nothing=...)"] == REFUSED
     assert by_name["SFTConfig(max_length=5)"] == WORKS and by_name["code"] == NOT_KNOWN
+
+
+def test_folders_that_a_script_adds_to_its_path(tmp_path):
+    (tmp_path / "src" / "parts").mkdir(parents=True)
+    (tmp_path / "src" / "parts" / "base.py").write_text("from trl import SFTConfig\nSFTConfig('out', optim='lomo')")
+    script = tmp_path / "scripts" / "it.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'src'))\nimport parts.base\n"
+    )
+    said = {one.what: one.kind for one in findings(read(script.read_text(), script))}
+    assert "parts" not in said and said["SFTConfig(optim='lomo')"] == REFUSED
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    ("ids = t.apply_chat_template(m, add_generation_prompt=True)\nprint(len(ids))", REFUSED),
+    ("ids = t.apply_chat_template(m, return_tensors='pt').to('cuda')\nmodel.generate(ids)", REFUSED),
+    ("def map_(row):\n    return t.apply_chat_template(row['m'])", NOT_KNOWN),
+    ("def map_(row):\n    ids = t.apply_chat_template(row['m'])\n    return {'input_ids': ids}", REFUSED),
+    ("t.apply_chat_template(m)['input_ids']", None),
+    ("found = t.apply_chat_template(m, return_tensors='pt').to('cuda')\nmodel.generate(**found)", None),
+    ("found = t.apply_chat_template(m)\nprint(found.input_ids)", None),
+    ("found = t.apply_chat_template(m)\nprint(found['input_ids'], {**found})", None),
+    ("AS = False\ntext = t.apply_chat_template(m, tokenize=AS)", None),
+    ("text = t.apply_chat_template(m, return_dict=False)", None),
+    ("text = t.apply_chat_template(m, **options)", None),
+])  # fmt: skip
+def test_token_ids_of_chat_templates(text, kind):
+    said = found("from somewhere import m, t, model, options\nfrom trl import SFTTrainer\n" + text)
+    assert (said["apply_chat_template(...)"][0] if kind else said.get("apply_chat_template(...)")) == kind
 
 
 def test_values_and_names():

@@ -247,6 +247,8 @@ def test_a_scripts_own_exit_status_and_place(tmp_path):
 def test_nothing_to_run(tmp_path):
     done = run(tmp_path, "", how=["none.py"])
     assert done.returncode == 2 and done.stderr.startswith("python -m trl_jax: there is no script 'none.py'.\nusage:")
+    done = run(tmp_path, "", how=["check", "none.py"])
+    assert done.stderr.startswith("python -m trl_jax: there is no script 'check'. The command is trl-jax check.\n")
     done = run(tmp_path, "", how=["--help"])
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m trl_jax SCRIPT.py [ARGUMENTS]")
 

@@ -8,6 +8,7 @@ import pytest
 
 from compat_tests.effort import thorough
 from compat_tests.models import causal
+from compat_tests.tiny import tiny_tokenizer
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator, noise
 from trl_jax.generation.noise import random_key
@@ -64,6 +65,32 @@ def test_rollouts_are_those_of_transformers(folder, model, own):
     assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(torch.rand(1).item(), abs=1e-7)
     ended = np.isin(expected, FIELDS["eos_token_id"])
     np.testing.assert_array_equal(done.lengths, np.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1]))
+
+
+@pytest.mark.parametrize("at_once", [None, 4], ids=["all at once", "a few at a time"])
+def test_stop_strings_are_those_of_transformers(folder, model, at_once):
+    """What is sampled after the end of a text, until the host looks, counts neither as its own nor for the stream."""
+    tokenizer = tiny_tokenizer()
+    reference, group, width = causal.reference(folder), 4, max(map(len, prompts()))
+    ids = np.array([[0] * (width - len(row)) + row for row in prompts()]).repeat(group, axis=0)
+    fields = FIELDS | {"max_new_tokens": 40, "eos_token_id": [50]}
+    plain = complete(model, prompts(), fields, group=group, stream=TorchGenerator(5)).tokens
+    # Of one token and of two, at the start, in the middle and at the end of 16 steps, after which the host looks.
+    cuts = [(0, 0, 1), (1, 5, 6), (2, 14, 16), (5, 15, 17), (7, 31, 33), (9, 20, 22)]
+    fields["stop_strings"] = [tokenizer.decode(plain[row, first:last]) for row, first, last in cuts]
+    stream = TorchGenerator(5)
+    torch.manual_seed(5)
+    expected = reference.generate(
+        torch.tensor(ids), attention_mask=torch.tensor(ids > 0).long(), tokenizer=tokenizer,
+        generation_config=transformers.GenerationConfig(**fields),
+    )[:, width:].numpy()  # fmt: skip
+    limit = generator.Limit(at_once)
+    done = complete(model, prompts(), fields, group=group, stream=stream, tokenizer=tokenizer, limit=limit)
+    np.testing.assert_array_equal(done.tokens, expected)
+    assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(torch.rand(1).item(), abs=1e-7)
+    assert (done.lengths < 40).sum() > 4 and len(set(done.lengths.tolist())) > 4
+    with pytest.raises(ValueError, match="we could not locate a tokenizer"):
+        complete(model, prompts(), fields, group=group, stream=stream)
 
 
 def test_log_probabilities_are_of_all_ids_at_the_temperature(model):

@@ -9,6 +9,8 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from compat_tests import pages
@@ -78,13 +80,42 @@ def test_arguments_of_another_trainer_are_refused(run, tmp_path):
         plan(run, config(tmp_path, RewardConfig), topology("h100:1"))
 
 
-def test_a_loss_of_a_scripts_own_is_not_planned(run, tmp_path):
-    class OwnLoss(PointwiseTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            raise AssertionError("nothing is computed")
+class OwnLoss(RewardTrainer):
+    weights = 0
 
-    with pytest.raises(ValueError, match="OwnLoss overrides compute_loss, which a plan cannot include"):
-        plan(replace(run, trainer=OwnLoss), config(tmp_path), topology("h100:1"))
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        chosen, rejected = jnp.split(scores, 2)
+        wide = jnp.tanh(scores * jnp.arange(1.0, self.weights + 1)) if self.weights else jnp.zeros(1)
+        return -jax.nn.log_sigmoid(chosen - rejected).mean() + wide.mean()
+
+
+class WideLoss(OwnLoss):
+    weights = 1_000_000
+
+
+class TorchLoss(OwnLoss):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        import torch
+
+        return torch.nn.functional.softplus(model(input_ids=inputs["input_ids"]).logits).mean()
+
+
+def test_a_loss_of_a_scripts_own_is_planned(run, tmp_path):
+    """The step that micro-batches one after another make: it computes what the trainer's own does, and holds what the
+    loss needs."""
+    place, given = topology("cpu:1"), {"gradient_accumulation_steps": 2, "batch_layout": "padded"}
+    given["remat_policy"] = "nothing_saveable"
+    theirs, own, wide = (
+        plan(replace(run, trainer=kind), config(tmp_path, RewardConfig, **given), place)
+        for kind in (None, OwnLoss, WideLoss)
+    )
+    assert own.one == theirs.one and own.tokens == theirs.tokens == 2 * 2 * 4 * 96
+    assert own.compiled.cost.flops == pytest.approx(theirs.compiled.cost.flops, rel=0.05)
+    assert own.memory.moments == theirs.memory.moments and own.compiled.peak < wide.compiled.peak - 4 * 6 * 1_000_000
+    pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="compute_loss runs on JAX arrays, which torch cannot take"):
+        plan(replace(run, trainer=TorchLoss), config(tmp_path, RewardConfig), place)
 
 
 def test_made_up_rows_have_what_a_task_must_have_and_predict_all_they_can():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 
 import jax
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.effort import thorough
+from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.plan.planned import with_figures
 from trl_jax.cli.main import main
+from trl_jax.core.trainers import EXPERIMENTAL
+from trl_jax.experimental.gkd import GKDConfig
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Decoding
 from trl_jax.hub.auto import find_checkpoint
@@ -166,6 +170,68 @@ def test_prompts_of_any_length_have_no_plan(bare, tmp_path):
         ValueError, match="max_prompt_length=None leaves the length of prompts open: pass --max_prompt_length, or"
     ):
         plan(bare, args, topology("h100:1"))
+
+
+@pytest.mark.parametrize("name", ["gkd", thorough("online_dpo")])
+def test_completions_that_are_written_before_a_step(checkpoint, bare, tmp_path, name):
+    """The step's program is that of a run whose completions are all as long as they may be."""
+    place, names = topology("cpu:1"), EXPERIMENTAL[name]
+    small = {"bf16": False, "report_to": "none", "use_cpu": True, "remat_policy": "nothing_saveable", "max_steps": 1}
+    own = {"lmbda": 1.0} if name == "gkd" else {"generation_kwargs": {"eos_token_id": [5000]}}  # which is no id
+    args = names.load_config()(
+        str(tmp_path / "out"), per_device_train_batch_size=2, max_length=64, max_new_tokens=20, **small, **own
+    )
+    prompts = prompt_rows(2, "chat" if name == "gkd" else "text")
+    answer = [{"role": "assistant", "content": "steady"}]
+    rows = [{"messages": row["prompt"] + answer} for row in prompts] if name == "gkd" else prompts
+    given = {"teacher_model": str(checkpoint(**CHAT))} if name == "gkd" else {"reward_funcs": length_reward}
+    real = names.load_trainer()(
+        model=str(checkpoint(**CHAT)), args=args, train_dataset=Dataset.from_list(rows), **given
+    )
+    if name == "gkd":
+        real._ends = 5000
+        real._mixture = real._mixed()
+    parts, steps = real.parts, real.batches(real.train_dataset, training=True).steps
+    batch = parts.train_step.placed(next(iter(steps))).arrays
+    tx = parts.training.made_optimizer()
+    with parts.setup.on_device():
+        step = parts.train_step.compiled(tx, remat=True).trace(
+            real.model.params, parts.train_step.new_optimizer_state(tx), batch, np.float32(1e-4),
+            run_key(args, real.model.backend), parts.setup.frozen,
+        )  # fmt: skip
+    shutil.copy(checkpoint(**CHAT) / "config.json", tmp_path / "config.json")
+    checkpoint = find_checkpoint(str(tmp_path), head="lm", dtype="float32")
+    run = Run(checkpoint, trace.Rows(Dataset.from_list(rows), None, real.processing_class))
+    found = plan(replace(run, teacher=checkpoint if name == "gkd" else None), args, place)
+    assert found.compiled._replace(seconds=0) == compiled(step, place)._replace(seconds=0)
+    prompts = 2 if name == "gkd" else 4
+    assert found.generation.size == Size.of(prompts, 1, found.generation.size.prompt_places, 20)
+    assert found.generation.cache > 0 and found.memory.parameters == 8 * found.parameters
+
+
+@pytest.mark.parametrize(("name", "flags", "prompts"), [
+    ("gkd", "--lmbda 0 --seq_kd true --teacher_model_name_or_path", 2),
+    ("gkd", "--lmbda 0 --teacher_model_name_or_path", 0),
+    ("online_dpo", "--reward_model_name_or_path", 4),
+])  # fmt: skip
+def test_made_up_rows_of_trainers_that_write(checkpoint, monkeypatch, tmp_path, name, flags, prompts):
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
+    other = checkpoint(**SMALL) if name == "gkd" else checkpoint()
+    flags = f"--model_name_or_path {checkpoint(**SMALL)} --topology h100:1 --trainer {name} {flags} {other}"
+    flags += " --max_length 96 --max_new_tokens 32 --per_device_train_batch_size 2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert main(["plan", *flags.split(), "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert list(found["lengths"]) and found["tokens"] == 2 * 96 * (2 if name == "online_dpo" else 1)
+    if not prompts:
+        assert found["generation"] is None
+        return
+    assert found["generation"]["size"] == Size.of(prompts, 1, 64, 32)._asdict()
+    if name == "gkd":
+        with pytest.raises(ValueError, match="max_length=16 leaves no room for a prompt before 32 new tokens"):
+            plan(Run(find_checkpoint(str(other), head="lm")), GKDConfig("o", max_length=16, max_new_tokens=32),
+                 topology("h100:1"))  # fmt: skip
 
 
 def test_a_generation_beside_other_rows(bare, tmp_path):

@@ -463,6 +463,8 @@ def test_parameters_of_requests():
         "max_tokens": 5, "temperature": 0.7, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1,
         "stop_token_ids": [2, 3], "min_tokens": 2, "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
+    found = sampling_parameters(**given, ends=[2], regex=None, others={"stop_strings": ["END"]})
+    assert (found["stop"], found["include_stop_str_in_output"], "stop_strings" in found) == (["END"], True, False)
     assert server_urls(None, "::1", 8000) == ["http://[::1]:8000"]
     assert server_urls("http://a:1/, https://b", "", 0) == ["http://a:1", "https://b"]
     here = ["http://localhost:1", "http://0.0.0.0:1", "http://127.0.0.2", "http://[::1]:1"]

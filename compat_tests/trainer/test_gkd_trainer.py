@@ -57,7 +57,6 @@ REFUSED = {
         {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")},
         "as an adapter, a weight-based one such as LoRA",
     ),
-    "formatting_func": ({"formatting_func": str}, "formatting_func is never called by GKDTrainer"),
     "data_collator": ({"data_collator": print}, "data_collator is a builtin_function_or_method|data_collator="),
     "lmbda": ({"config": {"lmbda": 1.5}}, "lmbda must be at most 1.0, got 1.5"),
     "beta": ({"config": {"beta": -0.5}}, "beta must be a number of at least 0, got -0.5"),
@@ -103,8 +102,10 @@ def test_what_a_script_sets_counts_and_metrics_get_whole_logits(make, caplog):
         return {"labels": int((evaluated.label_ids != -100).sum())}
 
     config = {"lmbda": 1.0, "temperature": 1.0, "lr_scheduler_type": "constant"}
-    trainer = make(config=config, compute_metrics=metrics, eval_dataset=Dataset.from_list(ROWS[:4]))
+    given = {"compute_metrics": metrics, "eval_dataset": Dataset.from_list(ROWS[:4]), "formatting_func": str}
+    trainer = make(config=config, **given)
     assert "is fully covered by `DistillationTrainer`" in caplog.text
+    assert "formatting_func is never called by GKDTrainer, in TRL either" in caplog.text
     [shown, _] = trainer.get_train_dataloader()
     assert [ids[-1] for ids in shown["labels"]] and (shown["labels"] != -100).any(axis=1).all()
     teacher = trainer.teacher_model

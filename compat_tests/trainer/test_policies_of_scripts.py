@@ -91,6 +91,37 @@ def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
     assert trainer.processing_class.eos_token_id in trainer.parts.setup.rollout.rollout.ends
 
 
+@pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
+def test_a_completion_ends_with_a_stop_string(kind, make, checkpoint, tmp_path):
+    """As TRL's would, if it passed transformers the tokenizer. It counts as complete, and its pads do not count."""
+    trl = pytest.importorskip("trl")
+    strings, seen = ["e", "ing"], {trl: [], trl_jax: []}
+    config = {"max_completion_length": 8, "max_steps": 1, "generation_kwargs": {"stop_strings": strings}}
+
+    def look(package):
+        def reward(completion_ids, **columns):
+            seen[package] += [list(map(int, own)) for own in completion_ids]
+            return [0.0] * len(completion_ids)
+
+        return reward
+
+    ours = make(kind, rewards=look(trl_jax), **config)
+    ours.train()
+    args = getattr(trl, f"{kind}Config")(str(tmp_path / "trl"), **BASE | STEPS | config)
+    rows = Dataset.from_list(prompt_rows(8))
+    theirs = getattr(trl, f"{kind}Trainer")(str(checkpoint(**SMALL)), look(trl), args, rows)
+    own = theirs.model.generate
+    theirs.model.generate = lambda *a, **k: own(*a, **k, tokenizer=theirs.processing_class)
+    theirs.train()
+    decode, pad = ours.processing_class.decode, ours.processing_class.pad_token_id
+    for mine, other in zip(seen[trl_jax], seen[trl], strict=True):
+        assert mine == other[: len(mine)] and set(other[len(mine) :]) <= {pad}
+    ended = [any(decode(row).endswith(string) for string in strings) for row in seen[trl_jax]]
+    cut = [len(row) == 8 and not end for row, end in zip(seen[trl_jax], ended, strict=True)]
+    assert sum(ended) > 1 and any(cut)
+    assert ours.state.log_history[0]["completions/clipped_ratio"] == pytest.approx(np.mean(cut))
+
+
 def test_top_k_of_a_script_for_vllm(make):
     logs = []
     for top_k in (-1, 0, 5):

@@ -118,6 +118,20 @@ def first_layer_still(model):
     model.model.layers[1].self_attn.q_proj.requires_grad_(False)
 
 
+def test_parameters_cast_to_float32(checkpoint):
+    """As scripts do with adapters before they train in 16 bits: nothing changes, and other values are refused."""
+    torch = pytest.importorskip("torch")
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint())
+    before = {name: parameter.numpy() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32)
+            parameter.data = parameter.data.float()
+        with pytest.raises(ValueError, match="Cannot set other values for .*: these are a copy. Change model.params"):
+            parameter.data = parameter.data + 1
+    assert all((parameter.numpy() == before[name]).all() for name, parameter in model.named_parameters())
+
+
 @usual("theirs-head_by_parts", "theirs-first_layer_still", "a script's-head_alone")
 @pytest.mark.parametrize("freeze", [head_alone, head_by_parts, first_layer_still])
 @pytest.mark.parametrize("loss", ["theirs", "a script's"])

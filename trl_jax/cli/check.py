@@ -57,6 +57,7 @@ from trl_jax.cli.reading import (
     bases,
     meanings,
     read,
+    value_of,
 )
 from trl_jax.cli.trl_alias import ADVICE, spec_of, stands_in
 from trl_jax.config.renamed import RENAMED, current_name, way_out
@@ -143,6 +144,10 @@ _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
     "The script sets a chat template, and this trainer loads a tokenizer of its own, which may have none. Pass "
     "processing_class=tokenizer."
+)
+_TEMPLATE = (
+    "Since transformers 5, it gives a dictionary of input_ids and attention_mask, under TRL, too. If the script takes "
+    "the token ids alone, pass return_dict=False."
 )
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 # Packages whose names are checked; of others, only whether they are installed.
@@ -297,6 +302,8 @@ class _Script:
                 yield Finding(line, f"{meaning.path}(...)", "changed", "transformers' trainer: it trains with torch.")
         if any(word.arg == "quantization_config" for word in call.node.keywords):
             yield from of_quantization(call)
+        if isinstance(call.node.func, ast.Attribute) and call.node.func.attr == "apply_chat_template":
+            yield from _of_template(call)
 
     def _of_trainer(self, call: Call, meaning: Meaning, names: TrainerNames) -> Iterator[Finding]:
         trainer, name = names.load_trainer(), short(meaning)
@@ -411,6 +418,25 @@ def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     elif name.startswith("_"):
         text += " It is a private one of TRL's."
     return Finding(line, what, "refused", text)
+
+
+def _of_template(call: Call) -> Iterator[Finding]:
+    """The finding on `apply_chat_template(...)` that is used as if it gave token ids, as before transformers 5."""
+    given = {word.arg: word.value for word in call.node.keywords}
+    as_text = value_of(given["tokenize"], call.scope) if "tokenize" in given else True
+    if None in given or "return_dict" in given or as_text is False:
+        return
+    named = [
+        name
+        for name, bindings in call.scope.bindings.items()
+        for one in bindings
+        if isinstance(one.value, ast.AST) and any(part is call.node for part in ast.walk(one.value))
+    ]
+    mappings = call.scope.module.mappings
+    if id(call.node) in mappings or not mappings.isdisjoint(named):
+        return
+    kind = "refused" if named else "not known"
+    yield Finding(call.node.lineno, "apply_chat_template(...)", kind, _TEMPLATE)
 
 
 # Names of packages

@@ -336,6 +336,8 @@ def of_argument(line: int, what: str, trainer: type, name: str, given: Argument)
         return [Finding(line, what, "refused", "The script leaves it open: it passes `...`.")]
     found: list[Finding] = []
     refused_here = inspect.signature(trainer.__init__).parameters[name].annotation == "None"
+    if name in trainer._idle_arguments and given.value is UNKNOWN:
+        return [Finding(line, what, "changed", trainer._idle_arguments[name])]
     for meaning in dict.fromkeys(meanings(given.node, given.scope)):
         text, kind = None, "refused"
         if refused_here:
@@ -434,11 +436,20 @@ def of_quantization(call: Call) -> Iterator[Finding]:
 # Configs
 
 
-def _alone(config: type) -> type:
+_SIZES = frozenset(
+    "num_generations num_generations_eval generation_batch_size steps_per_generation per_device_train_batch_size "
+    "per_device_eval_batch_size gradient_accumulation_steps".split()
+)
+
+
+def _alone(config: type, *, sized: bool) -> type:
     """The same config class, except that it neither joins other processes nor asks JAX for devices.
 
     The number of devices is not known here. Batch sizes that depend on it are refused only if they fit neither one
     device nor num_generations devices.
+
+    Args:
+        sized: whether all sizes that the script passes are known; if not, they are not compared.
     """
 
     def settle_sizes(self: Any) -> None:
@@ -446,6 +457,9 @@ def _alone(config: type) -> type:
         try:
             config.settle_sizes(self)
         except ValueError as error:
+            if not sized:
+                vars(self).update(given)
+                return
             if "num_generations" not in given:
                 raise
             devices = self.num_generations
@@ -467,11 +481,12 @@ def _alone(config: type) -> type:
 
 def of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     """Construct the config once per argument whose value the script spells out, then with all of them together."""
-    known, config = config, _alone(config)
     own = own_names(meaning) if isinstance(meaning, Defined) else set()
-    positional = [field.name for field in fields(known)]
+    positional = [field.name for field in fields(config)]
     arguments, others = arguments_of(call.node, call.scope, [] if own else positional)
     line, name = call.node.lineno, short(meaning)
+    open_sizes = others or any(one.value is UNKNOWN for key, one in arguments.items() if key in _SIZES)
+    known, config = config, _alone(config, sized=not open_sizes)
     if others:
         yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
     arguments = {key: value for key, value in arguments.items() if key not in own}

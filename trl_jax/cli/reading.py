@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
@@ -151,6 +152,7 @@ class Module:
         names: the names that it imports, or reads as attributes of modules, from packages.
         calls, classes, attributes: its calls, classes and attributes, in the order of the file.
         asked: names that it asks for with hasattr or getattr.
+        mappings: names, and ids of calls, whose values it reads by key or unpacks.
         skipped: places that are not Python, with the reason.
         inner: the modules of its own that it imports.
         reads: the names that its own statements read, outside functions and classes.
@@ -165,6 +167,7 @@ class Module:
         self.classes: list[Defined] = []
         self.attributes: list[Attribute] = []
         self.asked: set[str] = set()
+        self.mappings: set[str | int] = set()
         self.skipped: list[tuple[int, str]] = []
         self.inner: list[Module] = []
         self.reads: list[ast.Name] = []
@@ -183,10 +186,12 @@ class Module:
 
 
 class Library:
-    """Reads the modules of a script's own from the folder of the script, and from those above."""
+    """Reads the modules of a script's own from the folder of the script, from those above, and from folders that it
+    adds to `sys.path`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.added: list[Path] = []
         self.modules: dict[Path, Module | None] = {}
 
     def find(self, dotted: str, level: int, by: Module) -> Module | None:
@@ -203,11 +208,18 @@ class Library:
     def _folders(self, package: str) -> list[Path]:
         """Where a package may be: with the script, or above it if it is not an installed one."""
         above = [] if PathFinder.find_spec(package) else list(self.folder.parents)[:2]
-        return [self.folder, *above]
+        return [*self.added, self.folder, *above]
+
+    def add(self, call: ast.Call) -> None:
+        """Search the folders that a call adds to `sys.path`: what it spells out, below the script's folder or above."""
+        texts = [one.value for node in call.args for one in ast.walk(node) if isinstance(one, ast.Constant)]
+        folders = [self.folder, *list(self.folder.parents)[:2]]
+        found = (base / text for text in texts if isinstance(text, str) and text for base in folders)
+        self.added += [path.resolve() for path in found if os.path.isdir(path)]  # False for any text
 
     def is_importable(self, module: Module) -> bool:
         """Whether Python looks for packages where a module is: in the folder of the script, not above it."""
-        return self.folder in module.path.parents
+        return not {self.folder, *self.added}.isdisjoint(module.path.parents)
 
     def _read(self, path: Path) -> Module | None:
         if path not in self.modules and len(self.modules) < _MOST_FILES:
@@ -296,6 +308,15 @@ def _without_magics(lines: list[str]) -> str:
     return "\n".join(kept)
 
 
+def _adds_to_path(function: ast.expr) -> bool:
+    match function:
+        case ast.Attribute(
+            attr="insert" | "append" | "extend", value=ast.Attribute(attr="path", value=ast.Name("sys"))
+        ):
+            return True
+    return False
+
+
 class _Place(NamedTuple):
     """Where a node is. inner: the function or class it belongs to, for statements of a body."""
 
@@ -351,16 +372,29 @@ class _Reader:
                 self._add(node.name, node.lineno, _UNKNOWN, place)
             case ast.MatchMapping() if node.rest:
                 self._add(node.rest, node.lineno, _UNKNOWN, place)
+            case ast.Subscript(slice=ast.Constant(value=str())) | ast.keyword(arg=None):
+                self._note_mapping(node.value)
+            case ast.Dict():
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if key is None:
+                        self._note_mapping(value)
             case ast.Call():
                 self.module.calls.append(Call(node, scope))
+                if _adds_to_path(node.func):
+                    self.module.library.add(node)
                 if isinstance(node.func, ast.Name) and node.func.id in ("exec", "globals", "locals", "vars"):
                     self.module.open_ended = True
                 if isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr") and len(node.args) > 1:
                     name = node.args[1]
                     self.module.asked |= {name.value} if isinstance(name, ast.Constant) else set()
             case ast.Attribute() if isinstance(node.ctx, ast.Load):
+                if node.attr in ("input_ids", "attention_mask", "keys", "values", "items"):
+                    self._note_mapping(node.value)
                 self.module.attributes.append(Attribute(node, scope))
         return [(child, self._place_of(child, node, place)) for child in ast.iter_child_nodes(node)]
+
+    def _note_mapping(self, node: ast.expr) -> None:
+        self.module.mappings.add(node.id if isinstance(node, ast.Name) else id(node))
 
     def _place_of(self, child: ast.AST, node: ast.AST, place: _Place) -> _Place:
         match node:
@@ -379,8 +413,9 @@ class _Reader:
         for alias in node.names:
             if isinstance(node, ast.Import):
                 path = alias.name if alias.asname else alias.name.partition(".")[0]
-                self.module.names.append(Name(node.lineno, alias.name, "", place.guarded))
-                self._find(alias.name, 0)
+                inner = self._find(alias.name, 0)
+                if inner is None or not self.module.library.is_importable(inner):
+                    self.module.names.append(Name(node.lineno, alias.name, "", place.guarded))
                 self._add(alias.asname or path, node.lineno, Imported(path), place)
                 continue
             inner = self._find(node.module or "", node.level)

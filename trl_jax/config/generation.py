@@ -26,13 +26,15 @@ GENERATION_KEYS = frozenset(
     encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids min_length min_new_tokens
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id renormalize_logits use_cache
+    stop_strings
     """.split()
 )
 # With vllm_mode="server", parameters of vLLM's /v1/completions.
 SERVER_KEYS = frozenset(
     """
     temperature top_p top_k min_p repetition_penalty frequency_penalty presence_penalty max_tokens min_tokens stop
-    stop_token_ids include_stop_str_in_output ignore_eos logit_bias allowed_token_ids bad_words structured_outputs
+    stop_token_ids stop_strings include_stop_str_in_output ignore_eos logit_bias allowed_token_ids bad_words
+    structured_outputs
     """.split()
 )
 _IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # no effect with these values
@@ -41,8 +43,6 @@ _NOTHING = object()
 _INSTEAD = {
     "num_beams": "There is no beam search: TRL learns from beams as if they had been sampled. Leave num_beams out.",
     "num_return_sequences": "TRL fails in the first step. Leave it out; GRPO and RLOO have num_generations.",
-    "stop_strings": "TRL fails in the first step, as it passes no tokenizer to generate(). Name the token that ends a "
-    "completion in eos_token_id, or ask a vLLM server (vllm_mode='server') with stop.",
 }
 _OWN_ENGINE = "completions come from trl_jax's own generator"
 _ORDER_OF_PROMPTS = "shuffle_dataset and seed determine the order of prompts."
@@ -52,12 +52,22 @@ def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str |
     if problem := rules.a_dict(name, value, values):
         return problem
     asked, keys = as_dict(name, value), SERVER_KEYS if uses_server(values) else GENERATION_KEYS
+    strings = asked.get("stop_strings")
+    if strings is not None and not _is_texts(strings):
+        return f"{name} has stop_strings={strings!r}. It must be a string or a list of strings, none of them empty."
+    if strings is not None and "stop" in asked:
+        return f"{name} has both stop_strings and stop, which mean the same to a server. Leave one of them out."
     unknown = [key for key in asked if key not in keys and asked[key] != _IDLE.get(key, _NOTHING)]
     if not unknown:
         return None
     known = "" if uses_server(values) else " ".join(_INSTEAD[key] for key in unknown if key in _INSTEAD)
     supported = f"supported: {', '.join(sorted(keys))}."
     return f"{name} has the keys {unknown}, which are not {rules.HERE}{f'. {known}' if known else f'; {supported}'}"
+
+
+def _is_texts(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list | tuple) and all(isinstance(text, str) and text for text in texts) and bool(texts)
 
 
 def uses_server(values: Mapping[str, Any]) -> bool:

@@ -111,6 +111,11 @@ DEFAULT = "reward"  # command that `trl-jax plan` assumes
 WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}
 
 
+def plannable() -> dict[str, TrainerNames]:
+    """What `trl-jax plan --trainer` takes."""
+    return TRAINERS | {name: EXPERIMENTAL[name] for name in ("gkd", "online_dpo")}
+
+
 def names_of_config(args: object) -> TrainerNames:
     """The trainer that these arguments belong to.
 

@@ -232,6 +232,8 @@ class _Generation:
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
         """Which completions continue, bool `[P' x G']`, according to the program and the watch."""
         alive = np.asarray(status.alive)
+        if self._request.stop is not None:
+            alive = self._slots.stopped(state, alive, self._request.stop)
         if self._watch is None:
             return alive
         rows, place = self._request.rows, (int(status.count) - 1) % state.capacity
@@ -301,6 +303,7 @@ class Slots:
         self.members[: len(first)] = self._rows_of(first)
         self.waiting = deque(range(len(first), len(request.prompts)))
         self._lengths = np.zeros(request.rows, np.int32)
+        self._checked, self._ends = np.zeros(request.rows, np.int32), np.full(request.rows, request.max_new_tokens)
         self._ahead = max(map(len, self.prompts(self.members)))
 
     @property
@@ -380,6 +383,20 @@ class Slots:
         self.begun = self.begun[numbers]
         return at, members, living
 
+    def stopped(self, state: Decoding, alive: np.ndarray, stop: StopRule) -> np.ndarray:
+        """Which completions continue, bool `[P x G]`, after `stop` has read their new tokens."""
+        alive, texts, lengths = alive.copy(), fetched(state.in_order()), fetched(state.lengths)
+        for slot, row in enumerate(self.members.reshape(-1)):
+            length = int(lengths[slot])
+            if row < 0 or length <= self._checked[row]:
+                continue
+            prompt = self._request.prompts[row // self._request.group]
+            end = stop(prompt, texts[slot, :length], int(self._checked[row]))
+            self._checked[row] = length
+            if end is not None:
+                self._ends[row], alive[slot] = end, False
+        return alive
+
     def progress(self, state: Decoding, alive: np.ndarray) -> tuple[int, int]:
         """Number of ended completions, and number of tokens generated so far."""
         members, lengths = self.members.reshape(-1), self._lengths.copy()
@@ -393,7 +410,7 @@ class Slots:
         rows, begun = self.members.reshape(-1)[taken], np.repeat(self.begun, self.members.shape[1])[taken]
         at = (begun[:, None] + np.arange(state.capacity)) % state.capacity
         tokens = np.take_along_axis(fetched(state.tokens)[taken], at, axis=1)
-        lengths = fetched(state.lengths)[taken]
+        lengths = np.minimum(fetched(state.lengths)[taken], self._ends[rows])
         logps = [None] * len(rows)
         if state.logps is not None:
             logps = np.take_along_axis(fetched(state.logps)[taken], at, axis=1)
@@ -532,6 +549,14 @@ class Watch(Protocol):
         """Receive the ids `[B]` of a step. Returns which completions continue, bool `[B]`; None for all of `alive`."""
 
 
+class StopRule(Protocol):
+    """Ends completions by what the host reads in them."""
+
+    def __call__(self, prompt: np.ndarray, tokens: np.ndarray, first: int) -> int | None:
+        """The number of `tokens` after which a completion of `prompt` ends; None if it continues. Those before `first`
+        were checked."""
+
+
 @dataclass(frozen=True)
 class Request:
     """Prompts to complete, with the generation options.
@@ -546,6 +571,8 @@ class Request:
     temperature, logps: whether to record log-probabilities, of the logits divided by `temperature`.
     virtual: virtual tokens before each prompt, which processors do not see.
     images: of each prompt, if any has some; not with virtual tokens.
+    stop: ends completions besides `eos`. Each check by the host reads the new tokens; what was sampled after the end of
+        a completion is dropped.
     """
 
     prompts: list[np.ndarray]
@@ -559,6 +586,7 @@ class Request:
     logps: bool = False
     virtual: VirtualTokens = NONE
     images: list[TextImages] | None = None
+    stop: StopRule | None = None
 
     @cached_property
     def texts(self) -> list[np.ndarray]:

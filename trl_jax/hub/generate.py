@@ -24,6 +24,7 @@ from trl_jax.generation.generator import (
     Limit,
     Progress,
     Request,
+    StopRule,
     Watch,
     queue_of,
 )
@@ -41,6 +42,7 @@ from trl_jax.hub.generation_hooks import Caller, StepWatch, criteria_of
 from trl_jax.hub.generation_inputs import (
     Prompts,
     Settings,
+    StopStrings,
     decoded,
     encoded_prompt,
     ids_of_tokenizer,
@@ -452,6 +454,7 @@ def complete(
     images: list[TextImages] | None = None,
     progress: Progress | None = None,
     limit: Limit = NO_LIMIT,
+    tokenizer: Any = None,
 ) -> Completions:
     """Complete each prompt `group` times; completions of the same prompt are adjacent.
 
@@ -466,9 +469,11 @@ def complete(
         images: of each prompt, if any has some.
         progress: called with the progress, as by `generation.generator.generate`.
         limit: completions beyond it wait until others have ended; the tokens are the same.
+        tokenizer: for `stop_strings`.
 
     Raises:
-        ValueError: options are not supported in this release or out of range, or there is no room for a new token.
+        ValueError: options are not supported in this release or out of range, there is no room for a new token, or stop
+            strings come without a tokenizer.
         RuntimeError: the model's logits are not finite.
     """
     from transformers import GenerationConfig
@@ -481,8 +486,16 @@ def complete(
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
     request = replace(request, temperature=temperature, logps=logps, images=images)
+    if settings.config.stop_strings is not None:
+        request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
     return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress, limit=limit)
+
+
+def stop_rule(model: Any, options: Mapping[str, Any], tokenizer: Any) -> StopRule | None:
+    """What ends a completion besides its ids, for the `options` of `complete`; None without stop strings."""
+    strings = options.get("stop_strings") or model.generation_config.stop_strings
+    return StopStrings(strings, tokenizer).end_of if strings else None
 
 
 def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:

@@ -389,14 +389,26 @@ class StopStrings:
 
     def __call__(self, ids: np.ndarray, scores: Any = None) -> np.ndarray:
         """bool `[B]` for int ids `[B, T]`, which include the prompts."""
-        return np.array([any(self._completes(row, wanted) for wanted in self._wanted) for row in ids.tolist()])
+        return np.array([self._ends_at(row, len(row) - 1) for row in ids.tolist()])
 
-    def _completes(self, row: list[int], wanted: bytes) -> bool:
-        text, missing = self._text(row[-1]), len(wanted) - 1
-        for id_ in reversed(row[:-1]):
-            if missing <= 0:
-                break
-            before = self._text(id_)[-missing:]
+    def end_of(self, prompt: Sequence[int], tokens: Sequence[int], first: int = 0) -> int | None:
+        """The number of `tokens` up to the one that completes a string; None if none does.
+
+        Args:
+            first: the first of `tokens` to check.
+        """
+        row, start = [*map(int, prompt), *map(int, tokens)], len(prompt)
+        return next((end - start + 1 for end in range(start + first, len(row)) if self._ends_at(row, end)), None)
+
+    def _ends_at(self, row: list[int], last: int) -> bool:
+        """Whether the token at index `last` completes a string."""
+        return any(self._completes(row, last, wanted) for wanted in self._wanted)
+
+    def _completes(self, row: list[int], last: int, wanted: bytes) -> bool:
+        text, missing = self._text(row[last]), len(wanted) - 1
+        while missing > 0 and last > 0:
+            last -= 1
+            before = self._text(row[last])[-missing:]
             text, missing = before + text, missing - len(before)
         return wanted in text
 

@@ -223,6 +223,31 @@ class Parameter(np.ndarray):
 
     cpu = float = detach
 
+    @property
+    def data(self) -> Parameter:
+        """The values, as torch's `parameter.data`. The same values may be set in another dtype, which changes nothing:
+        weights are float32 while they train.
+
+        Raises:
+            ValueError: other values are set.
+        """
+        return self
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        if not np.array_equal(np.asarray(values, np.float32), np.asarray(self, np.float32)):
+            raise ValueError(
+                f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
+                "the weights before they are loaded."
+            )
+
+    def to(self, *args: Any, **kwargs: Any) -> Parameter:
+        """Itself: JAX chooses the device, and training the dtype."""
+        return self
+
+    def is_floating_point(self) -> bool:
+        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
+
     def numel(self) -> int:
         return self.size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ import numpy as np
 from datasets import Dataset
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.data.batch import padded_length
+from trl_jax.data.batch import Example, padded_length
+from trl_jax.data.loader import StepBatch
 from trl_jax.generation.decode import (
     Decoding,
     Stops,
@@ -35,6 +36,8 @@ from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compiled_program, on_device
 from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_written
+from trl_jax.tasks.distillation import DistillationTask
+from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training.state import Setup
 
@@ -69,10 +72,12 @@ class LongestWriter:
         return prompts
 
 
-def further_arguments(args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
+def further_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
     """The trainer's teacher, or reward functions that return 0, one per reward weight."""
-    if "reward_weights" not in vars(args):
+    if teacher is not None or isinstance(task, DistillationTask):
         return {"teacher_model": teacher}
+    if task.columns.prompts is None:
+        return {}
 
     def zero(completions: list, **columns: Any) -> list[float]:
         del columns
@@ -115,7 +120,82 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
 
 def most_new_tokens(args: BaseConfig) -> int:
     """Maximum length of a completion, in tokens."""
-    return (args.generation_kwargs or {}).get("max_new_tokens") or args.max_completion_length
+    most = vars(args).get("max_completion_length") or vars(args).get("max_new_tokens")
+    return (vars(args).get("generation_kwargs") or {}).get("max_new_tokens") or most
+
+
+# Completions that GKD and online DPO write just before a step
+
+
+def prompt_length(args: BaseConfig) -> int:
+    """Tokens of a made-up prompt, so that prompt and completion have max_length tokens.
+
+    Raises:
+        ValueError: a completion leaves no room for a prompt.
+    """
+    length = args.max_length - most_new_tokens(args)
+    if length < 1:
+        raise ValueError(
+            f"max_length={args.max_length} leaves no room for a prompt before {most_new_tokens(args)} new tokens: "
+            "raise --max_length, or lower --max_new_tokens."
+        )
+    return length
+
+
+class LongestSteps:
+    """The steps of a trainer that writes completions just before a step, each of the maximum length.
+
+    Attributes:
+        layout: of the rows.
+        longest: length of the longest prompt so far, in tokens.
+        group: texts that are completed for each row.
+        models: that write completions.
+    """
+
+    def __init__(self, steps: Iterable[StepBatch], layout: str, tokens: int, group: int, models: list[PreTrainedModel]):
+        self._steps, self.layout, self._tokens, self.group, self.models = steps, layout, tokens, group, models
+        self.longest = 0
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return iter(self._steps)
+
+    def complete(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
+        """As `training.rollout.Completer`."""
+        del model, dtype
+        self.longest = max(self.longest, *map(len, prompts))
+        return [np.full(self._tokens, TOKEN, np.int32) for _ in prompts]
+
+    def sizes(self, run: Setup) -> list[Size]:
+        """The size of the completions of a micro-batch."""
+        prompts = run.args.per_device_train_batch_size * run.shards * self.group
+        return [Size.of(prompts, 1, self.longest, self._tokens)]
+
+
+def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
+    """The steps of a trainer that writes completions just before a step; None for other trainers."""
+    from trl_jax.trainer.gkd_trainer import GKDTrainer, RewrittenSteps, completed, prompt_of
+    from trl_jax.trainer.online_dpo_trainer import OnlineDPOTrainer
+
+    args, tokens = trainer.args, most_new_tokens(trainer.args)
+    if isinstance(trainer, OnlineDPOTrainer):
+        steps = trainer.batches(trainer.train_dataset, training=True).steps
+        found = LongestSteps(steps, steps.loader.step_layout.layout, tokens, trainer.num_generations, [trainer.model])
+        steps.pairs = replace(steps.pairs, complete=found.complete)
+        return found
+    if not isinstance(trainer, GKDTrainer):
+        return None
+    models = [trainer.model] * (args.lmbda > 0) + [trainer.teacher_model] * (args.seq_kd and args.lmbda < 1)
+    if not models:
+        return None
+
+    def rewrite(examples: list[Example]) -> list[Example]:
+        prompts = list(map(prompt_of, examples))
+        new = map(completed, examples, prompts, found.complete(None, prompts, args.compute_dtype))
+        return [max(pair, key=lambda one: len(one.texts[0])) for pair in zip(examples, new, strict=True)]
+
+    loader = trainer.loader(trainer.train_dataset, training=True)
+    found = LongestSteps(RewrittenSteps(loader, rewrite), loader.step_layout.layout, tokens, 1, models)
+    return found
 
 
 def sizes(run: Setup, *, evaluates: bool) -> list[Size]:

@@ -17,6 +17,7 @@ from trl_jax.generation.generator import Limit
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.peft_config import AdapterConfig
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.attention import QUERY_BLOCK
@@ -28,6 +29,7 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
 from trl_jax.training.devices import room_within
 from trl_jax.training.model import outlined, with_images
+from trl_jax.training.reference import PREFIX
 
 _BY_ROWS = f"plain XLA, per row, in blocks of {QUERY_BLOCK} queries"
 _ALONG_PACKED = "{}, along packed rows, in blocks of {} queries"
@@ -207,11 +209,13 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
         teacher = None if run.teacher is None else outlined(run.teacher, planned, None, None)
         trainer = trace.trainer_of(kind, model, planned, run.rows, teacher)
-        survey = trace.batches(trainer)
+        written = generation.longest_steps(trainer)
+        survey = trace.batches(trainer, written)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
-    for remat in args.remats:
+    own_loss = trainer.parts.train_step.user_loss is not None  # which recomputes layers where the arguments allow it
+    for remat in args.remats[-1:] if own_loss else args.remats:
         planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
             break
@@ -223,9 +227,12 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     sizes = [] if run.generation is None else [run.generation]
     if trainer.parts.setup.rollout is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
+    elif written is not None:
+        sizes += written.sizes(trainer.parts.setup)
     if sizes:
-        scorer = further["scorer"]
-        further["generation"] = _generation(trainer, arguments, sizes, topology, compiles, scorer)
+        models = [trainer.model] if written is None else written.models
+        found = [_generation(trainer, one, arguments, sizes, topology, compiles, further["scorer"]) for one in models]
+        further["generation"] = max(found, key=lambda one: one.beside + (one.most.peak if one.most else 0))
     return replace(planned_run, why=why, **further)
 
 
@@ -292,6 +299,7 @@ def _evaluation(trainer: BaseTrainer, step: trace.StepArguments, topology: Topol
 
 def _generation(
     trainer: BaseTrainer,
+    model: PreTrainedModel,
     step: trace.StepArguments,
     sizes: list[Size],
     topology: Topology,
@@ -301,15 +309,17 @@ def _generation(
     """Plan the largest of these generations; the second, if any, is that of an evaluation.
 
     Args:
+        model: that writes the completions: the run's, or its teacher.
         scorer: bytes of a reward model.
     """
-    check_generates(trainer.model)
+    check_generates(model)
     run, dtype = trainer.parts.setup, trainer.args.compute_dtype
     placed = step.frozen | step.params
-    arrays = {path: placed[path] for path in run.model.arrays}
+    paths = {path: path if model is trainer.model else PREFIX + path for path in model.arrays}
+    arrays = {path: placed[own] for path, own in paths.items()}
     with trace.on_device(trainer):
         head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
-        weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology)
+        weights = abstract_weights(model.graph, arrays, dtype, head_dtype, topology)
     evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
     at_once = size
     if run.rollout is not None:  # traced on this machine's device: the cache has the same shapes on every platform
@@ -319,7 +329,7 @@ def _generation(
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
         result, decode, cache, copied = programs.compiled(topology) if compiles else (None, None, None, 0)
-    beside = on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
+    beside = on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in paths.values()}))
     return Generation(size, at_once, cache, copied, result, decode, beside, bool(evaluates))
 
 

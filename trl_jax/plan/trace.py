@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -30,6 +30,8 @@ from trl_jax.plan import generation
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import devices
 from trl_jax.plan.generation import begun
+from trl_jax.tasks.distillation import GkdTask
+from trl_jax.tasks.dpo import OnlineDpoTask
 from trl_jax.tasks.policy import RolloutTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -78,12 +80,18 @@ class PlaceholderTokenizer:
     bos_token_id = None
     chat_template = None
 
+    def __init__(self, tokens: int = 1):
+        self._tokens = tokens
+
     def get_vocab(self) -> dict[str, int]:
         return {self.pad_token: 0, self.eos_token: 0}
 
     def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]:
-        """One token per text: made-up prompts have a length of their own."""
-        return {"input_ids": [[0] for _ in text]}
+        """`tokens` tokens per text: its number, which no other made-up prompt has."""
+        return {"input_ids": [[int(one) if one.isdigit() else 0] * self._tokens for one in text]}
+
+    def batch_decode(self, ids: list, **options: Any) -> list[str]:
+        return [""] * len(ids)
 
 
 def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
@@ -141,13 +149,12 @@ def trainer_of(
         teacher: in distillation.
 
     Raises:
-        ValueError: there is neither a dataset nor a maximum length, the trainer refuses the arguments, or a subclass
-            overrides the computation of the loss.
+        ValueError: there is neither a dataset nor a maximum length, or the trainer refuses the arguments.
     """
-    columns, made_up = task_of(kind, args).columns, rows.train is None
-    writes = columns.prompts is not None
+    task, made_up = task_of(kind, args), rows.train is None
+    online = isinstance(task, RolloutTask)
     if made_up:
-        rows = _prompts(task_of(kind, args), args) if writes else _longest_rows(columns, args)
+        rows = _prompts(task, args) if online else _made_up(task, args)
         args = copy.copy(args)
         args.eos_token = args.pad_token = args.chat_template_path = None
     trainer = kind(
@@ -156,15 +163,10 @@ def trainer_of(
         train_dataset=rows.train,
         eval_dataset=rows.test if evaluates(args) else None,
         processing_class=rows.tokenizer,
-        **(generation.further_arguments(args, teacher) if writes else {}),
+        **generation.further_arguments(task, args, teacher),
     )
-    if writes:
+    if online:
         generation.with_longest_completions(trainer, made_up=made_up)
-    script_loss = trainer.parts.setup.script_loss is not None
-    if own := sorted(trainer.parts.setup.own_loss | ({"_compute_loss"} if script_loss else set())):
-        raise ValueError(
-            f"{kind.__name__} overrides {', '.join(own)}, which a plan cannot include. Plan the trainer without it."
-        )
     return trainer
 
 
@@ -175,14 +177,24 @@ def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
     return Rows(*(generation.longest_prompts(args, count) for count in counts), PlaceholderTokenizer())
 
 
-def _longest_rows(columns: Columns, args: PlannedConfig) -> Rows:
+def _made_up(task: Task, args: PlannedConfig) -> Rows:
+    """Made-up rows, as many as a step and as an evaluation pass take."""
     if args.max_length is None:
         raise ValueError(
             "max_length=None leaves the length of texts open: pass --max_length, or --dataset_name to use real lengths."
         )
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    counts = (size * passes, args.per_device_eval_batch_size)
-    train, test = (longest(columns, args.max_length, count * len(args.devices)) for count in counts)
+    counts = [count * len(args.devices) for count in (size * passes, args.per_device_eval_batch_size)]
+    if isinstance(task, OnlineDpoTask):
+        prompts = Dataset.from_dict({"prompt": list(map(str, range(counts[0])))})
+        return Rows(prompts, None, PlaceholderTokenizer(generation.prompt_length(args)))
+    if isinstance(task, GkdTask):
+        before = generation.prompt_length(args)
+        row = {"completion_mask": [0] * before + [1] * (args.max_length - before)}
+        ids = (longest(Columns(("input_ids",)), args.max_length, count) for count in counts)
+        train, test = (one.add_column("completion_mask", [row["completion_mask"]] * len(one)) for one in ids)
+    else:
+        train, test = (longest(task.columns, args.max_length, count) for count in counts)
     return Rows(train, test, PlaceholderTokenizer())
 
 
@@ -216,10 +228,14 @@ class Survey(NamedTuple):
     layout: str
 
 
-def batches(trainer: BaseTrainer) -> Survey:
-    """Survey the first steps of the first epoch."""
+def batches(trainer: BaseTrainer, written: generation.LongestSteps | None = None) -> Survey:
+    """Survey the first steps of the first epoch.
+
+    Args:
+        written: the steps of a trainer that writes completions just before a step.
+    """
     lengths, places, tokens, largest = Counter(), [], [], None
-    steps, layout = _steps(trainer)
+    steps, layout = _steps(trainer) if written is None else (islice(written, MAX_OF_PROMPTS), written.layout)
     for step in steps:
         lengths[step.arrays.tokens.shape[-1]] += 1
         places.append(step.num_places)
@@ -234,20 +250,20 @@ def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
     """The first steps of the first epoch, and their layout."""
     run = trainer.parts.setup
     if run.rollout is not None:
-        steps = itertools.islice(begun(run.rollout), MAX_OF_PROMPTS)
+        steps = islice(begun(run.rollout), MAX_OF_PROMPTS)
         return steps, data.step_layout(run, training=True).layout
     loader = trainer.loader(trainer.train_dataset, training=True)
-    return itertools.islice(loader, MAX_SURVEYED), loader.step_layout.layout
+    return islice(loader, MAX_SURVEYED), loader.step_layout.layout
 
 
 def largest_evaluated(trainer: BaseTrainer) -> Batch:
     """The evaluation batch with the most tokens."""
     evaluator = trainer.parts.evaluator
     if isinstance(evaluator, CompletionEvaluator):
-        rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
+        rows = islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
         return data.only_pass(max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size), trainer.sharding_plan)
     chunks = trainer.parts.evaluator.chunks(trainer.loader(trainer.eval_dataset, training=False))
-    surveyed = itertools.islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
+    surveyed = islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
     return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda one: one.tokens.size)
 
 
@@ -259,7 +275,7 @@ class StepArguments(NamedTuple):
 
     params: dict[str, jax.ShapeDtypeStruct]
     state: Any
-    batch: Batch
+    batch: Batch | dict[str, jax.ShapeDtypeStruct]
     frozen: dict[str, jax.ShapeDtypeStruct]
 
 
@@ -284,6 +300,8 @@ class Pass(NamedTuple):
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
     """The arguments of the compiled step, for a batch of the trainer's loader."""
     params, frozen, sharding_plan = trainer.model.params, trainer.parts.setup.frozen, trainer.sharding_plan
+    if (own := trainer.parts.train_step.user_loss) is not None:
+        batch = _stacked(own.inputs(batch))
     state = jax.eval_shape(tx.init, params)
     if sharding_plan is None:
         return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
@@ -293,6 +311,12 @@ def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments
         _at(sharding_plan.batch, batch),
         sharding_plan.placed(frozen),
     )
+
+
+def _stacked(micro: list[dict[str, np.ndarray]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs of a script's own loss, of all micro-batches of a step, each as large as the largest."""
+    largest = max(micro, key=lambda one: one["input_ids"].size)
+    return {name: jax.ShapeDtypeStruct((len(micro), *own.shape), own.dtype) for name, own in largest.items()}
 
 
 def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
@@ -366,6 +390,7 @@ def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
 
 def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
     """The rows that one device computes at once, from the sharding of the batch."""
-    tokens = arguments.batch.tokens
+    batch = arguments.batch
+    tokens = batch["input_ids"] if isinstance(batch, dict) else batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
     return Pass(passes, math.prod(rows), length, mesh_of(trainer).get("sequence", 1))

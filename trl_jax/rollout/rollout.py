@@ -18,6 +18,7 @@ from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
+from trl_jax.generation.generator import StopRule
 from trl_jax.losses.advantages import Advantages
 from trl_jax.losses.policy_gradient import next_entropy_coef
 from trl_jax.rollout.completions_log import (
@@ -375,13 +376,15 @@ class Rollout:
     """Generates completions with the current policy and scores them.
 
     judge: computes rewards and advantages; None if every completion is trained on alike, without rewards.
-    ends: the token ids that end a complete completion; one that ends with another id was truncated.
+    ends: the token ids that end a complete completion; one that ends with another id was truncated, unless `stop` ends
+        it.
     drops_truncated: whether truncated completions are excluded from the loss.
     saw_tokens: receives the number of tokens read and generated in training and returns the total of the run.
     table: logs completions with their rewards; None logs none.
     tell: reports progress to the user.
     begin: resets the environments of a batch of rows and returns the rows with their observations.
     own: methods of a script's own that completions go through; None without any.
+    stop: ends completions besides `ends`; None without stop strings.
     """
 
     writer: Writer
@@ -393,6 +396,7 @@ class Rollout:
     tell: Callable[[str], None] = lambda text: None
     begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     own: OwnMethods | None = None
+    stop: StopRule | None = None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
     _ready: Written | None = None  # completions of the rows that are scored next
 
@@ -450,7 +454,10 @@ class Rollout:
 
     def _truncated(self, made: Written) -> np.ndarray:
         """Which completions were truncated, bool `[B]`."""
-        return np.asarray([int(own[-1]) not in self.ends for own in made.completion_ids])
+        return np.asarray([
+            int(own[-1]) not in self.ends and not (self.stop and self.stop(prompt, own, len(own) - 1))
+            for prompt, own in zip(made.prompt_ids, made.completion_ids, strict=True)
+        ])  # fmt: skip
 
     def logged(self, mode: str, step: int) -> dict[str, float | None]:
         """Show the completions table and return the metrics since the last log, under TRL's names."""

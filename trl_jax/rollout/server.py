@@ -618,7 +618,8 @@ def sampling_parameters(
     Args:
         ends: the token ids that end a completion.
         regex: what completions must match; it takes precedence over `structured_outputs` in `others`.
-        others: vLLM's own parameters (`generation_kwargs`), which take precedence over the other arguments.
+        others: vLLM's own parameters (`generation_kwargs`), which take precedence over the other arguments, and
+            transformers' `stop_strings`.
     """
     parameters = {
         "max_tokens": max_tokens,
@@ -629,5 +630,8 @@ def sampling_parameters(
         "repetition_penalty": 1.0 if repetition_penalty is None else repetition_penalty,
         "stop_token_ids": list(ends),
     }
-    parameters |= others
+    strings = others.get("stop_strings")
+    parameters |= {name: value for name, value in others.items() if name != "stop_strings"}
+    if strings is not None:
+        parameters |= {"stop": strings, "include_stop_str_in_output": True}
     return parameters if regex is None else parameters | {"structured_outputs": {"regex": regex}}

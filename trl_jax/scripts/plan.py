@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.trainers import DEFAULT, TRAINERS, TrainerNames
+from trl_jax.core.trainers import DEFAULT, TrainerNames, plannable
 from trl_jax.plan.chips import known, topology
 from trl_jax.scripts.data import DatasetMixtureConfig
 from trl_jax.scripts.train import SCRIPT_ARGUMENTS, RewardSources, fit_to_release
@@ -73,7 +73,7 @@ def main(
     if ignored:
         names = ", ".join(f"--{name}" for name in ignored)
         warnings.warn(f"The plan covers a step and an evaluation pass; it does not depend on {names}.", stacklevel=2)
-    run = _run_of(TRAINERS[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
+    run = _run_of(plannable()[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
 
     if plan_args.generate is not None:
         run = replace(run, generation=Size.parsed(plan_args.generate))
@@ -183,8 +183,8 @@ class PlanParser(TrlParser):
     """
 
     def __init__(self, trainer: str, prog: str | None = None):
-        self.trainer, config = trainer, TRAINERS[trainer].load_config()
-        script = SCRIPT_ARGUMENTS.get(trainer, ScriptArguments)
+        self.trainer, config = trainer, plannable()[trainer].load_config()
+        script = SCRIPT_ARGUMENTS.get("grpo" if trainer == "online_dpo" else trainer, ScriptArguments)
         kinds = (PlanArguments, script, _for_other_devices(config), ModelConfig, DatasetMixtureConfig)
         super().__init__(kinds, prog=prog)
         self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
@@ -195,7 +195,7 @@ class PlanParser(TrlParser):
             "Compiles the training step for these devices, from config.json alone, and reports memory, collectives, a "
             f"lower bound on the time of a step, and whether it fits. The flags are those of `trl-jax {trainer}`. "
             "Without --dataset_name, every text is assumed to have --max_length tokens and to share no prompt. "
-            f"--trainer plans another command: {', '.join(TRAINERS)}."
+            f"--trainer plans another trainer: {', '.join(plannable())}."
         )
         fit_to_release(self, config.argument_table())
 
@@ -203,9 +203,13 @@ class PlanParser(TrlParser):
         args = list(sys.argv[1:] if args is None else args)
         named = _trainer_in(args)
         if named in (None, self.trainer):
-            return super().parse_args_and_config(args, **options)
-        if named not in tuple(TRAINERS):
-            raise ValueError(f"--trainer {named} is unknown: expected one of {', '.join(TRAINERS)}.")
+            with (
+                warnings.catch_warnings()
+            ):  # a script passes the teacher to GKDTrainer, and a plan has it from the flag
+                warnings.filterwarnings("ignore", message="teacher_model_name_or_path=")
+                return super().parse_args_and_config(args, **options)
+        if named not in tuple(plannable()):
+            raise ValueError(f"--trainer {named} is unknown: expected one of {', '.join(plannable())}.")
         return PlanParser(named, self.prog).parse_args_and_config(args, **options)
 
 

@@ -116,6 +116,7 @@ class BaseTrainer(abc.ABC):
     _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same for earlier releases
     _compiled_methods: ClassVar[frozenset[str]] = frozenset({"compute_loss", "prediction_step"})  # not on instances
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
+    _idle_arguments: ClassVar[Mapping[str, str]] = {}  # of the constructor, accepted as in TRL, but not used
     _never_there: ClassVar[Mapping[str, str]] = {}  # attributes of TRL's that ours lack, and what to write instead
     _editable: Editable
     _setup: Setup

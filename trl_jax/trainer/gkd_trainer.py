@@ -73,7 +73,7 @@ class GKDTrainer(BaseTrainer):
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
         peft_config: our or peft's LoraConfig. Only the adapter is trained and saved.
-        formatting_func: refused: TRL does not call it either.
+        formatting_func: never called, as in TRL; a warning says so.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -85,6 +85,10 @@ class GKDTrainer(BaseTrainer):
         "2306.13649",
     )
     config_class = GKDConfig
+    _idle_arguments = {
+        "formatting_func": "formatting_func is never called by GKDTrainer, in TRL either: rows are read as they are. "
+        "Apply it to the dataset, or leave it out."
+    }
     _never_called = NEVER_CALLED | dict.fromkeys(
         ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _OWN_LOSS
     ) | {"generate_on_policy_outputs": _OWN_SAMPLING}  # fmt: skip
@@ -107,7 +111,7 @@ class GKDTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
         peft_config: Any = None,
-        formatting_func: None = None,
+        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     ):
         if model is None or teacher_model is None:
             missing = "model" if model is None else "teacher_model"
@@ -116,7 +120,7 @@ class GKDTrainer(BaseTrainer):
                 "need the same vocabulary."
             )
         if formatting_func is not None:
-            raise ValueError("formatting_func is never called by GKDTrainer. Apply it to the dataset instead.")
+            logger.warning(self._idle_arguments["formatting_func"])
         self._teacher, self._teacher_generation = teacher_model, None
         super().__init__(
             model, None if args is None else as_config(args, GKDConfig), data_collator, train_dataset, eval_dataset,

@@ -17,7 +17,8 @@ from trl_jax.data.batch import IGNORED, Example, Extras
 from trl_jax.data.chat import opening, rendered
 from trl_jax.data.loader import IndexedExample, StepBatch
 from trl_jax.data.prompts import completion_texts, is_conversation
-from trl_jax.hub.generate import check_generates
+from trl_jax.generation.generator import StopRule
+from trl_jax.hub.generate import check_generates, stop_rule
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.mesh.processes import several
@@ -101,6 +102,7 @@ class OnlineDPOTrainer(BaseTrainer):
         | {"_calculate_rewards_from_functions": _OWN_REWARDS}
     )
     num_generations = 2
+    judge: PairwiseJudge | None = None
     reward_func_names: Sequence[str] = ()
     reward_processing_classes: Sequence[Any] = ()
     temperature, top_p, top_k, min_p, repetition_penalty, max_length, use_vllm = (
@@ -157,7 +159,10 @@ class OnlineDPOTrainer(BaseTrainer):
             self.args, setup.processing_class, self.model, new_tokens=self.args.max_new_tokens
         )
         scores = judge if rewards is None else rewards
-        self._pairs = PairWriter(setup, Completer(setup, self.generation_kwargs), scores, frozenset(self.eos_token_ids))
+        self._pairs = PairWriter(
+            setup, Completer(setup, self.generation_kwargs), scores, frozenset(self.eos_token_ids),
+            stop_rule(setup.model, self.generation_kwargs, setup.processing_class),
+        )  # fmt: skip
 
     @property
     def beta(self) -> float:
@@ -306,12 +311,14 @@ class PairWriter:
 
     scores: gives each completion a score, or is the judge of each two.
     ends: the token ids that end a completion.
+    stop: ends completions besides them; None without stop strings.
     """
 
     setup: Setup
     complete: Completer
     scores: RewardFunctions | PairwiseJudge
     ends: frozenset[int]
+    stop: StopRule | None
 
     def __call__(self, rows: list[dict[str, Any]], epoch: int) -> list[Example]:
         """The pairs of a micro-batch, whose chosen completion comes first.
@@ -323,7 +330,10 @@ class PairWriter:
         args, tokenizer, prompts = setup.args, setup.processing_class, [row["prompt"] for row in rows]
         ids = prompt_ids(prompts, tokenizer)
         written = self.complete(setup.model, ids * 2, args.compute_dtype)  # all first completions, then the second ones
-        ended = np.asarray([int(tokens[-1]) in self.ends for tokens in written])
+        ended = np.asarray([
+            int(tokens[-1]) in self.ends or bool(self.stop and self.stop(prompt, tokens, len(tokens) - 1))
+            for prompt, tokens in zip(ids * 2, written, strict=True)
+        ])  # fmt: skip
         texts = completion_texts(prompts * 2, written, tokenizer)
         if isinstance(self.scores, RewardFunctions):
             scores = self._scores(rows, prompts, texts, written, ended)

@@ -26,7 +26,7 @@ from trl_jax.data.image_rows import pictures_in
 from trl_jax.data.images import TextImages
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
-from trl_jax.hub.generate import complete, exact_draws
+from trl_jax.hub.generate import complete, exact_draws, stop_rule
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.mesh import fetched
@@ -101,6 +101,7 @@ def rollout_steps(
         partial(_count_tokens, setup.events),
         parts.table if is_first() else None,
         line,
+        stop=stop_rule(setup.model, parts.sampling.options, setup.processing_class),
         **(
             {}
             if environments is None
@@ -449,6 +450,7 @@ class PolicyWriter:
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         tell_first(setup.progress.told, "generation")
         how["images"] = None if images is None else images[::group]
+        how["tokenizer"] = setup.processing_class
         with setup.on_device():
             model = self._copy if self._alone else setup.model
             out = complete(model, prompt_ids[::group], options, limit=self._limit(model), **how)
@@ -892,7 +894,7 @@ class Completer:
         """
         args = self._setup.args
         how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
-        how["progress"] = GenerationProgress(self._line, len(prompts))
+        how |= {"progress": GenerationProgress(self._line, len(prompts)), "tokenizer": self._setup.processing_class}
         with self._setup.on_device():
             out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
         self._line("training")

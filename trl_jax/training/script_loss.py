@@ -45,18 +45,16 @@ class UserLossStep:
         Args:
             without_frozen: turns a loss into one without gradients of frozen parameters.
         """
-        self._user_loss, self._point = user_loss, tx.point
-        loss = without_frozen(self._training_loss)
-        self._grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnames="values")
+        self._user_loss, self._tx, self._point = user_loss, tx, tx.point
+        self._loss = without_frozen(self._training_loss)
+        self._grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnames="values")
         self._in_torch = TorchLoss(user_loss, without_frozen)
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
 
     def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict) -> tuple:
         micro = self._user_loss.inputs(arrays)
         parts, num_items = len(micro), None
-        if (
-            arrays.targets is not None and self._user_loss.setup.script_loss is None
-        ):  # such a loss divides by the targets of the whole step itself
+        if not self._user_loss.divides_by_examples:  # it divides by the targets of the whole step itself
             parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
@@ -70,6 +68,28 @@ class UserLossStep:
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
         return params, opt_state, stacked | {"loss": total} | measured
+
+    def in_one_program(self, options: Any) -> Any:
+        """A jitted step with the arguments of `make_step`'s, for a plan: what a call does in a program for each
+        micro-batch, with one after another in a loop. The batch has the `inputs` of all micro-batches, stacked.
+
+        Args:
+            options: compiler options.
+        """
+
+        def step(params: dict, opt_state: Any, inputs: dict, learning_rate: Any, key: Any, frozen: dict) -> tuple:
+            parts, at, state = len(inputs["input_ids"]), self._point(params, opt_state), self._user_loss.state()
+            num_items = None if self._user_loss.divides_by_examples else jnp.float32(1)
+
+            def one(total: Any, micro: dict) -> tuple[Any, jax.Array]:
+                given = at, frozen, micro, key, num_items, jnp.float32(1 / parts)
+                (loss, _), found = jax.value_and_grad(self._loss, has_aux=True)(*given, state=state, values=())
+                return jax.tree.map(jnp.add, total, found), loss
+
+            gradients, losses = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, at), inputs)
+            return _apply(self._tx, params, opt_state, gradients, losses.sum(), learning_rate)
+
+        return jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
 
     def _value_and_grad(self, *given: Any, state: dict, values: tuple) -> tuple:
         """`((loss, sums), gradient)` of a micro-batch; a loss in torch reads the trainer's state and values itself."""
@@ -390,6 +410,11 @@ class UserLoss:
                 "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
         return loss.astype(jnp.float32), self.sums(bound, inputs)
+
+    @property
+    def divides_by_examples(self) -> bool:
+        """Whether the loss is a mean over examples; otherwise over the targets of the whole step."""
+        return self.setup.task.head == "score" or self.setup.script_loss is not None
 
     def to_torch(self, error: WrittenInTorch) -> None:
         """Go on with a loss in torch, if it can; else raise the error."""

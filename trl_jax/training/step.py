@@ -163,21 +163,23 @@ class TrainStep:
             user_loss: a script's own compute_loss; the step then runs one micro-batch at a time.
         """
         self._setup, self._forward, self._script_loss = setup, forward, script_loss
-        self.sharded_step, self._user_loss = sharded_step, user_loss
+        self.sharded_step, self.user_loss = sharded_step, user_loss
 
     def loss(self, params: dict, batch: Any, key: Any, *, remat: bool | str = False) -> tuple:
         """`Forward.loss` or, if a script's subclass has one, its `loss`."""
         return (self._script_loss() or self._forward.loss)(params, batch, key, remat=remat)
 
     def compiled(self, tx: Any, *, remat: bool | str) -> Any:
-        """The jitted step of `train()`, with the arguments of `make_step`'s.
+        """The jitted step of `train()`, with the arguments of `make_step`'s. A script's own compute_loss is in one
+        program only here, for a plan.
 
         Args:
             remat: whether layers are recomputed in the backward pass.
         """
         setup = self._setup
         options = compiler_options(setup.args.device.type, several=setup.sharding_plan is not None)
-
+        if self.user_loss is not None:
+            return UserLossStep(self.user_loss, self._without_frozen, tx).in_one_program(options)
         loss = self._without_frozen(partial(self.loss, remat=remat))
         return make_step(loss, tx, self.sharded_step, options)
 
@@ -191,8 +193,8 @@ class TrainStep:
     def made(self, tx: Any) -> Any:
         """The step of `train()`, in the fastest version that fits in memory and that the arguments allow."""
         args = self._setup.args
-        if self._user_loss is not None:
-            return UserLossStep(self._user_loss, self._without_frozen, tx)
+        if self.user_loss is not None:
+            return UserLossStep(self.user_loss, self._without_frozen, tx)
         steps = [self.compiled(tx, remat=remat) for remat in args.remats]
         room = room_of(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
