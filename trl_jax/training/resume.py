@@ -104,7 +104,9 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
-    progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
+    # A run that a callback stopped goes on, as in TRL, unless it was interrupted before it could end.
+    stopping = progress.stop_training and progress.evaluation_due and point.state.max_steps == length.max_steps
+    progress.stop_training = reached or stopping
     progress.micro_batches = math.ceil(progress.examples / setup.micro_batch_examples)
     if args.restarts_epoch and not progress.stop_training:
         _restart_epoch(progress, length, setup.rollout)
