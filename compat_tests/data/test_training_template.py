@@ -13,8 +13,8 @@ from trl_jax.data.chat_templates import marked, render
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}]
-# Templates whose twin is not derived: TRL's renders other text, or a tool answers within the assistant's turn.
-NOT_DERIVED = {"deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "glm4moe"}
+# Templates whose twin is edited: TRL's renders other text, or a tool answers within the assistant's turn.
+EDITED = {"deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "glm4moe"}
 # Templates that leave thoughts out of earlier turns: derived as TRL's twins, whose every turn is as the last one.
 AS_LAST = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 
@@ -72,7 +72,7 @@ def test_a_derived_template_is_trls(name):
     file = twins()[name]
     plain = file.with_name(f"{name}.jinja").read_text(encoding="utf-8")
     found, wanted = chat_templates.derived(plain), file.read_text(encoding="utf-8")
-    assert (found is None) == (name in NOT_DERIVED)
+    assert (found is None) == (name in EDITED) == (chat_templates.edited(plain) is not None)
     if found is None:
         assert chat_templates.training_template(plain) == wanted
         return
@@ -86,6 +86,40 @@ def test_a_derived_template_is_trls(name):
             assert mine == told(wanted, talk, spans=True)
             seen += bool(mine[1])
     assert seen >= 4
+
+
+def asked_again(content, **more):
+    return [say("user", "When?"), say("assistant", content, **more), say("tool", "12", name="clock")]
+
+
+MORE_TALKS = [
+    asked_again("Wait.", tool_calls=called({"at": "noon"}) * 2) + [say("tool", "13", name="clock")],
+    asked_again(None, tool_calls=called('{"at": 1}') * 2) + [say("assistant", "Noon.")],
+    asked_again("", tool_calls=called({})) + [say("system", "Be brief."), say("assistant", "Noon.")],
+    [say("user", "When?"), say("assistant", "Now."), say("system", "Be brief."), say("user", "So?")],
+    [say("system", "Be kind."), say("system", "Be brief."), say("user", "When?"), say("assistant", "Now.")],
+    [say("user", "When?"), say("assistant", "Now."), say("assistant", "Or then."), say("tool", "12", name="clock")],
+    [say("tool", "12", name="clock"), say("tool", [{"output": "13"}]), say("assistant", "Now.")],
+    asked_again("<think>Hm.</think>Wait.", tool_calls=called({"at": [1, {"b": "c"}]})),
+]
+
+
+@pytest.mark.parametrize("name", sorted(EDITED & twins().keys()))
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_an_edited_template_is_trls(name, newline, monkeypatch):
+    """The same text and marks, with and without a generation prompt; also where the original raises."""
+    file, seen = twins()[name], 0
+    plain = file.with_name(f"{name}.jinja").read_text(encoding="utf-8")
+    wanted = file.read_text(encoding="utf-8")
+    monkeypatch.setattr(chat_templates, "_of_trl", lambda text: None)
+    found = chat_templates.training_template(plain.replace("\n", newline))
+    assert chat_templates.has_generation_markers(found) and chat_templates.edited(found) is None
+    for talk in (*TALKS.values(), *MORE_TALKS):
+        for more in ({}, {"add_generation_prompt": True}, {"enable_thinking": False}):
+            mine = told(found, talk, spans=True, **more)
+            assert mine == told(wanted, talk, spans=True, **more)
+            seen += bool(mine and mine[1])
+    assert seen >= 24
 
 
 CHATML = (

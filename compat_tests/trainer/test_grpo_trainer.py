@@ -427,13 +427,22 @@ def test_completions_are_written(make, tmp_path):
         return list(map(float, map(len, completions)))
 
     config = {"log_completions": True, "num_completions_to_print": 1, "max_steps": 2}
-    trained(make(noting, config=config))
+    trainer = make(noting, config=config)
+    trained(trainer)
     files = sorted((tmp_path / "out" / "completions").glob("*.parquet"))
     assert [file.name for file in files] == ["completions_00001.parquet", "completions_00002.parquet"]
     found = pd.read_parquet(files[0])
     assert list(found) == ["step", "prompt", "completion", "noting", "letters", "advantage"] and len(found) == 8
     assert (found["noting"] == found["letters"]).all() and (found["step"] == 1).all()
     assert abs(found["advantage"]).max() > 0.1
+    kept, last = trainer._logs, pd.read_parquet(files[1])
+    assert list(kept["prompt"]) == last["prompt"].tolist() and list(kept["completion"]) == last["completion"].tolist()
+    assert list(kept["rewards"]["noting"]) == list(kept["extra"]["letters"]) == last["noting"].tolist()
+    assert list(kept["advantages"]) == last["advantage"].tolist() and not kept["images"]
+    kept["prompt"].clear()
+    assert len(trainer._logs["prompt"]) == trainer._logs["prompt"].maxlen == 8
+    with pytest.raises(AttributeError, match="this trainer does not keep. Set log_completions=True"):
+        print(make()._logs)
 
 
 @BOTH

@@ -311,9 +311,10 @@ def test_image_tokens_are_never_sampled(llava, tmp_path):
 
 
 def test_images_are_kept_out_of_the_table(llava, tmp_path):
-    options = POLICY | {"log_completions": True, "max_steps": 1}
+    options = POLICY | {"log_completions": True, "max_steps": 1, "log_multimodal": False}
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **options)
     made.train()
+    assert len(made._logs["images"]) == 0 < len(made._logs["prompt"])
     import pandas as pd
 
     [file] = (tmp_path / "completions").glob("*.parquet")
@@ -335,6 +336,7 @@ def test_trackers_get_images(multimodal):
         own.log("train", 1)
     assert all("PIL" not in str(table["prompt"][0]) for table in tables)
     assert ("image" in tables[0]) == multimodal and "image" not in tables[1]
+    assert list(log.columns("train")["images"]) == ([[picture], []] if multimodal else [])
     if multimodal:
         assert list(tables[0]["image"]) == [[picture], []]
 

@@ -407,6 +407,8 @@ def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     """The finding on an attribute of a trainer that the script reads, or a method that it calls."""
     name, line = used.node.attr, used.node.lineno
     own = own_names(owner) if isinstance(owner, Defined) else set()
+    if name == "_logs" and name not in own and name in attributes_of(trainer):
+        return Finding(line, f"{short(owner)}._logs", "changed", "Copies, with log_completions=True alone.")
     if name in own or name in attributes_of(trainer) or name.startswith("__"):
         return None
     what = f"{short(owner)}.{name}"

@@ -144,13 +144,13 @@ def training_template(chat_template: str | dict[str, str]) -> str:
     """A template that renders assistant turns like this one and marks them with `{% generation %}`.
 
     TRL has such a template for each that it knows; some of these keep the reasoning that the original drops from
-    earlier turns. For other templates it is derived (see `derived`).
+    earlier turns. For other templates it is derived (see `derived`), or edited.
 
     Raises:
-        ValueError: TRL has none (or is not installed) and none can be derived.
+        ValueError: there is none by any of these ways.
     """
     text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
-    found = _of_trl(text) or derived(text)
+    found = _of_trl(text) or derived(text) or edited(text)
     if found is None:
         raise ValueError(
             "The chat template is not training-compatible (missing prefix-preservation or `{% generation %}` markers) "
@@ -812,6 +812,77 @@ def _widths(text: str, given: Iterable[Any]) -> int:
         values = [two for one in nested for two in (one if isinstance(one, Iterable) else [one])]
         size += max((abs(one) for one in values if isinstance(one, int)), default=0) * len(text)
     return size
+
+
+# Templates whose turns `derived` cannot mark, with the places where the model's own tokens begin and end
+
+_BEGIN, _FINISH = "{% generation %}", "{% endgeneration %}"
+_CUT_THOUGHTS = "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+# GLM has no end of turn: the model writes the token that opens the turn behind its own.
+_GLM_NEXT = "{{ '<|system|>' if not loop.last and messages[loop.index0 + 1].role == 'system' else '<|user|>' }}"
+_GLM_SPOKEN = "{% set spoken = loop.index0 > 0 and messages[loop.index0 - 1].role == 'assistant' %}"
+_GEMMA_END = "{%- elif not (ns_tr_out.flag and not has_content and not next_nt.found) -%}\n            "
+
+
+def _of_model(expression: str) -> str:
+    """The expression, as the model's own if the turn is its."""
+    own = f"{_BEGIN}{expression}{_FINISH}"
+    return f"{{%- if role == 'model' -%}}{own}{{%- else -%}}{expression}{{%- endif -%}}"
+
+
+def _wrapped(first: str, last: str | None = None) -> tuple[tuple[str, str, int], ...]:
+    """Mark what is from `first` to `last`."""
+    return ((first, _BEGIN + first, 1), *([] if last is None else [(last, last + _FINISH, 1)]))
+
+
+def _of_deepseek(calls: str, answers: str, *more: tuple[str, str, int]) -> tuple[tuple[str, str, int], ...]:
+    """Mark what turns with calls and other turns render."""
+    other = f"{{%- if message['role'] == 'assistant' and {answers} %}}"
+    marks = (other, _BEGIN), ("{%- if message['role'] == 'tool' %}", "")
+    ended = (("{%- endif %}" + tag, _FINISH + "{%- endif %}" + tag + begin, 1) for tag, begin in marks)
+    return *_wrapped(calls), *ended, *more
+
+
+# What is replaced by what, and how often it must be there
+_EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
+    # DeepSeek-R1's distilled models, which keep the thoughts of earlier turns, as in TRL
+    _of_deepseek("{%- for tool in message['tool_calls']%}", "message['content'] is not none", (_CUT_THOUGHTS, "", 1)),
+    _of_deepseek(  # DeepSeek-V3, whose calls now take arguments as a dict, too
+        "{%- for tool in message['tool_calls'] %}", "'tool_calls' not in message",
+        ("tool['function']['arguments'] +", "(tool['function']['arguments'] | tojson) +", 3),
+    ),
+    (  # GLM-4.5
+        ("{% for m in messages %}\n{%- if m.role == 'user' -%}<|user|>\n",
+         f"{{% for m in messages %}}{_GLM_SPOKEN}{{%- if m.role == 'user' -%}}{{{{ '' if spoken else '<|user|>' }}}}"
+         "{{ '\\n' }}", 1),
+        ("{%- elif m.role == 'system' -%}\n<|system|>\n",
+         "{%- elif m.role == 'system' -%}{{ '' if spoken else '<|system|>' }}{{ '\\n' }}", 1),
+        *_wrapped("{%- if loop.index0 > ns.last_user_index and reasoning_content -%}"),
+        ("</tool_call>{% endfor %}\n{% endif %}\n",
+         f"</tool_call>{{% endfor %}}<|observation|>{{%- else -%}}{_GLM_NEXT}{{%- endif -%}}{_FINISH}", 1),
+        ("{%- if loop.first or (messages[loop.index0 - 1].role != \"tool\") %}\n    {{- '<|observation|>' }}\n"
+         "{%- endif %}\n", "", 1),
+        ("<|observation|>{% for tr in m.content %}",
+         "{{- '' if spoken else '<|observation|>' }}{% for tr in m.content %}", 1),
+    ),
+    (  # Diffusion Gemma, where a tool answers within the model's turn
+        *_wrapped("{{- '<|channel>thought\\n' +", "thinking_text + '\\n<channel|>' -}}"),
+        *_wrapped("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "{{- '}<tool_call|>' -}}"),
+        ("{{- captured_content -}}", _of_model("{{- captured_content -}}"), 1),
+        (_GEMMA_END + "{{- '<turn|>\\n' -}}", _GEMMA_END + _of_model("{{- '<turn|>\\n' -}}"), 1),
+    ),
+)  # fmt: skip
+
+
+def edited(chat_template: str) -> str | None:
+    """The template with the edits of its kind, which give the text and marks of TRL's; None if it is of no kind."""
+    for edits in _EDITS:
+        found = chat_template.replace("\r\n", "\n")
+        if all(found.count(old) == number for old, _, number in edits):
+            for old, new, _ in edits:
+                found = found.replace(old, new)
+            return found
+    return None
 
 
 # Rewriting a template to add `{% generation %}` markers

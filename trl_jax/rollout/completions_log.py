@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -130,6 +130,24 @@ class CompletionsLog:
             **{name: [row["extra"].get(name) for row in rows] for name in found},
             **({"advantage": [row["advantage"] for row in rows]} if judged else {}),
         }
+
+    def columns(self, mode: Mode) -> dict[str, Any]:
+        """Copies of the columns as in TRL's `_logs`: deques of prompts, completions, advantages and the images of
+        prompts, and dicts of them for rewards and extra columns."""
+        table, rows = self.table(mode, 0), self._rows[mode]
+        extra = dict.fromkeys(name for row in rows for name in row["extra"])
+        pictures = self._pictures[mode] if any(self._pictures[mode]) else ()
+        return {
+            "images": self._kept(pictures),
+            "prompt": self._kept(table["prompt"]),
+            "completion": self._kept(table["completion"]),
+            "rewards": {name: self._kept(table[name]) for name in self.names or ()},
+            "advantages": self._kept(table.get("advantage", ())),
+            "extra": {name: self._kept(table[name]) for name in extra},
+        }
+
+    def _kept(self, values: Iterable[Any]) -> deque[Any]:
+        return deque(values, maxlen=self.size)
 
     def log(self, mode: Mode, step: int) -> None:
         """Print the table, write it to a file, and send it to the trackers. Does nothing if the table is empty."""

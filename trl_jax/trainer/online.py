@@ -215,6 +215,22 @@ class RolloutTrainer(BaseTrainer):
         return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
 
     @property
+    def _logs(self) -> dict[str, Any]:
+        """Copies of the completions table's columns, by TRL's names: of training or, without any, of an evaluation.
+
+        Raises:
+            AttributeError: there is no table.
+        """
+        table = self._setup.rollout.rollout.table
+        if table is None:
+            raise AttributeError(
+                "_logs has the columns of the completions table, which this trainer does not keep. Set "
+                "log_completions=True, and read it in the first process."
+            )
+        found = table.columns("train")
+        return found if found["prompt"] else table.columns("eval")
+
+    @property
     def _own_pass(self) -> Any:
         """The pass whose loss a script's own method computes now; None outside of it."""
         script_loss = self._setup.script_loss if "_setup" in vars(self) else None
