@@ -17,6 +17,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.prompts import prompt_ids
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.training.evaluate import CompletionEvaluator
+from trl_jax.training.reference import _mixed
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 CONFIG = {
@@ -81,6 +82,15 @@ def test_the_reference_of_a_changed_model_is_the_changed_one(make, checkpoint):
     trainer.train()
     assert trainer.state.log_history[0]["kl"] == 0.0
     jax.tree.map(np.testing.assert_array_equal, dict(trainer.ref_model.params), changed)
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.6, 0.3])
+def test_a_reference_that_equals_the_policy_stays_equal(alpha):
+    policy = {"weight": np.random.default_rng(0).normal(size=1000).astype(np.float32)}
+    found = _mixed(jax.tree.map(jax.numpy.array, policy), policy, alpha)["weight"]
+    np.testing.assert_array_equal(found, policy["weight"])
+    other = _mixed(jax.tree.map(jax.numpy.zeros_like, policy), policy, alpha)["weight"]
+    np.testing.assert_allclose(other, np.float32(alpha) * policy["weight"], rtol=1e-6)
 
 
 @only_thorough

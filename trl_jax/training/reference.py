@@ -117,11 +117,14 @@ class ReferenceModel:
 def _mixed(
     reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: jax.Array
 ) -> dict[str, jax.Array]:
-    """Of each array `(1 - mixup_alpha) * reference + mixup_alpha * policy`, in float32, in the reference's type."""
+    """Of each array `(1 - mixup_alpha) * reference + mixup_alpha * policy`, in float32, in the reference's type.
+
+    Written so that a reference that equals the policy stays equal.
+    """
 
     def mixed(own: jax.Array, other: jax.Array) -> jax.Array:
-        total = (1 - mixup_alpha) * own.astype(jnp.float32) + mixup_alpha * other.astype(jnp.float32)
-        return total.astype(own.dtype)
+        before = own.astype(jnp.float32)
+        return (before + mixup_alpha * (other.astype(jnp.float32) - before)).astype(own.dtype)
 
     return jax.tree.map(mixed, reference, policy)
 
