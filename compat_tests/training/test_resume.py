@@ -120,6 +120,23 @@ def test_what_a_callback_had_counted_goes_on(train, tmp_path):
     assert train(only(tmp_path, 5), True, callbacks=[EarlyStoppingCallback(4)], **config).state.global_step == 6
 
 
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def test_an_epoch_that_a_callback_cut_short_goes_on(train, tmp_path):
+    config = {"save_strategy": "epoch", "logging_steps": 1, "eval_strategy": "no"}
+    train("again", callbacks=[StopAt(2)], **config)
+    again, whole = train("again", True, **config), train("whole", **config)
+    assert again.state.global_step == whole.state.global_step == 8
+    losses = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (again, whole)]
+    assert losses[0] == losses[1]
+
+
 def test_restoring_callbacks_wholly_takes_how_they_were_set_up_too(train, tmp_path):
     config = {"eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True, "num_train_epochs": 3}
     train("whole", callbacks=[EarlyStoppingCallback(4)], **config)
@@ -130,8 +147,10 @@ def test_restoring_callbacks_wholly_takes_how_they_were_set_up_too(train, tmp_pa
 
 def test_with_more_steps_a_finished_run_goes_on(train, tmp_path):
     train("whole", max_steps=3)
-    longer = train(only(tmp_path, 3), True, max_steps=6)
+    longer = train(only(tmp_path, 3), True, max_steps=6, learning_rate=1e-3, lr_scheduler_type="constant")
     assert longer.state.global_step == 6
+    rates = [log["learning_rate"] for log in longer.state.log_history if "learning_rate" in log]
+    assert rates[0] < 5e-4 and rates[-1] == 1e-3  # what the script says now
     assert train(only(tmp_path, 3), True, max_steps=2).state.global_step == 3  # and with fewer it has ended
 
 

@@ -104,10 +104,12 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
-    # A run that a callback stopped goes on, as in TRL, unless it was interrupted before it could end.
-    stopping = progress.stop_training and progress.evaluation_due and point.state.max_steps == length.max_steps
-    progress.stop_training = reached or stopping
     progress.micro_batches = math.ceil(progress.examples / setup.micro_batch_examples)
+    # A run that a callback stopped goes on, as in TRL, unless it was interrupted before it could end.
+    stopped, same_length = progress.stop_training, point.state.max_steps == length.max_steps
+    progress.stop_training = reached or (stopped and progress.evaluation_due and same_length)
+    if stopped and not progress.stop_training and progress.micro_batches < length.micro_batches_per_epoch:
+        progress.epoch_over = False  # it was cut short
     if args.restarts_epoch and not progress.stop_training:
         _restart_epoch(progress, length, setup.rollout)
     restore_callbacks = args.restore_callback_states_from_checkpoint
