@@ -821,7 +821,7 @@ _CUT_THOUGHTS = "{% if '</think>' in content %}{% set content = content.split('<
 # GLM has no end of turn: the model writes the token that opens the turn behind its own.
 _GLM_NEXT = "{{ '<|system|>' if not loop.last and messages[loop.index0 + 1].role == 'system' else '<|user|>' }}"
 _GLM_SPOKEN = "{% set spoken = loop.index0 > 0 and messages[loop.index0 - 1].role == 'assistant' %}"
-_GEMMA_END = "{%- elif not (ns_tr_out.flag and not has_content and not next_nt.found) -%}\n            "
+_TURN_END = "{%- elif not (ns_tr_out.flag and not has_content and not next_nt.found) -%}\n            "
 
 
 def _of_model(expression: str) -> str:
@@ -865,11 +865,11 @@ _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
         ("<|observation|>{% for tr in m.content %}",
          "{{- '' if spoken else '<|observation|>' }}{% for tr in m.content %}", 1),
     ),
-    (  # Diffusion Gemma, where a tool answers within the model's turn
+    (  # Templates in which a tool answers within the model's turn
         *_wrapped("{{- '<|channel>thought\\n' +", "thinking_text + '\\n<channel|>' -}}"),
         *_wrapped("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "{{- '}<tool_call|>' -}}"),
         ("{{- captured_content -}}", _of_model("{{- captured_content -}}"), 1),
-        (_GEMMA_END + "{{- '<turn|>\\n' -}}", _GEMMA_END + _of_model("{{- '<turn|>\\n' -}}"), 1),
+        (_TURN_END + "{{- '<turn|>\\n' -}}", _TURN_END + _of_model("{{- '<turn|>\\n' -}}"), 1),
     ),
 )  # fmt: skip
 
