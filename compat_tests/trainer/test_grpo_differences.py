@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.effort import only_thorough, usual
@@ -17,7 +18,9 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.prompts import prompt_ids
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.training.evaluate import CompletionEvaluator
+from trl_jax.training.optimizers import point
 from trl_jax.training.reference import _mixed
+from trl_jax.training.rollout import PolicyWriter
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 CONFIG = {
@@ -91,6 +94,39 @@ def test_a_reference_that_equals_the_policy_stays_equal(alpha):
     np.testing.assert_array_equal(found, policy["weight"])
     other = _mixed(jax.tree.map(jax.numpy.zeros_like, policy), policy, alpha)["weight"]
     np.testing.assert_allclose(other, np.float32(alpha) * policy["weight"], rtol=1e-6)
+
+
+def test_an_evaluation_drops_what_dataloader_drop_last_says(make, checkpoint):
+    """As TRL, whose later completions depend on it; an evaluation set of less than a batch is kept."""
+    trainer = make(str(checkpoint(**SMALL)), dataloader_drop_last=True, per_device_eval_batch_size=8)
+    for prompts, wanted in ((5, [8, 8]), (4, [8, 8]), (1, [4])):
+        batches = trainer.parts.evaluator.batches(Dataset.from_list(prompt_rows(prompts)))
+        assert list(map(len, batches)) == wanted
+
+
+def test_a_schedule_free_optimizer_generates_where_gradients_are_taken(make, checkpoint, monkeypatch):
+    """As in TRL. Evaluations and files have the averages, which are other weights from the second step on."""
+    averages, wanted, written, complete = [], [], [], PolicyWriter.complete
+
+    def recorded(writer, *given, **more):
+        written.append(jax.tree.map(np.asarray, dict(trainer.model.params)))
+        return complete(writer, *given, **more)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            params, optimizer_state = trainer.model.params, trainer.parts.setup.progress.optimizer_state
+            averages.append(jax.tree.map(np.asarray, dict(params)))
+            wanted.append(jax.tree.map(np.asarray, point(0.9, params, optimizer_state[1])))
+
+    monkeypatch.setattr(PolicyWriter, "complete", recorded)
+    config = {"optim": "schedule_free_adamw", "learning_rate": 0.02, "num_iterations": 1, "max_steps": 3}
+    trainer = make(str(checkpoint(**SMALL)), options={"callbacks": [Watch()]}, **config)
+    trainer.train()
+    assert len(written) == 3
+    for iterates, used in zip(wanted, written[1:], strict=False):
+        jax.tree.map(np.testing.assert_array_equal, used, iterates)
+    apart = jax.tree.map(lambda own, other: float(np.abs(own - other).max()), averages[1], written[2])
+    assert max(apart.values()) > 1e-4
 
 
 @only_thorough

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -68,6 +69,8 @@ class RolloutSteps:
     generated: when the first step since the last log generated: "before" its micro-batches, "within" or "after" it;
         None if there was no step. Determines the order of the logged metrics.
     num_steps_of_run: how many steps the run has, after which nothing is generated ahead.
+    at_iterates: a block in which the policy is where the next gradient is taken, as in TRL. With a schedule-free
+        optimizer, that is not the average which evaluations use.
     """
 
     rollout: Rollout
@@ -89,6 +92,7 @@ class RolloutSteps:
     sync_steps: int = 1
     num_steps_of_run: Callable[[], int] = lambda: 0
     seeds: TorchGenerator | None = None
+    at_iterates: Callable[[], AbstractContextManager] = nullcontext
     _next: Begun | None = None
     _begun_at: float = 0.0
 
@@ -192,8 +196,9 @@ class RolloutSteps:
     def _generated(self, prompts: Sequence[Any]) -> Experience:
         """Generate completions for these prompts and shuffle them within each rank."""
         rows = self._read(prompts)
-        written = self._written(rows) if self.ahead else None
-        experience = self.rollout.make(rows, self.cycle.group, "train", written)
+        with self.at_iterates():
+            written = self._written(rows) if self.ahead else None
+            experience = self.rollout.make(rows, self.cycle.group, "train", written)
         size = len(rows) // len(self.streams)
         order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
         return experience.ordered(np.concatenate(order).tolist())

@@ -99,6 +99,8 @@ class CompletionEvaluator:
         size = setup.args.per_device_eval_batch_size * setup.shards
         repeated = [index for index in order for _ in range(group)]
 
+        if setup.args.dataloader_drop_last and len(repeated) > size:  # or later completions would not be TRL's
+            repeated = repeated[: len(repeated) // size * size]
         row = RowReader(setup, "eval", dataset)
         return [list(map(row, repeated[at : at + size])) for at in range(0, len(repeated), size)]
 

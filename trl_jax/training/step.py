@@ -223,6 +223,18 @@ class TrainStep:
         flops_a_token = 6 * setup.model.num_parameters(exclude_embeddings=True)
         compilation = CompilationUntimed(setup.events)
 
+        @contextlib.contextmanager
+        def at_iterates():
+            averages = setup.model.params
+            setup.model.params = tx.point(averages, setup.progress.optimizer_state)
+            try:
+                yield
+            finally:
+                setup.model.params = averages
+
+        if setup.rollout is not None:
+            setup.rollout.at_iterates = at_iterates
+
         def advance(batch, learning_rate):
             nonlocal step, tx
             check()
