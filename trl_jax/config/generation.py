@@ -354,7 +354,7 @@ class RewardedArguments(OnlineArguments):
         why=f"{_OWN_ENGINE}.",
     )
     transformers_continuous_batching_config: dict | str | None = arg(
-        None, help="Accepted without effect.", how="silent", why=_OWN_ENGINE
+        None, help="Accepted without effect.", how="silent", why=_OWN_ENGINE, rule=rules.a_dict
     )
     use_transformers_paged: bool = arg(
         False, help="Deprecated: use use_transformers_continuous_batching.", how="silent", why=_OWN_ENGINE

@@ -114,9 +114,10 @@ def warn(args: OldArguments, stacklevel: int) -> None:
         stacklevel: of the line that creates the config, counted from the caller of this function.
     """
     if args.missing_eos_penalty is not None:
+        penalty = float(args.missing_eos_penalty)
         text = (
-            f"missing_eos_penalty={args.missing_eos_penalty:g} is an argument of TRL up to 0.21. It still works: it is "
-            "subtracted from the reward of a completion without an EOS token. Use a reward function for this."
+            f"missing_eos_penalty={penalty:g} is an argument of TRL up to 0.21. It still works: it is subtracted from "
+            "the reward of a completion without an EOS token. Use a reward function for this."
         )
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
     if args.total_episodes is not None:

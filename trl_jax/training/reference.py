@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trl_jax.core.outputs import Images, TokenOutputs
 from trl_jax.core.text import brief
@@ -113,18 +114,21 @@ class ReferenceModel:
             return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
 
 
-@partial(jax.jit, donate_argnums=0)
-def _mixed(
-    reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: jax.Array
-) -> dict[str, jax.Array]:
+def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: float) -> dict[str, jax.Array]:
     """Of each array `(1 - mixup_alpha) * reference + mixup_alpha * policy`, in float32, in the reference's type.
 
-    Written so that a reference that equals the policy stays equal.
+    Where the two are equal, the reference stays as it is, which rounding would change.
     """
+    return _weighted(reference, policy, np.float32(1 - mixup_alpha), np.float32(mixup_alpha))
 
+
+@partial(jax.jit, donate_argnums=0)
+def _weighted(
+    reference: dict[str, jax.Array], policy: dict[str, jax.Array], kept: jax.Array, taken: jax.Array
+) -> dict[str, jax.Array]:
     def mixed(own: jax.Array, other: jax.Array) -> jax.Array:
-        before = own.astype(jnp.float32)
-        return (before + mixup_alpha * (other.astype(jnp.float32) - before)).astype(own.dtype)
+        total = kept * own.astype(jnp.float32) + taken * other.astype(jnp.float32)
+        return jnp.where(own == other, own, total.astype(own.dtype))
 
     return jax.tree.map(mixed, reference, policy)
 
