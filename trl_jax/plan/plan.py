@@ -232,7 +232,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     if sizes:
         models = [trainer.model] if written is None else written.models
         found = [_generation(trainer, one, arguments, sizes, topology, compiles, further["scorer"]) for one in models]
-        further["generation"] = max(found, key=lambda one: one.beside + (one.most.peak if one.most else 0))
+        further["generation"] = max(found, key=lambda plan: plan.beside + (plan.most.peak if plan.most else 0))
     return replace(planned_run, why=why, **further)
 
 
@@ -329,7 +329,7 @@ def _generation(
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
         result, decode, cache, copied = programs.compiled(topology) if compiles else (None, None, None, 0)
-    beside = on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in paths.values()}))
+    beside = on_device((step.state, {path: leaf for path, leaf in placed.items() if path not in paths.values()}))
     return Generation(size, at_once, cache, copied, result, decode, beside, bool(evaluates))
 
 

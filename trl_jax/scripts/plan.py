@@ -203,9 +203,8 @@ class PlanParser(TrlParser):
         args = list(sys.argv[1:] if args is None else args)
         named = _trainer_in(args)
         if named in (None, self.trainer):
-            with (
-                warnings.catch_warnings()
-            ):  # a script passes the teacher to GKDTrainer, and a plan has it from the flag
+            # The flag is how a plan learns of the teacher, which a script passes to GKDTrainer.
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="teacher_model_name_or_path=")
                 return super().parse_args_and_config(args, **options)
         if named not in tuple(plannable()):

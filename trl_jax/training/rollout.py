@@ -485,7 +485,7 @@ class PolicyWriter:
         return made.completions, made.logps
 
     def _turns(self, texts: Ids, images: None, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """One completion of each text of all processes, of which `groups` in a row may be equal."""
+        """Complete each text of all processes once. Runs of equal texts, as long as `groups` says, are one request."""
         del images
         group = _group_of(texts, math.gcd(*groups))
         made = self._server.begin(texts[::group], group)()

@@ -109,7 +109,7 @@ def joined(parts: Sequence[Written]) -> Written:
     )  # fmt: skip
 
 
-Further = Callable[[Ids, Any, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
+Further = Callable[[Ids, None, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
 
 
 def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
@@ -119,7 +119,7 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
     part without texts, until all have ended.
 
     Args:
-        complete: called in all processes with the texts of all of them, the images of these texts or None, and how
+        complete: called in all processes with the texts of all of them, None in the place of their images, and how
             many tokens each may get; returns their tokens and log-probabilities.
 
     Returns:
@@ -138,17 +138,17 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
         found = of_each_process(do)
         here = [part for part in found if part is not None]
         if here:
-            texts, images, rooms = (list(chain.from_iterable(lists)) for lists in zip(*here, strict=True))
-            tokens, logps = complete(texts, None if images[:1] in ([], [None]) else images, rooms)
+            texts, rooms = (list(chain.from_iterable(lists)) for lists in zip(*here, strict=True))
+            tokens, logps = complete(texts, None, rooms)
         ended = False
         if not here:
             return None
         start = sum(len(part[0]) for part in found[: jax.process_index()] if part is not None)
         return tokens[start:], logps[start:]
 
-    def further(texts: Ids, images: Any, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        own = list(texts), [None] * len(texts) if images is None else list(images), list(rooms)
-        tokens, logps = round_of(lambda: own)
+    def further(texts: Ids, images: None, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        del images
+        tokens, logps = round_of(lambda: (list(texts), list(rooms)))
         return tokens[: len(texts)], logps[: len(texts)]
 
     def outcome() -> None:
