@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import socket
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from compat_tests.mesh import rank
@@ -82,4 +84,11 @@ def _become(names: dict, log: Path, *given) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1)  # to the process's end: an error is written at the very last
     for standard in (1, 2):
         os.dup2(sys.stdout.fileno(), standard)
-    rank.main(*given)
+    try:
+        rank.main(*given)
+    except Exception as error:
+        sys.last_value = error  # as Python's own end of a program
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out: JAX's processes wait for each other in one
