@@ -144,7 +144,9 @@ ARGUMENTS = """
     more = {**common, "packing": not True}
     args = SFTConfig("out", **more, eval_steps=SHARE, optim="lomo" if SHARE else "sgd", **os.environ)
     model = AutoModelForSequenceClassification.from_pretrained("m", num_labels=2)
-    quantized = transformers.AutoModel.from_pretrained("m", quantization_config=Mxfp4Config())
+    quantized = transformers.AutoModel.from_pretrained("m", quantization_config=transformers.AwqConfig())
+    unread = transformers.AutoModel.from_pretrained("m", quantization_config=Mxfp4Config())
+    read = transformers.AutoModel.from_pretrained("m", quantization_config=Mxfp4Config(dequantize=not False))
     if os.environ.get("A"):
         collator = None
     else:
@@ -169,7 +171,8 @@ def test_arguments_are_followed():
         "SFTConfig(**...)": (NOT_KNOWN, "made when the script runs"),
         "SFTTrainer(optimizers=...)": (REFUSED, "optax"), "RewardTrainer(**...)": (NOT_KNOWN, ""),
         "RewardTrainer(model=...)": (REFUSED, "num_labels=1"), "score(completions, answer)": (REFUSED, "add **kwargs"),
-        "quantization_config=Mxfp4Config(...)": (REFUSED, "BitsAndBytesConfig"),
+        "quantization_config=AwqConfig(...)": (REFUSED, "BitsAndBytesConfig"),
+        "quantization_config=Mxfp4Config(...)": (REFUSED, "dequantize=True"),
         "CPOTrainer(data_collator=...)": (REFUSED, "leave it out"), "CPOTrainer(model_init=...)": (WORKS, ""),
         "verifiers_of_others.EnvTrainer(...)": (NOT_KNOWN, "Another package's trainer"),
         "GRPOTrainer(...)": (NOT_KNOWN, "known only when the script runs"),

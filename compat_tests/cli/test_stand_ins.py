@@ -20,7 +20,7 @@ plain = PathFinder.find_spec
 
 
 def without(name, path=None, target=None):
-    missing = ("torch", "trl", "peft", "accelerate", "bitsandbytes", "wandb", "unsloth")
+    missing = ("torch", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "wandb", "unsloth")
     return None if name.partition(".")[0] in missing else plain(name, path, target)
 
 
@@ -35,6 +35,7 @@ from accelerate import Accelerator, PartialState
 import bitsandbytes as bnb
 import peft
 from transformers import BitsAndBytesConfig
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_peft_available
 from trl import SFTTrainer
 from trl.trainer.utils import is_peft_available as ours
@@ -46,6 +47,7 @@ assert TaskType.CAUSAL_LM == "CAUSAL_LM" and prepare_model_for_kbit_training("mo
 assert not any((ours(), is_peft_available(), is_accelerate_available(), is_bitsandbytes_available()))
 assert BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16").load_in_4bit
 assert importlib.util.find_spec("wandb") is None and importlib.util.find_spec("unsloth") is None
+assert HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).config["zero_optimization"] == {"stage": 3}
 state = PartialState()
 with state.main_process_first():
     state.print("rank", state.process_index, "of", Accelerator().num_processes, state.is_main_process)

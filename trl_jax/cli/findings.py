@@ -35,6 +35,7 @@ from trl_jax.cli.reading import (
     bases,
     meanings,
     parameters,
+    value_of,
 )
 from trl_jax.cli.trl_alias import MODULES, public_names, spec_of
 from trl_jax.config.devices import without_launcher
@@ -420,17 +421,25 @@ def _of_rewards(line: int, meaning: Meaning) -> list[Finding]:
 
 
 def of_quantization(call: Call) -> Iterator[Finding]:
-    """Models that are loaded in another format than bitsandbytes'."""
+    """Models that are loaded in a format that cannot be trained: all but bitsandbytes' and dequantized MXFP4."""
     node = next(word.value for word in call.node.keywords if word.arg == "quantization_config")
     for meaning in meanings(node, call.scope):
         made = meaning.by if isinstance(meaning, Made) else None
+        name = short(made)
         if (
-            isinstance(made, Imported)
-            and package_of(made.path) == "transformers"
-            and short(made) != "BitsAndBytesConfig"
+            not isinstance(made, Imported)
+            or package_of(made.path) != "transformers"
+            or name in ("BitsAndBytesConfig", "")
         ):
-            text = "Use a BitsAndBytesConfig, or load the model without quantization_config."
-            yield Finding(call.node.lineno, f"quantization_config={short(made)}(...)", "refused", text)
+            continue
+        kind, text = "refused", "Use a BitsAndBytesConfig, or load the model without quantization_config."
+        if name == "Mxfp4Config":
+            given = [word.value for word in meaning.call.keywords if word.arg == "dequantize"]
+            value = value_of(given[0], meaning.scope) if given else False
+            if value is True:
+                continue
+            kind, text = "not known" if value is UNKNOWN else "refused", "Training requires dequantize=True."
+        yield Finding(call.node.lineno, f"quantization_config={name}(...)", kind, text)
 
 
 # Configs

@@ -510,11 +510,25 @@ def _quantize_without_torch(module: ModuleType) -> None:
         module.BitsAndBytesConfig = importlib.import_module("trl_jax.hub.quantization").BitsAndBytesConfig
 
 
+class _DeepSpeedConfig:
+    """Stands in for transformers' `HfDeepSpeedConfig`, which shards what `from_pretrained` loads."""
+
+    def __init__(self, config_file_or_dict: Any):
+        self.config = config_file_or_dict
+
+
+def _shard_without_deepspeed(module: ModuleType) -> None:
+    """Without deepspeed, transformers' config of it cannot be made. A run here reads the argument `deepspeed` alone."""
+    if importlib.util.find_spec("deepspeed") is None:
+        module.HfDeepSpeedConfig = _DeepSpeedConfig
+
+
 # Module -> the patch applied after it is imported.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "peft.mapping_func": _accept_our_adapters,
     "torch": torch_cuda.answer,
     "transformers.hf_argparser": _accept_old_flags,
+    "transformers.integrations.deepspeed": _shard_without_deepspeed,
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: torch_cuda.load_anywhere(module._BaseAutoModelClass),
     "transformers.tokenization_utils_base": _tokenizers,
