@@ -70,6 +70,44 @@ def test_runs_are_trls(name, checkpoint, tmp_path):
         assert mine == other
 
 
+class Shaped:
+    """Mixed into TRL's trainer or ours: methods written for tensors, in a script that imports torch."""
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        import torch
+
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.longest = torch.tensor([len(ids) for ids in completion_ids_list], device=self.accelerator.device).max()
+        return rewards.clamp(max=3.0).to(self.accelerator.device)
+
+    def _generate_and_score_completions(self, inputs):
+        import torch
+
+        outputs = super()._generate_and_score_completions(inputs)
+        lengths = outputs["completion_mask"].sum(dim=1).float()
+        groups = lengths.view(-1, self.num_generations)
+        shaped = (groups - groups.mean(dim=1, keepdim=True)).view(-1).to(outputs["advantages"])
+        if "num_items_in_batch" in outputs:  # GRPO's, which divides by the tokens that there were, or that are said
+            ends = torch.zeros_like(outputs["completion_ids"]).scatter_(1, (lengths.long() - 1).unsqueeze(1), 1)
+            outputs["completion_mask"] = outputs["completion_mask"] * (1 - ends)
+            outputs["num_items_in_batch"] = outputs["num_items_in_batch"] + self.state.global_step
+        outputs["advantages"] = outputs["advantages"] + 0.1 * shaped + 0.01 * outputs["completion_ids"][:, 0] / 300
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
+def test_methods_written_in_torch_are_given_tensors_as_in_trl(kind, checkpoint, tmp_path, monkeypatch):
+    trl, config = pytest.importorskip("trl"), STEPS | {"top_k": 5, "generation_kwargs": {"eos_token_id": [300, 310]}}
+    runs = []
+    for package in (trl_jax, trl):
+        name = f"{kind}Trainer"
+        monkeypatch.setattr(package, name, type(name, (Shaped, getattr(package, name)), {}))
+        runs.append(
+            grpo_cases.run(package, kind, checkpoint(**SMALL), prompt_rows(8), tmp_path / package.__name__, **config)
+        )
+    assert_same_runs(*runs, same_order=True)
+
+
 # What ends a completion
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from datasets import Dataset
 
 import trl_jax
 from compat_tests.effort import THOROUGH
@@ -25,7 +26,7 @@ def config(**changed):
 
 
 def untimed(log):
-    return {name: value for name, value in log.items() if not name.endswith(("runtime", "per_second"))}
+    return {name: float(value) for name, value in log.items() if not name.endswith(("runtime", "per_second"))}
 
 
 def in_torch(base):
@@ -118,8 +119,6 @@ def of_tokens(outputs, labels, num_items_in_batch=None):
 
 
 def test_compute_loss_func_in_torch_trains_a_language_model(checkpoint, tmp_path):
-    from datasets import Dataset
-
     folder = checkpoint(**FACTS, head="causal")
     rows = Dataset.from_dict({"text": [f"a word and {'more ' * n}of it" for n in range(8)]})
     found = []
@@ -130,6 +129,37 @@ def test_compute_loss_func_in_torch_trains_a_language_model(checkpoint, tmp_path
         found.append([untimed(log) for log in trainer.state.log_history])
     for log, other in zip(*found, strict=True):
         assert log == pytest.approx({name: other[name] for name in log}, rel=1e-4, abs=1e-5)
+
+
+class Counting:
+    """Mixed into TRL's trainer or ours: values of a loss that names nothing of torch's."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        counted = (inputs["labels"] != -100).sum()
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["counted"].append(self.accelerator.gather_for_metrics(counted).sum().item())
+        self._metrics[mode]["twice"].append((2 * loss.mean()).detach())
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_needs_values_logs_what_it_logs_in_trl(checkpoint, tmp_path, monkeypatch, caplog):
+    trl, folder = pytest.importorskip("trl"), checkpoint(**FACTS, head="causal")
+    for name in ("jax", "jnp"):  # a script has neither
+        monkeypatch.delitem(globals(), name)
+    rows, found = Dataset.from_dict({"text": [f"a word and {'more ' * n}of it" for n in range(8)]}), {}
+    for package in (trl, trl_jax):
+        kind = type("Counts", (Counting, package.SFTTrainer), {})
+        args = package.SFTConfig(
+            str(tmp_path / package.__name__), **config(eval_strategy="steps", eval_steps=3, loss_type="nll")
+        )
+        trainer = kind(str(folder), args=args, train_dataset=rows, eval_dataset=rows.select(range(4)))
+        trainer.train()
+        found[package] = [untimed(log) for log in trainer.state.log_history[:-1]]
+    for log, other in zip(*found.values(), strict=True):
+        assert list(log) == list(other) and log == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert {"counted", "twice"} <= found[trl_jax][0].keys() and found[trl_jax][-1]["eval_counted"] > 0
+    assert any(one.getMessage().startswith("compute_loss needs values (`self._metrics[mode]") for one in caplog.records)
 
 
 REFUSED = {

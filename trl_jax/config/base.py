@@ -49,11 +49,21 @@ TORCH_ONLY = {
 }
 
 
-@dataclass(frozen=True)
-class Device:
-    """Stands in for torch.device where scripts read `args.device`. JAX starts its backend when `type` is read."""
+class Device(str):
+    """Stands in for torch.device where scripts read `args.device`. JAX starts its backend when `type` is read.
 
-    use_cpu: bool
+    torch reads it as "cpu": what a script computes in torch stays there.
+    """
+
+    __slots__ = ("use_cpu",)
+
+    def __new__(cls, *, use_cpu: bool):
+        self = super().__new__(cls, "cpu")
+        self.use_cpu = use_cpu
+        return self
+
+    def __getnewargs_ex__(self) -> tuple[tuple, dict[str, bool]]:
+        return (), {"use_cpu": self.use_cpu}
 
     @property
     def type(self) -> str:
@@ -71,6 +81,9 @@ class Device:
 
     def __str__(self) -> str:
         return self.type if self.index is None else f"{self.type}:{self.index}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 class JaxArguments(TrainingArguments):

@@ -7,11 +7,12 @@ import inspect
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import ENCODER, LoraConfig, begun, positions_beside, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_bridge import as_tensors, peft_available
+from trl_jax.hub.torch_bridge import as_array, as_tensors, available, peft_available
 from trl_jax.models.adapters import PREFIX
 
 # Copying weights from torch models and back
@@ -465,6 +466,24 @@ def _name_of(function: Any) -> str:
 def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
     """A batch as torch's collators return it, with int64 token ids, masks and labels."""
     return as_tensors({name: _as_long(np.array(values)) for name, values in arrays.items()})
+
+
+def as_arrays(values: Any) -> Any:
+    """A tensor, or the tensors in mappings and lists, as NumPy arrays; other values as they are."""
+    if isinstance(values, Mapping):
+        return {name: as_arrays(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return list(map(as_arrays, values))
+    return as_array(values.detach()) if "torch" in sys.modules and is_tensor(values) else values
+
+
+def knows_torch(function: Callable) -> bool:
+    """Whether torch is installed, and a function or the module that defines it imports it."""
+    function = inspect.unwrap(function)
+    if not (inspect.isfunction(function) and available()):
+        return False
+    modules = [value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType)]
+    return any(name.partition(".")[0] == "torch" for name in (*modules, *function.__code__.co_names))
 
 
 def _as_long(values: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from trl_jax.data.chat import is_messages, load_tokenizer, rendered
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.config import told_of
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import as_checkpoint, is_torch_model
+from trl_jax.hub.torch_objects import as_arrays, as_checkpoint, is_torch_model
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class RewardFunctions:
         """
         if self.own is None:
             return self.calculated(rows, prompts, completions, completion_ids)
-        found = np.asarray(self.own(rows, prompts, completions, completion_ids), np.float32)
+        found = np.asarray(as_arrays(self.own(rows, prompts, completions, completion_ids)), np.float32)
         if found.shape != (len(prompts), len(self.functions)) or np.isinf(found).any():
             raise TypeError(
                 f"The trainer's own _calculate_rewards returned {'infinite ' * bool(np.isinf(found).any())}numbers "

@@ -812,14 +812,18 @@ _EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of a script's own numb
 
 @dataclass(frozen=True)
 class Experience:
-    """The completions of one generation, in training order. Micro-batches are slices of it."""
+    """The completions of one generation, in training order. Micro-batches are slices of it.
+
+    num_items: what a script returned as `num_items_in_batch`; None for the tokens that contribute to the loss.
+    """
 
     rows: Sequence[Completed]
+    num_items: float | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all completions that contribute to the loss."""
-        return sum(row.num_tokens for row in self.rows)
+    def num_tokens(self) -> float:
+        """Number of tokens of all completions, by which losses of tokens are divided."""
+        return sum(row.num_tokens for row in self.rows) if self.num_items is None else self.num_items
 
     @property
     def logps(self) -> frozenset[str]:
@@ -829,7 +833,7 @@ class Experience:
 
     def ordered(self, order: Iterable[int]) -> Experience:
         """The same completions in another order."""
-        return Experience([self.rows[place] for place in order])
+        return replace(self, rows=[self.rows[place] for place in order])
 
     def part(self, number: int, parts: int, ranks: int) -> list[Completed]:
         """Micro-batch `number` of `parts`: the rows are divided into `ranks` equal runs, and each contributes its
@@ -856,7 +860,7 @@ class Experience:
             every = [row.extras[name] for row in rows]
             arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every, np.float32)
             arrays[f"{_OF_TOKENS}{name}"] = np.bool_(values.ndim)
-        return arrays
+        return arrays if self.num_items is None else arrays | {"num_items": np.float32(self.num_items)}
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Experience:
@@ -880,7 +884,8 @@ class Experience:
                 own[name] = np.asarray(values)
         extras = [own or None for own in extras]
         of_each = *columns, arrays["advantage"].tolist(), *logps, images, extras
-        return cls([Completed(*row) for row in zip(*of_each, strict=True)])
+        num_items = float(arrays["num_items"]) if "num_items" in arrays else None
+        return cls([Completed(*row) for row in zip(*of_each, strict=True)], num_items)
 
 
 # Completions before scoring

@@ -110,6 +110,7 @@ class BaseTrainer(abc.ABC):
     router_aux_loss_coef = InitOnlyArg(
         lambda trainer: trainer._setup.router_aux_loss_coef, "Set router_aux_loss_coef in the arguments."
     )
+    _loss_metrics: dict[str, list[Any]] | None = None  # while a script's own loss is called
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
     _saving: LoopProgress | None = None  # while a checkpoint is being saved
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
@@ -243,7 +244,7 @@ class BaseTrainer(abc.ABC):
         """The methods that a script may override, looked up when they are called."""
         own = names_of_script(type(self))
         return Hooks(
-            compute_loss=lambda *given, **options: self.compute_loss(*given, **options),
+            compute_loss=self._own_loss,
             create_optimizer=lambda: self.create_optimizer(),
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=lambda: self.get_train_dataloader(),
@@ -258,6 +259,28 @@ class BaseTrainer(abc.ABC):
             set_by_script=lambda: vars(self).keys(),
             settle_task=lambda: self._settle_task(),
         )
+
+    def _own_loss(self, model: Any, *given: Any, **options: Any) -> Any:
+        """What a script's own `compute_loss` returns."""
+        self._loss_metrics = model.metrics
+        try:
+            return self.compute_loss(model, *given, **options)
+        finally:
+            self._loss_metrics = None
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[Any]]]:
+        """Numbers to log, as lists by name, of "train" and "eval": a script's own loss appends to them.
+
+        Raises:
+            AttributeError: it was read outside such a loss.
+        """
+        if self._loss_metrics is None:
+            raise AttributeError(
+                f"_metrics of {type(self).__name__} exists within its own loss only. Elsewhere, override log and "
+                "change the numbers that it is given."
+            )
+        return dict.fromkeys(("train", "eval"), self._loss_metrics)
 
     # Training.
 

@@ -27,6 +27,7 @@ from trl_jax.data.checks import has_transform
 from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_generates
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import batch_tensors, knows_torch
 from trl_jax.losses.policy_gradient import entropy_mask
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
@@ -53,6 +54,7 @@ from trl_jax.trainer.overrides import (
     ONCE_CALLED_WITH_REWARDS,
     Absent,
     check_config,
+    classes_of_script,
 )
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
@@ -602,23 +604,31 @@ class OnlineTrainer(RolloutTrainer):
     ) -> np.ndarray:
         """The rewards, float32 `[N, F]`, NaN where a function does not apply. A script's subclass may override it and
         change those of `super()`; what it returns is weighted, logged and trained on. On several processes it gets the
-        completions of one.
+        completions of one. The array is a tensor if the script's method, or the module that has it, imports torch.
 
         Args:
             inputs: the rows of the dataset, one for each completion.
         """
-        return self._calls_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self._calls_rewards(inputs, prompts, completions, completion_ids_list)
+        return batch_tensors({"": rewards})[""] if self._overridden_in_torch("_calculate_rewards") else rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's outputs for the prompts of a generation, as NumPy arrays: `prompt_ids`, `prompt_mask` `[N, P]`,
         `completion_ids`, `completion_mask` `[N, C]`, `advantages` `[N]`, `num_items_in_batch` and the log-probabilities
-        that there are. A script's subclass may override it: what it changes of the advantages, the mask and the
-        log-probabilities of `super()` is trained on, and further numbers `[N]` or `[N, C]` reach its `_compute_loss`.
+        that there are. They are tensors if the script's method, or the module that has it, imports torch. A script's
+        subclass may override it: what it changes of the advantages, the mask and the log-probabilities of `super()` is
+        trained on, and further numbers `[N]` or `[N, C]` reach its `_compute_loss`.
 
         Args:
             inputs: the rows of the dataset, each as often as its prompt is completed.
         """
-        return self._own_method("_generate_and_score_completions").default_score(inputs)
+        name = "_generate_and_score_completions"
+        outputs = self._own_method(name).default_score(inputs)
+        return batch_tensors(outputs) if self._overridden_in_torch(name) else outputs
+
+    def _overridden_in_torch(self, name: str) -> bool:
+        """Whether a script's own method of this name knows torch."""
+        return any(knows_torch(vars(cls)[name]) for cls in classes_of_script(type(self)) if name in vars(cls))
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's lists: the ids of prompts and of completions, in GRPO the mask of tools, the completions as reward

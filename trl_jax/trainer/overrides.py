@@ -360,10 +360,14 @@ class Absent:
         )  # fmt: skip
 
 
+def classes_of_script(cls: type) -> list[type]:
+    """A script's own classes in the order of method resolution: subclasses of a trainer, and mixins."""
+    return [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
+
+
 def names_of_script(cls: type) -> frozenset[str]:
     """Names that a script's own subclass of a trainer, or its mixins, define."""
-    own = [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
-    return frozenset(name for kind in own for name in vars(kind))
+    return frozenset(name for kind in classes_of_script(cls) for name in vars(kind))
 
 
 def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:

@@ -245,17 +245,6 @@ class ReferenceTrainer(BaseTrainer):
         return (loss, outputs) if return_outputs else loss
 
     @property
-    def _metrics(self) -> dict[str, dict[str, list[Any]]]:
-        """Arrays to log, as lists by name, to which a script's own loss appends.
-
-        Raises:
-            AttributeError: it was read outside such a loss.
-        """
-        if self._own_metrics is None or self._own_metrics.current is None:
-            raise AttributeError(f"_metrics of {type(self).__name__} exists within its own _compute_loss only.")
-        return dict.fromkeys(("train", "eval"), self._own_metrics.current.metrics)
-
-    @property
     def ref_model(self) -> PreTrainedModel | None:
         """The current reference model; None if it is not a separate model in memory."""
         if self._own_metrics is not None and self._own_metrics.current is not None:

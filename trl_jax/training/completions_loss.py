@@ -54,7 +54,7 @@ class OwnLoss:
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
         refused = parameters_refused(setup.model, read_in_jax)
         try:
-            with setup.events.state_replaced(state), torch_explained(logs=True), refused:
+            with setup.events.state_replaced(state), torch_explained(), refused:
                 loss = self._compute_loss(one.model, one.inputs)
         finally:
             self.current = None

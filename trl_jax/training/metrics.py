@@ -44,6 +44,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
+from trl_jax.training.script_loss import OWN_METRIC, own_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -466,7 +467,9 @@ def task_metrics(
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
     if rollout is not None:
         return rollout.logged(objective.metrics(sums, split), step)
-    metrics, tokens = objective.metrics(sums, split), {"num_tokens": float(tokens_seen)}
+    own = objective is task and sums and OWN_METRIC in sums[-1]
+    metrics = own_metrics(task, sums, split) if own else objective.metrics(sums, split)
+    tokens = {"num_tokens": float(tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
     names = list(metrics)

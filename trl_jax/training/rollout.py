@@ -28,6 +28,7 @@ from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
 from trl_jax.hub.generate import complete, exact_draws, stop_rule
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import as_arrays
 from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, of_each_process, several
@@ -717,8 +718,8 @@ class OwnRollout:
         if not isinstance(outputs, Mapping) or given.keys() - outputs.keys():
             missing = sorted(given.keys() - outputs.keys()) if isinstance(outputs, Mapping) else brief(outputs)
             raise TypeError(f"{where} outputs without {missing}; expected those of super(), with changes.")
-        found = {name: np.asarray(value) for name, value in outputs.items() if value is not None}
-        free = {"advantages", "completion_mask", *(TRL_LOGPS if self.whole else ())}
+        found = {name: np.asarray(value) for name, value in as_arrays(outputs).items() if value is not None}
+        free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.whole else ())}
         for name in given.keys() - free:
             if not np.array_equal(found[name], given[name]):
                 raise TypeError(f"{where} other {name} than super(): these are what was generated. Leave them.")
@@ -743,7 +744,7 @@ class OwnRollout:
             of_row = {name: values[number][..., : len(row.completion)] if values.ndim == 2 else values[number]
                       for name, values in extras.items()}  # fmt: skip
             rows.append(row._replace(**own, extras=of_row or None))
-        return Experience(rows)
+        return Experience(rows, float(found["num_items_in_batch"]) if self.whole else None)
 
     def _advantages(self, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
         """Numbers of completions, float32 `[B]`; 0 where the script has one for each token."""

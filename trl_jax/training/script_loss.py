@@ -28,7 +28,14 @@ from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scri
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.reference import Comparing, label_reads
 from trl_jax.training.state import Setup
-from trl_jax.training.torch_errors import NotGiven, WrittenInTorch, may_run_in_torch, outputs_alone, torch_explained
+from trl_jax.training.torch_errors import (
+    NeedsValues,
+    NotGiven,
+    WrittenInTorch,
+    may_run_in_torch,
+    outputs_alone,
+    torch_explained,
+)
 from trl_jax.training.update import updated
 
 # Steps and evaluations with a script's own `compute_loss` or `prediction_step`.
@@ -398,7 +405,7 @@ class UserLoss:
         if own is not None:
             given, own.current = bound.compared_inputs(given), bound
         try:
-            with self.setup.events.state_replaced(state), torch_explained(logs=own is not None), refused:
+            with self.setup.events.state_replaced(state), torch_explained(), refused:
                 result = self.compute_loss(bound, given, **options)
         finally:
             if own is not None:
@@ -409,7 +416,7 @@ class UserLoss:
                 f"compute_loss returned {described(loss)}; expected a JAX scalar, as in "
                 "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
-        return loss.astype(jnp.float32), self.sums(bound, inputs)
+        return loss.astype(jnp.float32), self.sums(bound, inputs) | logged_sums(bound)
 
     @property
     def divides_by_examples(self) -> bool:
@@ -422,8 +429,9 @@ class UserLoss:
             raise error
         self.in_torch = True
         logger.warning(
-            "compute_loss is written in torch (`%s`): JAX computes the model, and its outputs go to torch and their "
-            "gradient back for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
+            "compute_loss %s (`%s`): JAX computes the model, and its outputs go to torch and their gradient back "
+            "for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
+            "needs values" if isinstance(error, NeedsValues) else "is written in torch",
             error.line,
             error.instead,
         )
@@ -478,7 +486,7 @@ class UserLoss:
         examples."""
         task, rows = self.setup.task, len(inputs["input_ids"])
         if self.setup.script_loss is not None:
-            return (bound.default_sums or {}) | own_sums(bound.metrics, jnp.bool_(True))
+            return bound.default_sums or {}
         if task.head == "lm":
             covered = bound.outputs and bound.outputs[-1].shape[:2] == inputs["labels"].shape
             logits = bound.outputs[-1] if covered else jnp.zeros((*inputs["labels"].shape, 1))
@@ -505,20 +513,20 @@ def described(value: Any) -> str:
 
 # What a script's own loss logs.
 
-_OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
+OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
 
 
 def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
     """The task's metrics, where the sums have those of its loss, and those of `own_sums`: the mean of each over the
     micro-batches where it is not NaN."""
-    names = [name for name in (sums[0] if sums else ()) if name.startswith(_OWN_METRIC)]
+    names = [name for name in (sums[0] if sums else ()) if name.startswith(OWN_METRIC)]
     of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
     found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
     if not names:
         return found
-    totals = joined(sums, dict.fromkeys(names, np.sum), count=_OWN_METRIC)
-    parts = totals.pop(_OWN_METRIC)  # devices that share a micro-batch
-    return found | means({name.removeprefix(_OWN_METRIC): values / parts for name, values in totals.items()})
+    totals = joined(sums, dict.fromkeys(names, np.sum), count=OWN_METRIC)
+    parts = totals.pop(OWN_METRIC)  # devices that share a micro-batch
+    return found | means({name.removeprefix(OWN_METRIC): values / parts for name, values in totals.items()})
 
 
 def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
@@ -527,11 +535,21 @@ def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax
     Args:
         members: bool `[M]`, whether the pass is of a micro-batch; or a scalar, where it is a micro-batch itself.
     """
-    own = {_OWN_METRIC: members.astype(jnp.float32)}
+    own = {OWN_METRIC: members.astype(jnp.float32)}
     for name, values in metrics.items():
         value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
-        own[_OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
+        own[OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
     return own
+
+
+def logged_sums(model: Any) -> dict[str, jax.Array]:
+    """What a script's loss of one micro-batch has logged, in `metrics` of the model that it was given.
+
+    A loss that is compared with a reference always counts its micro-batches.
+    """
+    if not (model.metrics or isinstance(model, BoundModel) and model.comparing is not None):
+        return {}
+    return own_sums(torch_objects.as_arrays(model.metrics), jnp.bool_(True))
 
 
 class OwnMetrics:
@@ -679,6 +697,7 @@ class TorchModel:
             training: False in an evaluation.
         """
         self._compute, self._model, self._known, self.training = compute, model, known, training
+        self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
 
     def __call__(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> TorchOutputs:
@@ -740,7 +759,7 @@ class TorchLoss:
         backwards = zip(model.backwards, torch_objects.gradients(loss, model.leaves), strict=True)
         parts = [self._back(back, gradient) for back, gradient in backwards]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
-        return (np.float32(loss.item()), self._sums(model.outputs, inputs)), gradient
+        return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
 
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """`(sums with "loss", outputs)` of a batch."""
@@ -753,7 +772,7 @@ class TorchLoss:
             loss = self._loss(model, inputs, None)
         outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
-        return self._sums(model.outputs, inputs) | {"loss": jnp.float32(loss.item())}, found
+        return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found
 
     def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
         known = frozenset(inputs) | BoundModel.ignored

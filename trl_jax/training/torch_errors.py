@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -49,18 +50,23 @@ class WrittenInTorch(TypeError):
         )
 
 
+class NeedsValues(WrittenInTorch):
+    """A loss needs the values of arrays while it is compiled, as by `.item()`; in torch they are there."""
+
+    def __init__(self, line: str, ways_out: str):
+        self.line, self.instead = line, "choose with jnp.where, bound with jnp.minimum"
+        TypeError.__init__(self, f"compute_loss is compiled once and has no values while it is: `{line}`. {ways_out}")
+
+
 class NotGiven(AttributeError):
     """A loss in torch asked for more than the model's outputs."""
 
 
 @contextlib.contextmanager
-def torch_explained(*, logs: bool = False) -> Iterator[None]:
+def torch_explained() -> Iterator[None]:
     """Explain errors of a loss: of torch about a JAX array, and of an array about torch's words, with the script's line
     translated to jax.numpy; of JAX about a value that does not exist while the loss is compiled, with the line and the
     way out.
-
-    Args:
-        logs: whether the loss may append arrays to `self._metrics`.
 
     Raises:
         WrittenInTorch: the script's line has words of torch's.
@@ -71,17 +77,13 @@ def torch_explained(*, logs: bool = False) -> Iterator[None]:
         line = _line_of_script(error)
         if line is not None and _SAYS_TORCH.search(line):
             raise WrittenInTorch(line, error) from error
-        raise TypeError(
-            f"compute_loss is compiled once and has no values while it is: `{error if line is None else line}`. "
+        ways_out = (
             "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
             "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
-            "model(...), not self.model(...). "
-            + (
-                "What is to be logged is appended to self._metrics[mode][name] as an array."
-                if logs
-                else "What is to be logged is for a callback or compute_metrics."
-            )
-        ) from error
+            "model(...), not self.model(...). What is to be logged is appended to self._metrics[mode][name] as an "
+            "array."
+        )
+        raise NeedsValues(str(error) if line is None else line, ways_out) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         line = _line_of_script(error)
         if line is None or not (_OF_TORCH.search(line) or _COMPLAINT.search(str(error))):
@@ -102,16 +104,23 @@ def outputs_alone() -> Iterator[None]:
 
 
 def may_run_in_torch(error: WrittenInTorch) -> bool:
-    """Whether torch is there, and the line its own: where a script uses jax, a word that both have is JAX's."""
+    """Whether torch is there, and the line its own: where a script uses jax, a word that both have is JAX's, and where
+    it does not import torch, values are asked of JAX."""
     if not available():
         return False
+    if isinstance(error, NeedsValues):
+        return _imports(error.__cause__, "torch") and not _imports(error.__cause__, "jax")
     surely = _SAYS_TORCH.search(error.line) or _COMPLAINT.search(str(error.__cause__))
-    return surely is not None or not _uses_jax(error.__cause__)
+    return surely is not None or not _imports(error.__cause__, "jax")
 
 
-def _uses_jax(error: BaseException) -> bool:
+def _imports(error: BaseException, package: str) -> bool:
+    """Whether the script's own code in which this was raised has a module of the package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _of_script(frame.f_code.co_filename)]
-    return any(value is jax or value is jax.numpy for value in frames[-1].f_globals.values())
+    modules = (
+        [value.__name__ for value in frames[-1].f_globals.values() if isinstance(value, ModuleType)] if frames else []
+    )
+    return any(name.partition(".")[0] == package for name in modules)
 
 
 def _line_of_script(error: BaseException) -> str | None:
