@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
 
 import pytest
+import transformers
+
+from compat_tests.trainer.vision_models import pictures, tiny_tiled
+from trl_jax.cli.transformers_patches import accept_no_videos, load_without_videos
 
 SCRIPT = """
 import sys
@@ -66,3 +72,31 @@ def test_what_does_not_wait_is_imported_as_ever(tmp_path):
     pytest.importorskip("torch")
     ran = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_processor_of_images_and_videos_loads_without_torchvision(tmp_path, monkeypatch):
+    auto = pytest.importorskip("transformers.models.auto.video_processing_auto")
+    mixin = importlib.import_module("transformers.processing_utils").ProcessorMixin
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("there is a torchvision")
+    wanted = tiny_tiled(tmp_path, "qwen3_vl", monkeypatch)
+    settings = {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    monkeypatch.undo()
+    for owner, name in (
+        (auto.AutoVideoProcessor, "from_pretrained"), (mixin, "check_argument_for_proper_class"), (mixin, "to_dict"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
+    load_without_videos(auto)
+    accept_no_videos(mixin)
+    found = transformers.AutoProcessor.from_pretrained(tmp_path)
+    texts, [picture] = {"text": ["see <|image_pad|> and bake"], "return_tensors": "np"}, pictures(1)
+    assert found.tokenizer.chat_template == wanted.tokenizer.chat_template
+    own, their = (one(images=[picture], **texts) for one in (found, wanted))
+    assert own.keys() == their.keys() and all((own[name] == their[name]).all() for name in own)
+    assert found.video_processor.fps == 2 and not hasattr(found.video_processor, "nothing")
+    with pytest.raises(ImportError, match="Videos are processed by transformers with torchvision"):
+        found.video_processor([])
+    found.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "processor_config.json").read_text())
+    assert saved["video_processor"] == settings

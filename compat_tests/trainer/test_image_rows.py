@@ -150,6 +150,18 @@ def test_images_in_messages_and_encoded_ones(llava, tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_images_that_a_transform_opens(llava, tmp_path):
+    rows = pairs()
+    opened = rows.remove_columns("images").add_column("number", range(len(rows)))
+    opened.set_transform(lambda batch: dict(rows[batch["number"]]))
+    args = trainer(trl_jax, "DPO", llava, tmp_path / "table", rows).args
+    losses = [
+        logged(trl_jax.DPOTrainer(llava, args=args, train_dataset=table, eval_dataset={"own": table}))[0]["loss"]
+        for table in (rows, opened)
+    ]
+    assert losses[0] == losses[1]
+
+
 def stream_of(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 

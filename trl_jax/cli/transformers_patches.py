@@ -9,12 +9,13 @@ half of a script's import time.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 # ---- Methods of transformers' Trainer, called by name
 
@@ -141,3 +142,57 @@ def _import_activations() -> None:
     finally:
         for name in _SHARDED:
             del sys.modules[name]
+
+
+# ---- Processors of models that take videos, too
+
+
+class NoVideos:
+    """Stands in for a video processor, which needs torchvision: it is saved as it was read, and takes no videos."""
+
+    model_input_names: ClassVar[list[str]] = []
+    _auto_class = None
+
+    def __init__(self, settings: dict[str, Any]):
+        self.settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        settings = vars(self).get("settings", {})
+        if name not in settings:
+            raise AttributeError(f"the stand-in for a video processor has no {name}")
+        return settings[name]
+
+    def __call__(self, *videos: Any, **options: Any) -> Any:
+        raise ImportError(
+            "Videos are processed by transformers with torchvision, which is not installed. Leave them out: trl_jax "
+            "trains on texts and images."
+        )
+
+
+def load_without_videos(module: ModuleType) -> None:
+    """Where torchvision is missing, let AutoProcessor load what takes no videos."""
+    if importlib.util.find_spec("torchvision") is None:
+
+        def from_pretrained(name: Any, *arguments: Any, **options: Any) -> NoVideos:
+            known = inspect.signature(module.get_video_processor_config).parameters.keys() & options.keys()
+            return NoVideos(module.get_video_processor_config(name, **{key: options[key] for key in known}))
+
+        module.AutoVideoProcessor.from_pretrained = staticmethod(from_pretrained)
+
+
+def accept_no_videos(processor_mixin: type) -> None:
+    """Let processors be made and saved with a `NoVideos`."""
+    plain_check, plain_dict = processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict
+
+    @functools.wraps(plain_check)
+    def check(self: Any, argument_name: str, argument: Any) -> Any:
+        return NoVideos if isinstance(argument, NoVideos) else plain_check(self, argument_name, argument)
+
+    @functools.wraps(plain_dict)
+    def to_dict(self: Any) -> dict[str, Any]:
+        found = plain_dict(self)
+        absent = {name: value.settings for name, value in found.items() if isinstance(value, NoVideos)}
+        plain = {name: value for name, value in found.items() if name not in absent}
+        return plain | {name: settings for name, settings in absent.items() if settings}
+
+    processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict = check, to_dict

@@ -24,7 +24,7 @@ from typing import Any
 
 from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
-from trl_jax.cli.transformers_patches import answer_by_name
+from trl_jax.cli.transformers_patches import accept_no_videos, answer_by_name, load_without_videos
 from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
 from trl_jax.legacy.arguments import modern_flags
@@ -531,6 +531,8 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.integrations.deepspeed": _shard_without_deepspeed,
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: torch_cuda.load_anywhere(module._BaseAutoModelClass),
+    "transformers.models.auto.video_processing_auto": load_without_videos,
+    "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
     "transformers.tokenization_utils_base": _tokenizers,
     "transformers.trainer": lambda module: answer_by_name(module.Trainer),
     "transformers.training_args": _arguments,

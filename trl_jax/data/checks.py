@@ -122,6 +122,14 @@ def as_read(dataset: Any, name: str) -> Any:
     return Dataset.from_list([dataset[number] for number in range(len(dataset))])
 
 
+def images_read(dataset: Any, name: str) -> Any:
+    """`as_read` of tables, in a dict or alone, whose transform gives the first row images; others unchanged."""
+    if isinstance(dataset, dict):
+        return {key: images_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
+    seen = has_transform(dataset) and len(dataset) and not {"image", "images"}.isdisjoint(dataset[0])
+    return as_read(dataset, name) if seen else dataset
+
+
 def has_transform(dataset: Any) -> bool:
     """Whether a table applies a transform when rows are read (`Dataset.with_transform` or `set_transform`). Its
     `column_names` are then the columns that the transform gets."""

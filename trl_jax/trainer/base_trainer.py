@@ -18,7 +18,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import api_boundary
-from trl_jax.data.checks import check_type
+from trl_jax.data.checks import check_type, images_read
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -172,6 +172,8 @@ class BaseTrainer(abc.ABC):
         model, torch_model = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
+        if self._check_images is not None and not self._takes_transforms:
+            train_dataset, eval_dataset = images_read(train_dataset, "train"), images_read(eval_dataset, "eval")
         check_type(train_dataset, "train", transforms=self._takes_transforms, images=self._check_images is not None)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
         spec = (spec or setup.TrainerSpec())._replace(
