@@ -34,6 +34,13 @@ def make(checkpoint, tmp_path):
     return made
 
 
+def test_a_time_limit_in_the_generation_config_is_refused(make, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(**CHAT))
+    model.generation_config.max_time = 1.0
+    with pytest.raises(ValueError, match="has max_time=1.0, which is not in this release"):
+        make(student=model)
+
+
 def test_the_config_has_trls_fields_defaults_and_order(tmp_path):
     gkd = pytest.importorskip("trl.experimental.gkd")
     theirs, ours = (kind(str(tmp_path), use_cpu=True, bf16=False) for kind in (gkd.GKDConfig, GKDConfig))

@@ -99,6 +99,24 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("max_time", 2.5, "has max_time=2.5, which .*set model.generation_config.max_time = None and pass the model"),
+        ("num_return_sequences", 2, "has num_return_sequences=2, which .*model.generation_config.num_return_sequences"),
+        ("num_beams", 2, "num_beams=2 is not in this release"),
+    ],
+)
+def test_a_generation_config_that_completions_cannot_follow(name, value, text, make, checkpoint):
+    """At construction; what generation_kwargs override has no effect."""
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL))
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=text):
+        make(model=model)
+    if name != "max_time":
+        make(model=model, config={"generation_kwargs": {name: 1}})
+
+
 GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
 

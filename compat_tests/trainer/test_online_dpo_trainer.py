@@ -92,6 +92,13 @@ def test_refused_at_construction(name, make):
         make(**given)
 
 
+def test_a_time_limit_in_the_generation_config_is_refused(make, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(**CHAT))
+    model.generation_config.max_time = 1.0
+    with pytest.raises(ValueError, match="has max_time=1.0, which is not in this release"):
+        make(model=model)
+
+
 def test_a_model_is_not_its_own_reference(make, checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint(**CHAT))
     with pytest.raises(ValueError, match="`model` and `ref_model` cannot be the same object"):

@@ -476,10 +476,7 @@ def complete(
             strings come without a tokenizer.
         RuntimeError: the model's logits are not finite.
     """
-    from transformers import GenerationConfig
-
-    check_generates(model)
-    settings, _ = resolve(model, GenerationConfig(**options), {})
+    settings = check_completes(model, options)
     prompts = [np.asarray(ids, np.int32) for ids in prompt_ids]
     text = text_of(model, settings, max(map(len, prompts)))
     before, behind = processors_of(settings, text)
@@ -490,6 +487,30 @@ def complete(
         request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
     return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress, limit=limit)
+
+
+# Field of a generation_config that `complete` does not support -> its values without effect, and why.
+_NOT_COMPLETED = {
+    "max_time": (None, "Completions would depend on the speed of the machine."),
+    "num_return_sequences": (1, "The trainer sets the number of completions of a prompt."),
+}
+
+
+def check_completes(model: Any, options: Mapping[str, Any]) -> Settings:
+    """The settings of `complete` with these options; raises the ValueErrors that do not depend on prompts."""
+    from transformers import GenerationConfig
+
+    check_generates(model)
+    settings, _ = resolve(model, GenerationConfig(**options), {})
+    for name, (idle, why) in _NOT_COMPLETED.items():
+        value = vars(settings.config)[name]
+        if value != idle:
+            raise ValueError(
+                f"The generation_config of {model.name_or_path} has {name}={value!r}, which is not in this release of "
+                f"trl_jax for online training. {why} Remove it from generation_config.json, or load the model, set "
+                f"model.generation_config.{name} = {idle} and pass the model."
+            )
+    return settings
 
 
 def stop_rule(model: Any, options: Mapping[str, Any], tokenizer: Any) -> StopRule | None:

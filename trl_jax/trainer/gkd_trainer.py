@@ -18,7 +18,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.core.torch_random import default_generator
 from trl_jax.data.batch import IGNORED, Example
 from trl_jax.data.loader import IndexedExample, StepBatch
-from trl_jax.hub.generate import check_generates
+from trl_jax.hub.generate import check_completes, check_generates
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -135,6 +135,8 @@ class GKDTrainer(BaseTrainer):
             )
         check_generates(self.model)
         self._mixture = self._mixed()
+        if self.lmbda > 0:
+            check_completes(self.model, self.generation_kwargs)
         if self.lmbda == 1.0 and self.temperature == 1.0:
             logger.warning(_TO_LATER, self.beta)
 

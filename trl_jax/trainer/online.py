@@ -25,7 +25,7 @@ from trl_jax.data.chat_templates import (
 from trl_jax.data.checks import argument as argument_checks
 from trl_jax.data.checks import has_transform
 from trl_jax.data.image_rows import Encoder
-from trl_jax.hub.generate import check_generates
+from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import batch_tensors, knows_torch
 from trl_jax.losses.policy_gradient import entropy_mask
@@ -312,11 +312,11 @@ class RolloutTrainer(BaseTrainer):
         rollout_func, server = self._rollout_func(), None
         if self._uses_server:
             server = self._server(run)
-        elif rollout_func is None:
-            check_generates(model)
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
         options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
+        if server is None and rollout_func is None:
+            check_completes(model, options)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
         table = self._table(columns) if args.log_completions else None

@@ -18,7 +18,7 @@ from trl_jax.data.chat import opening, rendered
 from trl_jax.data.loader import IndexedExample, StepBatch
 from trl_jax.data.prompts import completion_texts, is_conversation
 from trl_jax.generation.generator import StopRule
-from trl_jax.hub.generate import check_generates, stop_rule
+from trl_jax.hub.generate import check_completes, check_generates, stop_rule
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.mesh.processes import several
@@ -158,6 +158,7 @@ class OnlineDPOTrainer(BaseTrainer):
         self.generation_kwargs = sampling_options(
             self.args, setup.processing_class, self.model, new_tokens=self.args.max_new_tokens
         )
+        check_completes(self.model, self.generation_kwargs)
         scores = judge if rewards is None else rewards
         self._pairs = PairWriter(
             setup, Completer(setup, self.generation_kwargs), scores, frozenset(self.eos_token_ids),
