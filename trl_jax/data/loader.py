@@ -403,7 +403,7 @@ def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
     """64-bit digest of a stream up to and including this row, chained from the digest `so_far`."""
     digest = xxhash.xxh3_64(seed=so_far)
     if columns.raw:
-        digest.update(raw_row({name: row.get(name) for name in columns.raw}))
+        digest.update(raw_row({name: row.get(name) for name in columns.raw}).encode())
         return digest.intdigest()
     for column in _lists(columns):
         digest.update(np.asarray(row.get(column, ()), np.int64))
