@@ -97,6 +97,20 @@ def test_numbers_of_reads_want_labels(layout):
         step(layout, [one._replace(labels=()) for one in EXAMPLES])
 
 
+@on_devices
+@in_every_layout
+def test_micro_batches_count_alike_whatever_their_targets(layout, options):
+    examples = [one._replace(weight=None) for one in EXAMPLES]
+    batch, per = step(layout, examples, weighting="micro_batches", **options), SIZE // options.get("shards", 1)
+    there = batch.weight > 0
+    weights = dict(zip(batch.extras.example["own"][there].astype(int), batch.weight[there], strict=True))
+    runs = [examples[at : at + per] for half in (examples[:SIZE], examples[SIZE:]) for at in range(0, len(half), per)]
+    for run in runs:
+        for one in run:
+            wanted = 1 / (len(runs) * sum(other.num_targets for other in run))
+            assert weights[int(one.extras.example["own"])] == pytest.approx(wanted), (layout, options)
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_is_above_zero(weight):
     with pytest.raises(ValueError, match="has weight .*; it must be above 0"):

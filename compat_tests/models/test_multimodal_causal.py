@@ -18,6 +18,7 @@ from compat_tests.effort import usual
 from compat_tests.models import causal, towers, variants
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.checkpoint import entries_of, read_tensor
+from trl_jax.hub.families import vlm_text
 from trl_jax.models.model import merge
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.trainer.sft_trainer import SFTTrainer
@@ -33,6 +34,16 @@ def case(request, tmp_path_factory):
     """(folder, transformers' model of it, how the names of the towers' tensors begin)."""
     folder = tmp_path_factory.mktemp(request.param)
     return folder, towers.build(folder, request.param), towers.CASES[request.param][2]
+
+
+def test_steps_are_averaged_over_micro_batches_where_transformers_averages_them():
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    for family in vlm_text.FAMILIES:
+        theirs = getattr(transformers, NAMES[family.model_type])
+        averaged = not getattr(theirs, "accepts_loss_kwargs", True)
+        assert family.mean_of_micro_batches == averaged, family.model_type
 
 
 @usual(*USUAL)

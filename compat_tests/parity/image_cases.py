@@ -51,6 +51,8 @@ KINDS = {
     "messages": ImageCase("SFT", "conversations"),
     "completions": ImageCase("SFT", "answered"),
     "assistant": ImageCase("SFT", "conversations", {"assistant_only_loss": True}),
+    # transformers averages the micro-batches of some models, and the targets of a step of others.
+    "accumulated": ImageCase("SFT", "conversations", {"gradient_accumulation_steps": 2}),
     "dpo": ImageCase("DPO", "pairs"),
     "kto": ImageCase("KTO", "unpaired"),
     "grpo": ImageCase("GRPO", "prompts", WRITTEN),

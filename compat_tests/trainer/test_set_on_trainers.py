@@ -152,7 +152,12 @@ REFUSED = {
     "beta": ("DPO", {"beta": -1}, ValueError, "beta must be a number of at least 1e-09, got -1"),
     "smoother": ("SFT", {"label_smoother": object()}, TypeError, "label_smoother was set.*label_smoothing_factor"),
     "noise": ("Reward", {"neftune_noise_alpha": 5.0}, TypeError, "neftune_noise_alpha was set.*in the arguments"),
-    "divisor": ("SFT", {"model_accepts_loss_kwargs": False}, TypeError, "divided by the targets of the whole step"),
+    "divisor": (
+        "SFT",
+        {"model_accepts_loss_kwargs": False},
+        TypeError,
+        "follows from the model type, as in transformers",
+    ),
 }
 
 

@@ -38,7 +38,7 @@ from trl_jax.data.packed import (
 )
 
 CHUNK_BATCHES = 64  # batches per evaluation chunk
-Weighting = Literal["examples", "tokens", "shards"]
+Weighting = Literal["examples", "tokens", "micro_batches", "shards"]
 
 
 # Evaluation chunks: examples are sorted by length within a chunk, and their outputs are put back in order.
@@ -403,7 +403,7 @@ def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
     """64-bit digest of a stream up to and including this row, chained from the digest `so_far`."""
     digest = xxhash.xxh3_64(seed=so_far)
     if columns.raw:
-        digest.update(raw_row({name: row.get(name) for name in columns.raw}))
+        digest.update(raw_row({name: row.get(name) for name in columns.raw}).encode())
         return digest.intdigest()
     for column in _lists(columns):
         digest.update(np.asarray(row.get(column, ()), np.int64))
@@ -554,7 +554,8 @@ class StepLayout:
     over `shards`, and arrays have a shard axis after the pass axis.
 
     The loss of a step is a weighted sum over its examples. By `weighting`, this is TRL's mean over micro-batches of
-    means over "examples", a mean over all targets ("tokens"), or a mean over "shards" of means over their targets.
+    means over "examples", a mean over all targets ("tokens"), a mean over "micro_batches" of means over their targets,
+    or a mean over "shards" of means over their targets.
 
     Attributes:
         layout: "padded", "packed", or "shared": packed, with the common prefix of an example's two texts stored once.
@@ -619,6 +620,8 @@ class StepLayout:
         """The weight of the examples in each run of `by_shard`, according to `weighting`."""
         if self.weighting == "examples":
             return [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
+        if self.weighting == "micro_batches":
+            return [1 / (len(runs) * max(1, sum(example.num_targets for example in run))) for run in runs]
         targets = np.asarray([self._targets(run) for run in runs]).reshape(-1, shards)
         if self.weighting == "tokens":
             return [1 / max(1, int(targets.sum()))] * len(runs)

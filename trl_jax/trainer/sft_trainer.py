@@ -84,7 +84,8 @@ class SFTTrainer(BaseTrainer):
     _never_read = NEVER_READ | {
         "label_smoother": "Set label_smoothing_factor in SFTConfig.",
         "model_accepts_loss_kwargs": (
-            "The loss is divided by the targets of the whole step. To change that, override compute_loss."
+            "What the loss is divided by follows from the model type, as in transformers. To change that, override "
+            "compute_loss."
         ),
     }
     _formatting_func: Callable[[dict[str, Any]], str] | None = None

@@ -23,6 +23,7 @@ from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, StepLayout, Weighting
+from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
 from trl_jax.tasks.task import Task
@@ -232,7 +233,7 @@ def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool)
         pad_to_multiple_of=setup.pad_to_multiple_of,
         layout=plan.layout,
         buckets=plan.buckets,
-        weighting=_weighting(setup.task, args),
+        weighting=_weighting(setup, training),
         views=plan.views,
         accumulation=args.gradient_accumulation_steps if training else 1,
         by_micro_batch=_by_micro_batch(setup.task, setup.router_aux_loss_coef),
@@ -243,10 +244,15 @@ def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool)
     )
 
 
-def _weighting(task: Task, args: BaseConfig) -> Weighting:
+def _weighting(setup: Setup, training: bool) -> Weighting:
     """How the loss of a step weights its examples."""
+    task, args = setup.task, setup.args
     if task.head == "score" or not task.per_token:
         return "examples"
+    if training and setup.rollout is None and setup.script_loss is None and not setup.own_loss:
+        native = native_of(setup.model)
+        if native is not None and native.family.mean_of_micro_batches:
+            return "micro_batches"
     return "tokens" if args.average_tokens_across_devices else "shards"
 
 

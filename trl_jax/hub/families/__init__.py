@@ -40,6 +40,8 @@ class Family:
             (transformers' `_keep_in_fp32_modules_strict`).
         linear_router: whether transformers' expert router is a linear layer, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
+        mean_of_micro_batches: whether transformers averages the loss of a step over its micro-batches, whatever number
+            of targets each has (`accepts_loss_kwargs = False`).
     """
 
     model_type: str
@@ -57,6 +59,7 @@ class Family:
     in_float32: str | None = None
     linear_router: bool = False
     in_transformers: bool = True
+    mean_of_micro_batches: bool = False
 
     @property
     def language_heads(self) -> tuple[str, ...]:

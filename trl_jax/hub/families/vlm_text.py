@@ -94,7 +94,10 @@ def _family(
     model_type: str, class_prefix: str, texts: Texts, names: Callable[[Arch], Names], layout: _Layout, **facts: Any
 ) -> Family:
     """A row of the table. texts: the possible text models, which all have these `names`."""
-    facts = {"in_transformers": False, "lm_head": lm_head(layout.head)} | facts
+    facts = {
+        "in_transformers": False, "lm_head": lm_head(layout.head),
+        "mean_of_micro_batches": model_type in _MEAN_OF_MICRO_BATCHES,
+    } | facts  # fmt: skip
     return Family(
         model_type, class_prefix, lambda config: _arch(config, texts),
         lambda arch: _with_prefix(layout.base_prefix, names(arch)), base_prefix=layout.base_prefix,
@@ -122,6 +125,9 @@ _GATED_DELTA = {"ignored": qwen3_next.IGNORED, **qwen3_next.HEADS}
 _LLAMAS = {"llama": llama.arch, "mistral": mistral.arch, "qwen2": qwen.arch_v2, "qwen3": qwen.arch_v3}
 _COHERE2 = {"cohere2": _unscaled}
 _GLM4V = {"glm4v_text": _biased}
+_MEAN_OF_MICRO_BATCHES = {
+    "exaone4_5", "gemma4", "glm46v", "glm4v", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+}  # fmt: skip
 
 FAMILIES = (
     _family("aya_vision", "AyaVision", _COHERE2, llama.names, _LLAVA),
