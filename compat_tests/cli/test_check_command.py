@@ -73,7 +73,7 @@ def test_every_use_gets_its_finding():
 OWN_METHODS = """
 import jax.numpy as jnp
 import torch
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 class Surrogate(GRPOTrainer):
     def _compute_loss(self, model, inputs):
@@ -85,6 +85,12 @@ class Surrogate(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         return super()._generate_and_score_completions(inputs)
     def _generate_single_turn(self, prompt_ids): ...
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return torch.zeros(1), None, None
+
+class Old(SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return model(**inputs).loss
 
 class Pairs(DPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -99,9 +105,9 @@ trainer._calculate_rewards = None
 
 def test_methods_that_a_subclass_may_override_are_known():
     found = {one.what: one.kind for one in findings(read(OWN_METHODS)) if not one.what.startswith("trl.")}
-    unknown = "not known"
     assert found == {
-        "Surrogate._compute_loss": WORKS, "Surrogate._calculate_rewards": unknown, "Pairs._compute_loss": WORKS,
+        "Surrogate._compute_loss": WORKS, "Surrogate._calculate_rewards": WORKS, "Pairs._compute_loss": WORKS,
+        "Surrogate.prediction_step": REFUSED, "Old.compute_loss": REFUSED,
         "Surrogate._generate_and_score_completions": WORKS, "Surrogate._generate_single_turn": REFUSED,
         "Pairs.compute_loss": REFUSED, "Surrogate._calculate_rewards = ...": REFUSED,
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip

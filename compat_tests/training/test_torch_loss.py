@@ -162,6 +162,16 @@ def test_a_loss_that_needs_values_logs_what_it_logs_in_trl(checkpoint, tmp_path,
     assert any(one.getMessage().startswith("compute_loss needs values (`self._metrics[mode]") for one in caplog.records)
 
 
+def test_a_loss_without_the_number_of_items_is_refused_before_weights_are_read(checkpoint, tmp_path):
+    class Old(trl_jax.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            return model(**inputs).loss
+
+    args, rows = trl_jax.SFTConfig(str(tmp_path), **config()), Dataset.from_dict({"text": ["a word"] * 4})
+    with pytest.raises(TypeError, match="Old.compute_loss takes no num_items_in_batch, with which transformers calls"):
+        Old(str(checkpoint(**FACTS, head="causal")), args, train_dataset=rows)
+
+
 REFUSED = {
     "model(inputs['input_ids'], output_hidden_states=True).logits": r"model\(...\) with output_hidden_states",
     "model(inputs['input_ids']).hidden_states[-1]": "the model's hidden_states",

@@ -64,7 +64,7 @@ from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames
 from trl_jax.legacy.arguments import left_out, moved_arguments
-from trl_jax.trainer.overrides import NEAR, check_not_experimental
+from trl_jax.trainer.overrides import NEAR, OLD_COMPUTE_LOSS, check_not_experimental
 
 # The command
 
@@ -138,7 +138,7 @@ def report(found: list[Finding]) -> list[str]:
 
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
-_IN_NUMPY = "It uses torch, whose functions do not take what super() returns here: NumPy arrays and lists. Use NumPy."
+_IN_ARRAYS = "It uses torch, whose functions do not take what it is given here: JAX arrays. Write it in jax.numpy."
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
 _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
@@ -149,6 +149,7 @@ _TEMPLATE = (
     "Since transformers 5, it gives a dictionary of input_ids and attention_mask, under TRL, too. If the script takes "
     "the token ids alone, pass return_dict=False."
 )
+_PASS_ITEMS = ("SFTConfig", "DPOConfig", "KTOConfig")  # of trainers that call compute_loss with num_items_in_batch
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 # Packages whose names are checked; of others, only whether they are installed.
 _CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
@@ -354,13 +355,16 @@ class _Script:
         for method, node in methods(made).items():
             what = f"{made.node.name}.{method}"
             found = tried(node.lineno, what, partial(type, made.node.name, (trainer,), {method: lambda self: None}))
-            if found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
+            old = method == "compute_loss" and names.config in _PASS_ITEMS and not _takes_items(node)
+            if found.kind == "works" and old:
+                found = Finding(node.lineno, what, "refused", f"It takes no num_items_in_batch{OLD_COMPUTE_LOSS}")
+            elif found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
                 own = method == "compute_loss" and "_compute_loss" not in trainer._compiled_methods
                 found = Finding(
                     node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
                 )
-            elif found.kind == "works" and method in trainer._compiled_methods and _uses_torch(node, made.scope.module):
-                found = Finding(node.lineno, what, "not known", _IN_NUMPY)
+            elif found.kind == "works" and method == "prediction_step" and _uses_torch(node, made.scope.module):
+                found = Finding(node.lineno, what, "not known", _IN_ARRAYS)
             yield found
 
     # Attributes of trainers
@@ -499,6 +503,14 @@ def _may_have(module: str, name: str) -> bool:
 
 def _is_foreign_trainer(path: str) -> bool:
     return path.endswith("Trainer") and package_of(path) not in (*PACKAGES, "transformers", "unsloth", "")
+
+
+def _takes_items(node: ast.AST) -> bool:
+    """Whether a method takes `num_items_in_batch`."""
+    if not isinstance(node, ast.FunctionDef):
+        return True
+    named = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+    return node.args.kwarg is not None or "num_items_in_batch" in named
 
 
 def _uses_torch(node: ast.AST, module: Module) -> bool:

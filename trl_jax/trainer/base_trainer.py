@@ -33,6 +33,7 @@ from trl_jax.trainer.overrides import (
     ONCE_CALLED,
     InitOnlyArg,
     check_collator,
+    check_compute_loss,
     check_lengths,
     check_mirrored,
     check_overridden,
@@ -181,6 +182,8 @@ class BaseTrainer(abc.ABC):
             tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
         )  # fmt: skip
         progress = self._begin(args, spec)
+        if "compute_loss" in spec.hooks.overridden:
+            check_compute_loss(type(self), self._editable.task.head)
         spec = spec._replace(may_get_images=self._may_get_images)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -360,6 +361,12 @@ class Absent:
         )  # fmt: skip
 
 
+OLD_COMPUTE_LOSS = (
+    ", with which transformers calls it since 4.46, under TRL, too. Write compute_loss(self, model, inputs, "
+    "return_outputs=False, num_items_in_batch=None), and divide a sum over tokens by it unless it is None."
+)
+
+
 def classes_of_script(cls: type) -> list[type]:
     """A script's own classes in the order of method resolution: subclasses of a trainer, and mixins."""
     return [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
@@ -485,3 +492,11 @@ def one_processor(processor: Any, processing_class: Any) -> Any:
         "data_collator has another processor than processing_class: a run has one tokenizer and one image processor. "
         "Pass the same to both."
     )
+
+
+def check_compute_loss(cls: type, head: str) -> None:
+    """Raises TypeError for a `compute_loss` of a language model that takes no `num_items_in_batch`."""
+    parameters = inspect.signature(cls.compute_loss).parameters
+    takes = "num_items_in_batch" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if head == "lm" and not takes:
+        raise TypeError(f"{cls.__name__}.compute_loss takes no num_items_in_batch{OLD_COMPUTE_LOSS}")
