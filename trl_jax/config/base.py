@@ -55,25 +55,26 @@ class Device(str):
     torch reads it as "cpu": what a script computes in torch stays there.
     """
 
-    __slots__ = ("use_cpu",)
+    __slots__ = ("_platform",)
 
-    def __new__(cls, *, use_cpu: bool):
+    def __new__(cls, platform: str | None = None):
+        """`platform` is JAX's name for it, or None for JAX's default."""
         self = super().__new__(cls, "cpu")
-        self.use_cpu = use_cpu
+        self._platform = platform
         return self
 
-    def __getnewargs_ex__(self) -> tuple[tuple, dict[str, bool]]:
-        return (), {"use_cpu": self.use_cpu}
+    def __getnewargs__(self) -> tuple[str | None]:
+        return (self._platform,)
 
     @property
     def type(self) -> str:
         """One of cpu, cuda (torch's word for a GPU, which scripts compare with) and tpu."""
-        if self.use_cpu:
-            return "cpu"
-        import jax
+        platform = self._platform
+        if platform is None:
+            import jax
 
-        backend = jax.default_backend()
-        return "cuda" if backend == "gpu" else backend
+            platform = jax.default_backend()
+        return "cuda" if platform == "gpu" else platform
 
     @property
     def index(self) -> int | None:
@@ -110,7 +111,7 @@ class JaxArguments(TrainingArguments):
 
     @property
     def device(self) -> Device:
-        return Device(use_cpu=self.use_cpu)
+        return Device("cpu" if self.use_cpu else None)
 
     @property
     def n_gpu(self) -> int:

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
@@ -47,17 +46,6 @@ MAX_OF_PROMPTS = 64  # the same in online training, where every completion is as
 # The trainer
 
 
-@dataclass(frozen=True)
-class PlannedDevice(Device):
-    """The `args.device` of a planned run: the planned platform instead of this machine's."""
-
-    platform: str = "cpu"
-
-    @property
-    def type(self) -> str:
-        return "cuda" if self.platform == "gpu" else self.platform
-
-
 class PlannedConfig(BaseConfig):
     """A config with the planned devices; `planned` mixes it into the trainer's own config class."""
 
@@ -67,7 +55,7 @@ class PlannedConfig(BaseConfig):
 
     @property
     def device(self) -> Device:
-        return PlannedDevice(self.use_cpu, self.platform)
+        return Device(self.platform)
 
     def jax_devices(self) -> list:
         return self.devices
