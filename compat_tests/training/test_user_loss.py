@@ -529,3 +529,21 @@ def test_what_scripts_reach_into(folder, tmp_path, capsys):
     with pytest.raises(TypeError, match="hyperparameter_search is not in this release of trl_jax."):
         trainer.hyperparameter_search(n_trials=2)
     trainer.end()
+
+
+def test_a_loss_in_jax_appends_to_the_metrics(folder, tmp_path):
+    class Logging(trl_jax.RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            self._metrics["train" if self.model.training else "eval"]["twice"].append(2 * jnp.asarray(loss))
+            return (loss, outputs) if return_outputs else loss
+
+    args = make(trl_jax, folder, tmp_path, config=config(gradient_accumulation_steps=2)).args
+    trainer = Logging(str(folder), args=args, train_dataset=table(24), eval_dataset=table(8, seed=1))
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 3 and all(log["twice"] == pytest.approx(2 * log["loss"], rel=1e-5) for log in logs)
+    found = trainer.evaluate()
+    assert found["eval_twice"] == pytest.approx(2 * found["eval_loss"], rel=1e-5)
+    with pytest.raises(AttributeError, match="_metrics of Logging exists within its own loss only"):
+        trainer._metrics  # noqa: B018
