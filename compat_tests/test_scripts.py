@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compat_tests.effort import THOROUGH, usually
+from compat_tests.effort import THOROUGH, usual, usually
 from compat_tests.parity.reference import read_weights
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
@@ -118,6 +118,7 @@ def lines(printed):
     return [line for line in printed.splitlines() if line.startswith(own)]
 
 
+@usual("gpu_words", "official", "old_keywords", "old_launcher", "old_loss", "refused", "torch_object")
 @pytest.mark.parametrize("name", usually(lambda name: name not in SELDOM, NAMES))
 def test_a_script_gives_what_it_gives_under_trl(runs, name):
     (theirs, wanted), (ours, told) = runs["theirs"], runs["ours"]

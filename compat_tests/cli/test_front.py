@@ -244,6 +244,7 @@ def test_a_scripts_own_exit_status_and_place(tmp_path):
     assert run(tmp_path, "import beside\nprint(beside.CODE)", how=["-m", "script"]).stdout == "7\n"
 
 
+@only_thorough
 def test_nothing_to_run(tmp_path):
     done = run(tmp_path, "", how=["none.py"])
     assert done.returncode == 2 and done.stderr.startswith("python -m trl_jax: there is no script 'none.py'.\nusage:")

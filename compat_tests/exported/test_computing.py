@@ -87,6 +87,7 @@ def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_p
     assert len(programs) == 2
 
 
+@only_thorough
 def test_rows_without_a_mask_and_without_a_pad_token(tmp_path):
     folder = configs.build(tmp_path, "bloom", n_layer=1, pad_token_id=None)
     ids, _ = configs.rows()
@@ -139,6 +140,7 @@ def test_dropout_is_drawn_from_the_key_and_nothing_else(model):
     assert np.abs(one - other).min() > 0 and np.abs(one - without).min() > 0
 
 
+@only_thorough
 def test_dropout_is_the_same_when_recomputed(model):
     key = jax.random.key(3)
     kept, _ = gradients(model, dropout_key=key)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough, usually
+from compat_tests.effort import only_thorough, thorough, usual, usually
 from compat_tests.generation.near_ties import flips, least_margin, weights_of
 from compat_tests.models import causal
 from compat_tests.models.families import GENERATED
@@ -62,6 +62,7 @@ def compared(ours, theirs, **options) -> tuple[int, float, int]:
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.8, "num_return_sequences": 2, "max_new_tokens": 24}
 
 
+@usual("falcon_h1", "gemma3_text", "gemma4_text", "gpt_oss")
 @pytest.mark.parametrize("family", usually(GENERATED.__contains__, causal.DECODERS))
 def test_every_family_samples_transformers_tokens(tmp_path, family):
     flipped, margin, tokens = compared(*loaded(tmp_path, family), eos_token_id=[50, 60, 70], **SAMPLED)
@@ -101,6 +102,7 @@ def test_near_ties_are_told_from_other_differences():
         flips(expected[:, :3], expected, scores, 5)
 
 
+@only_thorough
 def test_steps_of_time_are_limited_in_generation_as_in_training(tmp_path):
     """transformers does so without a cache alone."""
     folder = causal.build(

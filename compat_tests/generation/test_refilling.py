@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import THOROUGH, thorough
+from compat_tests.effort import THOROUGH, only_thorough, thorough
 from compat_tests.models import causal
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
@@ -98,6 +98,7 @@ def llama(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
+@only_thorough
 @pytest.mark.parametrize("new", [thorough(1), thorough(2), 33])
 def test_completions_that_end_at_once(llama, new):
     """All ids but a few end one: whole rounds of prompts come and go between two looks at them."""

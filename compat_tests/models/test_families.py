@@ -82,10 +82,7 @@ def test_scores(family, name, built):
         variants.assert_close(model(ids).logits, unmasked, 1e-5, "scores without a mask")
 
 
-@usual(
-    "deepseek_v3-others", "lfm2-biases", "gemma3_text-old", "gpt2-by_layer", "opt-normed_sums_no_bias",
-    "qwen3_next-dense",
-)  # fmt: skip
+@usual("lfm2-biases", "gemma3_text-old", "gpt2-by_layer", "opt-normed_sums_no_bias", "qwen3_next-dense")
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
 def test_scores_and_gradients(family, name, built, tmp_path):
     """Of a weighted sum of scores, for every tensor on disk. Row 3 sees a pad: that embedding has none."""

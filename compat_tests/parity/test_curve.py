@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from compat_tests.effort import only_thorough, usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import TRAIN_KEYS, assert_same_curve, assert_same_weights, steps_of
@@ -23,6 +23,7 @@ SELDOM = {
 USUAL = usually(lambda name: name not in SELDOM, CASES)
 
 
+@usual("ragged_margin", "pad_is_eos_chat")
 @pytest.mark.parametrize("name", USUAL)
 def test_the_curve_is_trls(runs, name):
     assert_same_curve(runs.ours(name).logs, runs.theirs(name).logs, **CASES[name].marks)

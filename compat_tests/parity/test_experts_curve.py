@@ -64,6 +64,7 @@ def test_fine_tuning(name, checkpoint, tmp_path):
         assert routing(ours) == theirs.facts
 
 
+@only_thorough
 @pytest.mark.parametrize("layout", usually("shared".__eq__, DPO))
 def test_preferences(layout, checkpoint, tmp_path):
     """Prompts count twice, once for each answer, though the shared layout has them once. 3 batches are evaluated."""

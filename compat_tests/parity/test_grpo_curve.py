@@ -115,6 +115,15 @@ def assert_same(ours, theirs, same_order):
         assert close, f"step {theirs.get('step')}, {key}: ours {ours[key]!r}, TRL's {value!r}"
 
 
+@usual(
+    "GRPO-default",
+    "GRPO-reference",
+    "GRPO-masked",
+    "GRPO-normalized_first",
+    "GRPO-evaluated",
+    "GRPO-adapter",
+    "RLOO-default",
+)
 @pytest.mark.parametrize(("trainer", "name"), NAMES)
 def test_completions_curve_and_weights_are_trls(curves, trainer, name):
     ours, theirs = curves.both(trainer, name)

@@ -221,6 +221,7 @@ def test_adapters_are_merged_and_distillation_completes(serve, make, folder):
     assert other.loads == 2 and student.state.log_history[0]["completions/mean_length"] > 0
 
 
+@only_thorough
 def test_servers_that_take_adapters_get_the_adapter_alone(serve, make):
     """Whose completions train as those of a server that gets it merged, and one that was started again gets both."""
     runs, stubs = [], [serve(), serve(max_lora_rank=8)]

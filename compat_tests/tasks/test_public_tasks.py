@@ -187,7 +187,7 @@ def test_layouts_give_the_same_losses(kind, folder, tmp_path, caplog):
 # Adapters and export.
 
 
-@usual("online")
+@only_thorough
 @KINDS
 def test_an_adapter_trains(kind, folder, tmp_path):
     trainer = MAKE[kind](folder, tmp_path, peft_config=LORA)
@@ -215,6 +215,7 @@ def test_transformers_computes_the_same_logits(folder, tmp_path):
 # The reference: a model, computed before training, or none.
 
 
+@only_thorough
 def test_precomputed_reference_logps_give_the_same_losses(folder, tmp_path):
     """Without the penalty: its gradient jumps where policy and reference are equal, and rounding decides the side."""
     found = []

@@ -90,6 +90,7 @@ def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
         assert_same(mine, wanted)
 
 
+@only_thorough
 @pytest.mark.parametrize("config", [thorough({}), {"sync_ref_model": True, "ref_model_sync_steps": 2}])
 def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, config):
     """In sixteen bits it takes half of the memory, and is computed in them, by whichever door it came."""
@@ -198,6 +199,7 @@ def test_a_reference_that_follows_the_policy_is_resumed_to_the_bit(model, tmp_pa
     assert read_weights(tmp_path / "a" / "checkpoint-3").keys() == read_weights(model).keys()
 
 
+@only_thorough
 def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
     follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 1.0}
     trainer = make(trl_jax, model, tmp_path, follows)
@@ -219,6 +221,7 @@ def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
         before.evaluate(table(4, seed=3))
 
 
+@only_thorough
 def test_a_reference_follows_the_iterates_of_a_schedule_free_optimizer(model, tmp_path):
     """TRL's callback reads the parameters at the end of a step, which are y of schedulefree, not the averages x."""
     follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 1.0}
@@ -272,6 +275,7 @@ def test_tokenized_rows_are_taken_as_they_are(model, tmp_path):
     assert again["rejected_labels"] == first["rejected_labels"]
 
 
+@only_thorough
 def test_rows_of_early_releases_are_only_cut(model, tmp_path):
     """Ids and labels of both texts, as those releases prepared them, and as a plan makes them up."""
     texts = {"chosen_input_ids": [5, 6, 7, 8], "rejected_input_ids": [5, 6, 9]}
@@ -378,6 +382,7 @@ def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoi
     assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)
 
 
+@only_thorough
 def test_an_evaluation_is_the_same_in_any_batches(model, tmp_path):
     sides = (make(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}) for size in (2, 6))
     one, other = (side.evaluate(table(6, seed=4)) for side in sides)
@@ -413,6 +418,7 @@ def test_a_reference_that_is_not_there_is_called_by_its_argument(model, tmp_path
         make(trl_jax, model, tmp_path, ref_model="/no/such/folder")
 
 
+@only_thorough
 def test_robust_beyond_a_half_warns_as_trl_and_trains_on_its_number(model, tmp_path):
     trl = pytest.importorskip("trl")
     config = {"loss_type": "robust", "label_smoothing": 0.7, "max_steps": 1}

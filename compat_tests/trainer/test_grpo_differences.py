@@ -104,6 +104,7 @@ def test_an_evaluation_drops_what_dataloader_drop_last_says(make, checkpoint):
         assert list(map(len, batches)) == wanted
 
 
+@only_thorough
 def test_a_schedule_free_optimizer_generates_where_gradients_are_taken(make, checkpoint, monkeypatch):
     """As in TRL. Evaluations and files have the averages, which are other weights from the second step on."""
     averages, wanted, written, complete = [], [], [], PolicyWriter.complete
@@ -153,6 +154,7 @@ def test_an_evaluations_loss_weighs_rows_alike(make, checkpoint, monkeypatch):
     assert abs(np.mean(found) - losses[8]) > 1e-5  # a plain mean would be another number
 
 
+@only_thorough
 def test_metrics_come_in_the_order_in_which_they_first_came_up(make, checkpoint):
     """As in TRL: a log may begin with a step that uses older completions, or writes its own halfway."""
     config = {"max_steps": 6, "logging_steps": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
@@ -178,6 +180,7 @@ def equal_rewards(completions, **columns):
     return [0.5] * len(completions)
 
 
+@usual("True")
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_policy_that_has_learned_nothing_is_its_reference(make, checkpoint, adapter):
     """Log-probabilities of two programs differ in their last digits, of which Adam would make whole steps."""

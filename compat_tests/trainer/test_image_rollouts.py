@@ -248,6 +248,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(where, last, llava, tm
     assert [entry["loss"] for entry in again] == [entry["loss"] for entry in entries]
 
 
+@only_thorough
 def test_layouts_have_the_same_numbers(qwen, tmp_path):
     losses = {}
     others = ("packed", "shared") if THOROUGH else ("shared",)
@@ -274,6 +275,7 @@ def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path):
     assert seen == [(1, 16)]  # one prompt of four completions, and the 4 x 4 features of its image
 
 
+@only_thorough
 def test_a_rollout_func_sees_images(llava, tmp_path):
     calls = []
 

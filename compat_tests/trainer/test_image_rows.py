@@ -111,6 +111,7 @@ def test_layouts_have_the_same_numbers(llava, tmp_path):
         np.testing.assert_allclose(losses[layout], losses["padded"], atol=1e-5)
 
 
+@only_thorough
 def test_a_run_that_is_resumed_ends_with_the_same_weights(llava, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = trainer(trl_jax, "SFT", llava, tmp_path / "whole", messages(), **options)
@@ -234,6 +235,7 @@ def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, mo
     assert found["both"] == 2 * found["text"]
 
 
+@only_thorough
 @pytest.mark.parametrize("layout", [thorough("padded"), "packed"])
 def test_qwens_first_loss_is_transformers(layout, tmp_path):
     torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
-from compat_tests.effort import thorough, usually
+from compat_tests.effort import thorough, usual, usually
 from compat_tests.parity import grpo_cases
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import EVALUATED, length_reward, prompt_rows
@@ -53,6 +53,7 @@ RUNS = {
 
 
 # The curve of `entropy_bonus` is usually the one whose bonus adapts.
+@usual("the likeliest", "idle", "bonus")
 @pytest.mark.parametrize("name", usually("adaptive bonus".__ne__, RUNS))
 def test_runs_are_trls(name, checkpoint, tmp_path):
     trl, config = pytest.importorskip("trl"), STEPS | RUNS[name]

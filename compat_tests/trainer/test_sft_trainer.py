@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 import trl_jax
-from compat_tests.effort import thorough, usual, usually
+from compat_tests.effort import only_thorough, thorough, usual, usually
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
@@ -126,6 +126,7 @@ class Halved(trl_jax.SFTTrainer):
         return (loss / 2, outputs) if return_outputs else loss / 2
 
 
+@only_thorough
 def test_a_loss_of_a_subclass_finds_the_task_s_behind_super(folder, tmp_path):
     config = {"max_steps": 1, "loss_type": "dft"}
     trainer = make(trl_jax, folder, tmp_path / "own", config=config)
@@ -305,7 +306,7 @@ def test_a_pad_token_that_is_the_eos_token_says_nothing_of_scores(folder, tmp_pa
     assert "score" not in caplog.text
 
 
-@usual("torch")
+@only_thorough
 @pytest.mark.parametrize("kind", ["name", "torch", "ours"])
 def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(kind, checkpoint, tmp_path):
     """Rows of the table and the head, one step of plain descent. The adapter's first values are not TRL's: where

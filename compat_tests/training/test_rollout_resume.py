@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from compat_tests.effort import thorough, usually
+from compat_tests.effort import only_thorough, thorough, usual, usually
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
@@ -154,6 +154,7 @@ ONE = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterati
 
 
 # Two prompts a generation, one generation a step; then other sizes behind the second step.
+@usual("GRPOTrainer-changed0-wanted0")
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
@@ -194,6 +195,7 @@ def test_another_beta_in_a_generation_writes_its_completions_again(kind, betas, 
     assert "beta, from or to 0): its completions are dropped and its prompts are completed again." in caplog.text
 
 
+@usual("2-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 4), thorough(1, 8), (2, 1)])
 def test_other_micro_batches_of_a_step_in_a_generation(before, after, folder, tmp_path, caplog):
     """Steps that use up generations begin where these do; of others a generation goes on where it was."""
@@ -219,12 +221,14 @@ def test_steps_that_would_leave_prompts_out_are_refused(folder, tmp_path):
     assert then == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
+@only_thorough
 def test_a_bonus_that_the_checkpoint_lacks_begins(folder, tmp_path):
     prompts_of(GRPOTrainer, folder, tmp_path, max_steps=1, **ONE)
     again, _ = prompts_of(GRPOTrainer, folder, tmp_path, True, max_steps=2, entropy_coef=0.01, **ONE)
     assert again.state.global_step == 2
 
 
+@only_thorough
 def test_other_prompts_as_a_stream_begin_the_epoch_again(folder, tmp_path):
     prompts_of(GRPOTrainer, folder, tmp_path, max_steps=2, **ONE)
     given = BASE | CONFIG | PLAIN | ONE | {"max_steps": 3, "ignore_data_skip": True, "shuffle_dataset": False}

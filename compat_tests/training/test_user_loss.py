@@ -377,6 +377,7 @@ def test_a_dataloader_of_ones_own(folder, tmp_path):
         Torchs(str(folder), args, train_dataset=table(8)).train()
 
 
+@only_thorough
 def test_an_optimizer_of_optax_is_the_one_it_stands_for(folder, tmp_path):
     named = make(trl_jax, folder, tmp_path / "a", config=config())
     adamw = optax.adamw(5e-4, weight_decay=0.0)
@@ -398,6 +399,7 @@ def test_an_optimizer_of_optax_is_the_one_it_stands_for(folder, tmp_path):
         )
 
 
+@only_thorough
 def test_a_class_of_torchs_is_its_counterpart(folder, tmp_path):
     torch = pytest.importorskip("torch")
     how = config(optim="sgd", optim_args="momentum=0.5", learning_rate=0.1)

@@ -92,7 +92,7 @@ def runs(checkpoint, tmp_path_factory):
     return of
 
 
-@usual("text", "mlp", "prefix")
+@usual("text")
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_and_the_adapter_are_trls(name, runs):
     (ours, mine), (theirs, other) = runs(trl_jax, name), runs(trl, name)
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_trls_is_gone_on_with(checkpoint, tmp_path):
 LAYOUTS = ("padded", "packed", "shared")
 
 
-@usual("drawn")
+@only_thorough
 @pytest.mark.parametrize("name", ["drawn", "lstm", "prefix"])
 def test_numbers_do_not_depend_on_the_layout_and_each_document_has_its_own(name, checkpoint, tmp_path):
     options = {"packing": True, "max_length": 40, "max_steps": 2, "eval_strategy": "no"}
@@ -257,7 +257,7 @@ def test_predictions_are_logits_of_the_texts(kind, name, checkpoint, tmp_path):
     np.testing.assert_allclose(logits[0, : len(ids)], whole, atol=1e-4)
 
 
-@usual("mlp")
+@only_thorough
 @pytest.mark.parametrize("name", ["mlp", "prefix"])
 def test_a_reference_reads_texts_alone(name, checkpoint, tmp_path):
     """At a learning rate of 0 rewards are what virtual tokens change; those of a copy with them are none."""
@@ -447,7 +447,7 @@ def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
     np.testing.assert_allclose([float(loss) for loss in line.split()[1:]], losses(*given, None), atol=1e-5)
 
 
-@usual("PromptTuning")
+@only_thorough
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
 def test_before_a_frozen_model_in_few_bits(kind, checkpoint):
     """Vectors that are sampled are those of the table as it is held."""

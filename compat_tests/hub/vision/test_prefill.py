@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usual
+from compat_tests.effort import only_thorough
 from compat_tests.hub.vision.models import CASES
 from compat_tests.hub.vision.test_families import built, padded, texts
 from trl_jax.core.outputs import reads_of_rows
@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 NEW = 4
 
 
-@usual("gemma4 with embeddings of layers")
+@only_thorough
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4 with embeddings of layers"])
 def test_a_prompt_with_images_and_a_cache_give_the_logits_of_whole_texts(name, tmp_path):
     case, theirs, _, native, params, backend = built(CASES[name], tmp_path)
