@@ -93,6 +93,7 @@ def of_grpo(tmp_path_factory):
     return folder, run(ROOT / "examples" / "grpo.py", "--output_dir", folder, *([] if THOROUGH else ["--steps", 60]))
 
 
+@only_thorough
 def test_rewards_are_learned(of_grpo):
     folder, shown = of_grpo
     first, last = map(float, re.search(r"correct answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())

@@ -26,10 +26,6 @@ torch = pytest.importorskip("torch")
 ROWS = ((), (0,), (2, 0, 1))  # the images of each text
 
 
-# Families that differ from another case in a layer that has tests of its own.
-ALIKE = {"qwen3_5_moe", "internvl with an earlier layer", "internvl with a last norm", "mistral3 with biases"}
-
-
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     return built(CASES[request.param], tmp_path_factory.mktemp(request.param))
