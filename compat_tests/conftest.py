@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory):
 FIRST = (
     "hub/vision/test_families.py", "mesh/test_eight_devices.py", "compat_tests/test_notebooks.py",
     "tasks/test_public_tasks.py", "rollout/test_server.py", "parity/test_image_curve.py",
-    "trainer/test_image_rollouts.py", "cli/test_front.py", "mesh/test_eight_writers.py", "models/test_families.py",
+    "trainer/test_image_rollouts.py", "cli/test_front.py", "models/test_families.py",
     "training/test_rollout_resume.py", "trainer/test_image_rows.py", "compat_tests/test_readability.py",
     "hub/peft/test_virtual_tokens.py", "cli/test_compare_command.py", "compat_tests/test_scripts.py",
     "mesh/test_two_processes.py", "hub/vision/test_prefill.py", "compat_tests/test_examples.py",

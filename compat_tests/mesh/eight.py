@@ -8,7 +8,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = {path.stem.removeprefix("eight_") for path in HERE.glob("eight_*.py")}
-WRITING = {"experts", "generations", "rollouts"}  # about as dear as all others
 
 
 def check(names: set[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import THOROUGH, thorough
+from compat_tests.effort import THOROUGH, only_thorough, thorough
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import preference_rows, text_rows
 
@@ -102,7 +102,8 @@ def test_layers_of_several_kinds(family, mesh, run):
     np.testing.assert_allclose(found, wanted, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "mesh"), [thorough("qwen3_moe", "tensor:2"), ("llama", "sequence:2")])
+@only_thorough
+@pytest.mark.parametrize(("family", "mesh"), [("qwen3_moe", "tensor:2"), ("llama", "sequence:2")])
 def test_sixteen_bits_are_summed(family, mesh, checkpoint, tmp_path):
     """TRL's default dtype. XLA's own sum of sixteen bits on CPUs ends the process."""
     losses = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from compat_tests.effort import only_thorough, thorough, usually
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
 from trl_jax.core.torch_random import TorchGenerator
@@ -60,8 +60,9 @@ def drawn(count, longest=30):
     return [dice.integers(5, 60, length).tolist() for length in dice.integers(1, longest, count)]
 
 
-@pytest.mark.parametrize("memory", [thorough(None), 1])  # all at once, as the completions of a prompt below
-@pytest.mark.parametrize("mesh", usually(lambda mesh: "tensor:2" in mesh and "fsdp" in mesh, MESHES))
+@only_thorough
+@pytest.mark.parametrize("memory", [None, 1])  # all at once, as the completions of a prompt below
+@pytest.mark.parametrize("mesh", MESHES)
 def test_each_device_writes_its_own(mesh, memory, load, gathers):
     """Nine prompts, of which six are computed at a time: some devices get more, and the next ones come in there."""
     gathers(memory)
