@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import trl_jax
+from compat_tests.effort import only_thorough, usual
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.cli.main import main
 from trl_jax.hub import auto
@@ -136,6 +137,7 @@ def calls():
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", {keyword.arg for keyword in node.keywords}
 
 
+@only_thorough
 def test_transformers_is_told_each_time_whether_code_may_run():
     found = dict(calls())
     assert len(found) >= 5
@@ -172,6 +174,7 @@ def test_programs_are_kept_for_their_owner_alone_whatever_the_umask(tmp_path):
     assert [part.stat().st_mode & 0o777 for part in (folder, *list(folder.parents)[:3])] == [0o700] * 4
 
 
+@usual("True")
 @pytest.mark.parametrize("named", [True, False])
 def test_programs_in_a_folder_that_others_write_are_neither_kept_nor_run(named, tmp_path):
     folder = tmp_path / ("shared" if named else "home/.cache/trl_jax/compiled")

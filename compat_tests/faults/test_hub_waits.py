@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import thorough, usual
 from compat_tests.hub.loopback import TOKEN, Repository, serving
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub import fetch as limits
@@ -217,6 +217,7 @@ else:
 """
 
 
+@usual("now-15-143")
 @pytest.mark.parametrize(
     ("when", "number", "code"),
     [("now", signal.SIGTERM, 143), ("later", signal.SIGTERM, 143), ("now", signal.SIGINT, -signal.SIGINT)],

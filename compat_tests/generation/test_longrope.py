@@ -55,6 +55,7 @@ def test_tokens_are_transformers(lengths, sampled, both):
     compare(*both, lengths, sampled)
 
 
+@only_thorough
 @pytest.mark.parametrize("lengths", [(39, 3), *map(thorough, [(11, 30, 4), (40, 7, 9), (41, 5)])], ids=str)
 def test_tokens_are_transformers_where_the_scale_changes(lengths, scaled):
     compare(*scaled, lengths, sampled=True)
@@ -70,6 +71,7 @@ def compare(ours, theirs, lengths, sampled):
     np.testing.assert_array_equal(ours.generate(**batch(lengths), **options), wanted)
 
 
+@only_thorough
 def test_log_probabilities_are_those_of_whole_texts(both):
     """One text: before the crossing those of the short factors, and from there on those of the whole text."""
     ours, _ = both

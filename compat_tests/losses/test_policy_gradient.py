@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usual, usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.losses import policies
 from compat_tests.losses.policies import GENERATED, LENGTHS, MASK, MICRO_BATCHES, ROWS, SPG, Result, T, X
 from trl_jax.losses import policy_gradient
@@ -184,6 +184,7 @@ def test_a_micro_batch_may_be_divided_over_passes(loss_type):
         np.testing.assert_allclose(values, whole.metrics[name], atol=1e-6)
 
 
+@only_thorough
 def test_a_micro_batch_without_a_token():
     given, nothing = policies.data(), np.zeros((X, T), bool)
     for name in GRPO_LOSSES:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import causal, variants
 from compat_tests.models.families import GENERATED, UNLIKE
 from trl_jax.hub.auto import AutoModelForCausalLM
@@ -60,6 +60,7 @@ def test_logits_and_files(family, tie, folder_of, tmp_path):
     assert before == after
 
 
+@usual("llama-True", "gpt_oss-True")
 @pytest.mark.parametrize(
     ("family", "tie"),
     usually(lambda family, tie: family in UNLIKE and tie, [(f, tie) for f in WITH_GRADIENTS for tie in (False, True)]),
@@ -123,6 +124,7 @@ def test_the_head_computes_in_the_runs_dtype(folder_of):
     assert 1e-4 * exact.std() < off <= theirs_off
 
 
+@only_thorough
 @pytest.mark.parametrize("family", usually("mixtral".__eq__, BALANCED))
 def test_the_load_balancing_loss(family, folder_of):
     """Of the visible tokens of all layers, with its gradient."""

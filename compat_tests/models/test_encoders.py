@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.models import encoders, variants
 from trl_jax.hub import families
 from trl_jax.hub.auto import AutoModelForSequenceClassification
@@ -55,6 +55,7 @@ def inputs(ids, mask):
     return given | {"reads": np.arange(len(ids)) * ids.shape[1]}
 
 
+@usual("bert-other", "roberta-other_pad", "distilbert-other", "modernbert-old", "deberta-text", "deberta-v2-absolute")
 @pytest.mark.parametrize(("family", "name"), TOLD_APART)
 def test_scores_and_gradients(family, name, built):
     """Gradients of a weighted sum of scores, for every tensor on disk."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.parity import reference
 from compat_tests.parity.dpo_cases import CASES
 from compat_tests.parity.marks import assert_same_weights, timeless
@@ -46,6 +46,7 @@ def assert_same(ours, theirs):
         assert ours_close, f"step {theirs.get('step')}, {key}: ours {ours[key]!r}, TRL's {value!r}"
 
 
+@usual("sigmoid", "thirty_steps", "precomputed", "sorted_accumulated", "following", "evaluated")
 @pytest.mark.parametrize("name", USUAL)
 def test_the_curve_is_trls(both, name):
     ours, theirs = both(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.parity import reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
 from compat_tests.parity.sft_cases import CASES
@@ -25,6 +25,7 @@ def both(both_of):
     return both_of("SFT", CASES, text_rows)
 
 
+@usual("text", "assistant_only", "completions", "chat_completions", "bfd", "accumulated")
 @pytest.mark.parametrize("name", USUAL)
 def test_the_curve_is_trls(both, name):
     ours, theirs = both(name)

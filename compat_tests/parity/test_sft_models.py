@@ -73,6 +73,7 @@ def test_ten_steps_of_a_family_are_trls(family, tmp_path):
     assert_same_weights(*({name: side.weights[name] for name in held} for side in (ours, theirs)))
 
 
+@only_thorough
 @pytest.mark.parametrize(("targets", "rank"), [thorough(["q_proj", "v_proj"], 4), ("all-linear", 2)])
 def test_an_adapter_trains_as_peft_s(targets, rank, checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
@@ -99,6 +100,7 @@ def test_every_layout_gives_the_same_curve(layout, packing, checkpoint, tmp_path
     assert_same_weights(first.weights, other.weights)
 
 
+@only_thorough
 def test_a_checkpoint_whose_pad_is_eos(checkpoint, tmp_path):
     model = SMALL | {"tokenizer": {"pad": "</s>"}, "pad_token_id": None}
     ours, theirs = both("pad_is_eos", model, checkpoint(**model), text_rows(32), tmp_path, **CONFIG)

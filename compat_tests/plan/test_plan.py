@@ -37,6 +37,7 @@ def config(tmp_path, **changes):
     return RewardConfig(str(tmp_path / "out"), **(SHAPE | changes))
 
 
+@only_thorough
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

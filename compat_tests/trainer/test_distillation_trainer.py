@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.distillation_cases import TEACHER
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
@@ -119,6 +119,7 @@ def test_equal_models_have_nothing_to_learn(make, checkpoint):
     assert abs(loss) < 1e-5 and grad_norm < 1e-4
 
 
+@only_thorough
 @pytest.mark.parametrize(
     "kwargs", [thorough({"dtype": "bfloat16"}), {"quantization_config": trl_jax.BitsAndBytesConfig(load_in_8bit=True)}]
 )
@@ -172,6 +173,7 @@ def test_a_run_goes_on_to_the_bit(make):
     assert numbers(whole, *names) == numbers(again, *names) and len(numbers(whole, *names)) == 4
 
 
+@only_thorough
 def test_rows_are_laid_out_in_any_way(make):
     found = []
     for layout in ("padded", "shared"):

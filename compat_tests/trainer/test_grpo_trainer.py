@@ -135,6 +135,7 @@ def test_a_column_with_the_name_of_what_reward_functions_are_given(kind, column,
         make(kind=kind, eval_dataset=rows)
 
 
+@only_thorough
 def test_a_metric_of_the_scripts_does_not_mix_with_one_of_the_trainers(make):
     """Whatever a run logs may also be the name of a script's metric: the trainer's numbers stay."""
     config = {"beta": 0.1, "max_steps": 2, "shuffle_dataset": False}
@@ -526,6 +527,7 @@ def test_reward_functions_get_the_other_columns_unless_they_are_removed(removed,
     assert seen == [not removed]
 
 
+@only_thorough
 @pytest.mark.parametrize("kind", [GRPOTrainer, thorough(RLOOTrainer)])
 def test_completions_are_judged_while_their_log_probabilities_are_computed(kind, make, monkeypatch):
     begun, judged, call = threading.Event(), [], CompletionLogps.__call__
@@ -560,6 +562,7 @@ def test_a_function_that_fails_leaves_no_thread(make):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trl_jax-logps")]
 
 
+@only_thorough
 def test_a_script_reads_the_coefficient_and_the_tokenizers_of_reward_models(make, checkpoint):
     config = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 100.0, "max_steps": 2}
     trainer = make([length_reward, str(checkpoint(**FACTS))], config=config)

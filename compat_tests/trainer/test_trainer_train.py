@@ -78,6 +78,7 @@ def test_an_epochs_log_after_an_evaluation_has_its_metrics(folder, tmp_path):
     assert [log["num_tokens"] > 0 for log in steps_of(trainer.state.log_history)] == [True, True]
 
 
+@only_thorough
 def test_a_schedule_free_optimizer_warms_up_over_a_share_of_the_steps(folder, tmp_path):
     """transformers gives it 0.5 as a number of steps: its first step is twice as long."""
     how = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "max_steps": 4}

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import THOROUGH, thorough
+from compat_tests.effort import THOROUGH, only_thorough, thorough
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
@@ -184,6 +184,7 @@ def test_completions_of_a_prompt_are_read_by_text_on_tpus():
     assert layout_choice.unplanned(asked(), CAUSAL, striped=False, branches=True).views is None
 
 
+@only_thorough
 @pytest.mark.parametrize("model", [thorough(SMALL), WINDOWS])
 def test_completions_give_the_same_numbers_by_text(model, checkpoint, tmp_path, monkeypatch):
     """Keys in the order of texts, as on TPUs, with and without a window, a reference beside."""

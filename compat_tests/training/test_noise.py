@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.training.forward import check_noise, random_options, run_key
@@ -32,6 +32,7 @@ def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
     assert abs(trainer.state.log_history[0]["loss"] - calm) > 1e-3
 
 
+@only_thorough
 @pytest.mark.parametrize("layout", ["auto", thorough("padded")])
 def test_routers_draw_in_training_and_not_in_evaluation(layout, checkpoint, tmp_path):
     """Though `disable_dropout` is True: the default of this trainer."""
@@ -49,6 +50,7 @@ def test_routers_draw_in_training_and_not_in_evaluation(layout, checkpoint, tmp_
     assert losses[0] == losses[1] and abs(losses[0] - losses[2]) > 1e-4 and abs(losses[0] - calm) > 1e-4
 
 
+@only_thorough
 def test_a_scripts_own_loss_has_noise_too(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, config={"neftune_noise_alpha": 20.0})
     ids = np.asarray([[5, 6, 7, 8], [9, 10, 11, 12]])

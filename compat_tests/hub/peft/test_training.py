@@ -63,6 +63,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_folder_is_an_adapters(checkpoint, tmp
     assert "library_name: peft" in card and "- lora" in card and "AutoPeftModelForSequenceClassification" in card
 
 
+@only_thorough
 def test_dropout_in_front_of_the_adapter(checkpoint, tmp_path):
     """On in training only, and only where it was not disabled, which is what RewardConfig says."""
     runs = {}
@@ -98,6 +99,7 @@ def test_an_adapters_folder_is_trained_further_as_a_model(checkpoint, tmp_path):
         make(trl_jax, run.folder, tmp_path / "c", peft_config=adapter())
 
 
+@only_thorough
 def test_a_model_of_ours_keeps_its_own_numbers(checkpoint, tmp_path):
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint("llama", **FACTS))
     before = {path: np.array(array) for path, array in model.params.items()}
