@@ -217,6 +217,7 @@ def elsewhere(what: str, *arguments: object) -> subprocess.CompletedProcess:
 # It packs, and trains on several devices.
 
 
+@only_thorough
 @pytest.mark.parametrize("layout", [thorough("packed"), thorough("shared"), "auto"])
 def test_it_packs(make, layout, caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
@@ -257,6 +258,7 @@ def test_transformers_scores_what_it_saved_the_same(make, tmp_path):
     )
 
 
+@only_thorough
 def test_an_adapter_trains(make, folder, tmp_path):
     from peft import AutoPeftModelForSequenceClassification
     from transformers import AutoTokenizer
@@ -430,6 +432,7 @@ def test_the_example_imports_public_names():
     assert not private
 
 
+@only_thorough
 def test_the_example_learns(tmp_path, capsys):
     pointwise.main(tmp_path)
     shown = re.search(r"held-out rows: (\S+), after training (\S+)\.$", capsys.readouterr().out)

@@ -10,6 +10,7 @@ import sys
 import pytest
 import transformers
 
+from compat_tests.effort import only_thorough
 from compat_tests.trainer.vision_models import pictures, tiny_tiled
 from trl_jax.cli.transformers_patches import accept_no_videos, load_without_videos
 
@@ -68,6 +69,7 @@ assert DTensor is torch.distributed.tensor.DTensor
 """
 
 
+@only_thorough
 def test_what_does_not_wait_is_imported_as_ever(tmp_path):
     pytest.importorskip("torch")
     ran = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -25,6 +25,7 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, stream, table
 from trl_jax.training import resume
@@ -110,6 +111,7 @@ def test_row12_outside_the_main_thread_signals_are_left_alone():
     assert seen == [before]
 
 
+@only_thorough
 def test_row20_every_changed_argument_is_listed(train, caplog):
     train("run", max_steps=2)
     with caplog.at_level(logging.WARNING, logger="trl_jax"):

@@ -126,7 +126,7 @@ def test_row11_only_steps_in_a_row_count():
         see(np.nan)
 
 
-@usual("config1-2", "config2-2")
+@usual("config1-2")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("config", [
     {"learning_rate": 1e30}, {"adam_epsilon": 0.0},

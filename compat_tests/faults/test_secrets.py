@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import trl_jax
-from compat_tests.effort import usual, usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.hub.loopback import serving
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
@@ -189,7 +189,7 @@ def test_a_placeholder_is_never_taken_for_another_runs_token(kind, tmp_path):
     assert kind.config(str(tmp_path), use_cpu=True, report_to="none", hub_token="<HUB_TOKEN>").hub_token is None
 
 
-@usual("sft", "dpo", "kto")
+@only_thorough
 @pytest.mark.parametrize("kind", usually({"reward", "sft"}.__contains__, KINDS), indirect=True)
 def test_a_run_tells_none(kind, folder, hub, told, tmp_path):
     pytest.importorskip("tensorboard")

@@ -18,6 +18,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
 from compat_tests.training.test_resume import Draws, same
 from trl_jax.training import train
@@ -78,6 +79,7 @@ EVALUATIONS = {
 }
 
 
+@usual("the second evaluation", "off the logs, unsaved so far", "at the end of an epoch")
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_an_evaluation_is_broken_off_and_repeated_when_the_run_goes_on(name, trainer, tmp_path):
     number, step, config = EVALUATIONS[name]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.effort import THOROUGH
+from compat_tests.effort import THOROUGH, only_thorough
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.hub.auto import AutoModelForCausalLM
@@ -32,6 +32,7 @@ def prompts() -> list[list[int]]:
     return [random.integers(5, 100, length).tolist() for length in (3, 12, 7, 1, 5, 9, 30)]
 
 
+@only_thorough
 def test_completions_do_not_depend_on_the_batch(model):
     options = {"seed": 4, "num_return_sequences": 2, "repetition_penalty": 1.2, "min_length": 35}
     together = model.generate_batch(prompts(), **FIELDS, **options)
@@ -48,6 +49,7 @@ def test_completions_do_not_depend_on_the_batch(model):
     assert len({tuple(one.generated_tokens) for one in together.values()}) == 14
 
 
+@only_thorough
 def test_likeliest_tokens_are_those_of_generate(model):
     done = model.generate_batch(prompts(), batch_size=3, max_new_tokens=9, eos_token_id=50)
     rows = model.generate(prompts(), max_new_tokens=9, pad_token_id=0, eos_token_id=50)

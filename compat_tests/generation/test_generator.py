@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough, usual
+from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.models import causal
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
@@ -68,7 +68,7 @@ def test_tokens_are_those_of_transformers(case, sampled):
         assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(after, abs=1e-7)
 
 
-@usual("gemma2")
+@only_thorough
 def test_one_step_a_call_and_no_compaction_change_nothing(case, monkeypatch):
     model, prompts, wanted, _ = case
     monkeypatch.setattr(generator._Generation, "_compacted", lambda self, state, alive: (state, alive))
@@ -93,6 +93,7 @@ def test_log_probabilities_are_those_of_whole_texts(case):
         assert not out.logps[row, length:].any()
 
 
+@usual("llama")
 @pytest.mark.parametrize("family", ["llama", thorough("qwen3"), "mixtral", thorough("olmo2")])
 def test_matrices_in_sixteen_bits_change_no_logit(family, tmp_path):
     """Products are of sixteen bits in any case; norms stay float32."""

@@ -12,7 +12,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.kto_cases import CHAT, SMALL, kto_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
@@ -100,6 +100,7 @@ def test_processes_do_not_change_the_blocks(model, tmp_path):
     assert one.train_dataset[:] == two.train_dataset[:]
 
 
+@only_thorough
 def test_a_stream_trains_as_its_table_does(model, tmp_path):
     rows = kto_rows(14)
     stream = IterableDataset.from_generator(lambda: iter(rows))
@@ -157,6 +158,7 @@ def test_a_copy_of_the_model_is_the_reference_that_there_is_without_one(model, t
     assert steps(none)[0]["rewards/chosen"] == 0 and steps(none)[0]["logps/chosen"] != steps(given)[0]["logps/chosen"]
 
 
+@only_thorough
 def test_an_evaluation_is_of_the_set_and_not_of_its_batches(model, tmp_path):
     """TRL's margins are a mean over batches that have both kinds, and so no difference of its rewards."""
     held_out = table(11, seed=3)

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests import shared_programs
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
@@ -107,6 +107,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@usual("DPO")
 @pytest.mark.parametrize("kind", usually({"SFT", "DPO"}.__contains__, CHANGES))  # KTO's base is DPO's
 def test_what_is_changed_before_and_while_a_run_trains_counts_as_in_trl(kind, make, caplog):
     """An evaluation before the change is compiled, and may not stand in for the one after it."""
@@ -209,6 +210,7 @@ LATER = {
 }  # fmt: skip
 
 
+@usual("unfrozen")
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_step_that_is_under_way_cannot_follow_is_refused(name, make):
     config, change, words = LATER[name]

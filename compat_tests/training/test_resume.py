@@ -97,10 +97,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@usual(
-    "accumulation, shuffled, within and between epochs", "a stream", "bfloat16, dropout",
-    "noise on embeddings, averaged weights",
-)  # fmt: skip
+@usual("accumulation, shuffled, within and between epochs", "a stream", "bfloat16, dropout")
 @pytest.mark.parametrize("name", usually(lambda name: name not in {"saved by epoch", "saved when best"}, RUNS))
 def test_from_any_step_the_rest_is_the_same(name, train, tmp_path):
     config, steps = RUNS[name]

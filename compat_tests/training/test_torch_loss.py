@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import THOROUGH
+from compat_tests.effort import THOROUGH, only_thorough
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
 
@@ -101,6 +101,7 @@ def around_the_default(self, model, inputs, return_outputs=False, num_items_in_b
 SIDES = ("chosen", "rejected")
 
 
+@only_thorough
 @pytest.mark.parametrize("own", [in_two_calls, around_the_default])
 def test_trls_own_loss_in_torch_is_the_plain_run(folder, tmp_path, own):
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
