@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from compat_tests.effort import only_thorough
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
 from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen
@@ -56,6 +57,7 @@ def test_rows_get_the_completions_of_the_library(folder, source, tmp_path):
     assert found == ROWS
 
 
+@only_thorough
 def test_several_are_drawn_by_seed_and_row(folder, source, tmp_path):
     def run(name, *flags):
         assert main(["generate", folder, source, "-o", str(tmp_path / name), *SAMPLED, *flags]) == 0
@@ -186,6 +188,7 @@ def greedy(folder, processor, text, images):
     return processor.decode(new, skip_special_tokens=True), new.tolist(), given
 
 
+@only_thorough
 def test_rows_with_pictures_get_transformers_tokens(tmp_path, monkeypatch, capsys):
     transformers, folder = pytest.importorskip("transformers"), str(tiny_llava(tmp_path / "llava"))
     processor, files = transformers.AutoProcessor.from_pretrained(folder), []

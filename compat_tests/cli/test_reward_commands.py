@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, usual
 from trl_jax import rewards
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
@@ -55,6 +55,7 @@ def flags(model: Path, **further: object) -> list[str]:
     return [text for name, value in given.items() for text in (f"--{name}", str(value))]
 
 
+@usual("grpo")
 @COMMANDS
 def test_a_run_by_a_function_in_this_folder_and_by_a_model(command, model, checkpoint, folder, capsys):
     judge = checkpoint()

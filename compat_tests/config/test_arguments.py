@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trl_jax.trainer
+from compat_tests.effort import usual
 from trl_jax.config.arguments import defaults_of, validate
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.devices import DETERMINISTIC_FLAG
@@ -80,6 +81,17 @@ ODD = [
 ]  # fmt: skip
 
 
+@usual(
+    "BaseConfig",
+    "RewardConfig",
+    "GRPOConfig",
+    "SFTConfig",
+    "ReferenceFreeConfig",
+    "DPOConfig",
+    "KTOConfig",
+    "ORPOConfig",
+    "CPOConfig",
+)
 @pytest.mark.parametrize("kind", config_classes())
 @pytest.mark.filterwarnings("ignore")
 def test_an_odd_value_is_accepted_or_refused_by_name(kind, tmp_path):

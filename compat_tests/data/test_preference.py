@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset, disable_caching, enable_caching, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compat_tests.effort import drawn
+from compat_tests.effort import drawn, only_thorough
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data import reward
 from trl_jax.data.reward import prepare
@@ -175,6 +175,7 @@ def test_a_display_format_changes_nothing(tokenizer):
     assert list(ours(dataset.with_format("numpy"), tokenizer)) == list(ours(dataset, tokenizer))
 
 
+@only_thorough
 def test_several_processes_give_the_same_rows(tokenizer):
     dataset = Dataset.from_list(preference_rows(12, "prompt"))
     assert pairs(ours(dataset, tokenizer, num_proc=2)) == pairs(ours(dataset, tokenizer))

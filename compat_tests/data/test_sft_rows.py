@@ -194,7 +194,7 @@ def test_a_formatted_text_is_what_is_trained_on(tokenizer, caplog):
     assert "`formatting_func` will be ignored" in caplog.text and kept[2]["input_ids"] == tokenized(3)[2]["input_ids"]
 
 
-@usual("bfd-2", "bfd_split-None")
+@usual("bfd_split-None")
 @pytest.mark.parametrize("num_proc", [None, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_blocks_of_rows_are_packed_apart(strategy, num_proc, tokenizer):

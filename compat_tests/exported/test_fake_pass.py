@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough, usual
+from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
@@ -30,6 +30,7 @@ def test_parameters_without_gradient_are_those_of_torch(model_type, tmp_path):
     assert bool(wanted) == (model_type in ("luke", "axk2"))
 
 
+@only_thorough
 def test_an_exported_program_tells_where_a_pass_without_numbers_fails(tmp_path, monkeypatch):
     folder = configs.build(tmp_path, "luke")
     told, passed = load(folder), load(folder)

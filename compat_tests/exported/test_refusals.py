@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.exported import configs
 from trl_jax.exported import program
 from trl_jax.exported.program import TorchModel
@@ -67,6 +68,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
         AutoModelForSequenceClassification.from_pretrained(folder)
 
 
+@only_thorough
 def test_an_unknown_operation_is_named_when_the_model_is_exported(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     model = AutoModelForSequenceClassification.from_pretrained(configs.build(tmp_path, "albert"))

@@ -39,6 +39,7 @@ def runs(trainable, tmp_path_factory):
     return train
 
 
+@only_thorough
 @pytest.mark.parametrize("model_type", CASES)
 def test_ten_steps_are_trls(model_type, runs):
     ours, theirs = runs(model_type)

@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from safetensors.numpy import load_file, save_file
 
 import trl_jax
-from compat_tests.effort import THOROUGH
+from compat_tests.effort import THOROUGH, only_thorough
 from compat_tests.faults.broken import INDEX, WEIGHTS, copied, header_of, trainer, write_header
 from compat_tests.faults.killed_saves import save
 from compat_tests.tiny import preference_rows
@@ -86,6 +86,7 @@ def test_a_header_with_an_axis_that_is_no_number(axis, good, tmp_path):
         CheckpointFiles(folder)
 
 
+@only_thorough
 def test_an_index_of_a_million_places(good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / WEIGHTS).unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import usual, usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.generation.near_ties import flips
 from compat_tests.generation.test_complete import FIELDS, prompts
 from compat_tests.models import causal
@@ -61,7 +61,7 @@ def test_an_adapter_writes_pefts_tokens(family, tmp_path):
     assert plain.tolist() != found.tolist()
 
 
-@usual("gemma2")
+@only_thorough
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2", "falcon_h1"])
 def test_in_bfloat16_probabilities_are_those_of_whole_texts(family, tmp_path):
     """Of the tokens that were drawn, in bfloat16 and in float32: no farther apart than that dtype is coarse."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.hub.vision.test_generate import inputs
 from compat_tests.models import causal
 from compat_tests.trainer.vision_models import tiny_qwen
@@ -133,6 +134,7 @@ def test_a_ring_grows(places, size, written):
     np.testing.assert_array_equal(found[steps % size], expected[steps % size])
 
 
+@only_thorough
 def test_prompts_with_images(tmp_path):
     """The images and positions of prompts come into the slots with them."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen(tmp_path))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.core.torch_random import TorchGenerator
@@ -67,6 +67,7 @@ def test_rollouts_are_those_of_transformers(folder, model, own):
     np.testing.assert_array_equal(done.lengths, np.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1]))
 
 
+@usual("all at once")
 @pytest.mark.parametrize("at_once", [None, 4], ids=["all at once", "a few at a time"])
 def test_stop_strings_are_those_of_transformers(folder, model, at_once):
     """What is sampled after the end of a text, until the host looks, counts neither as its own nor for the stream."""
@@ -143,6 +144,7 @@ def test_only_torchs_words_bound_the_steps_of_a_chunk(model, monkeypatch, how, c
     assert len(taken) == calls
 
 
+@only_thorough
 def test_a_tied_heads_table_is_rounded_once_and_not_in_each_step(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, "llama", tie=True))
     of, traced = generator.next_tokens, []
@@ -170,6 +172,7 @@ def test_what_a_generation_computes_in(folder, monkeypatch, platform, said, expe
     assert generate.computing_dtype(exact, said) == (said or "float32")
 
 
+@only_thorough
 def test_generate_computes_in_it(folder, monkeypatch):
     model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"), [prompts()[1]]
     options = {"attention_mask": [[1] * len(ids[0])], "return_dict_in_generate": True, "output_logits": True}

@@ -170,7 +170,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
-@usual("usual", "all")
+@usual("usual")
 @pytest.mark.parametrize("names", SEVERAL.values(), ids=SEVERAL)
 def test_several(names):
     for length in LENGTHS:

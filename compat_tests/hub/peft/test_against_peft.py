@@ -102,6 +102,7 @@ def test_we_score_as_peft_does_what_it_wrote(adapted, name):
     assert np.abs(np.asarray(ours(IDS).logits) - wanted).max() < SCORES.get(name, 1e-5)
 
 
+@only_thorough
 def test_a_peft_model_is_trained_further_and_has_the_result(adapted, tmp_path):
     import torch
     from peft import AutoPeftModelForSequenceClassification

@@ -59,9 +59,7 @@ def test_the_maps_around_a_stack_are_adapted_by_pefts_names(tmp_path):
     assert {name.split(".")[-3] for name in written if "project" in name} == {"project_in", "project_out"}
 
 
-@usual(
-    "linear-False", "tokens-False", "head-True", "saved_both-True", "table-True",
-)  # fmt: skip
+@usual("head-True", "table-True", "saved_both-True")
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_peft_wrote_computes_and_is_written_as_it_was(name, tie, bases, tmp_path):
