@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.exported import configs
 from trl_jax.exported import program
 from trl_jax.hub.auto import AutoModelForCausalLM
@@ -30,6 +30,7 @@ def model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
 
 
+@only_thorough
 def test_its_logits_are_torchs_and_it_is_saved_once(model, folder, tmp_path):
     ids = np.array([[3, 4, 5, 6]])
     assert model.backend.name.startswith("exported") and TABLE in model.params

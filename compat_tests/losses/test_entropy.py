@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from trl_jax.losses.policy_gradient import entropy_mask, next_entropy_coef
 
 compiled = jax.jit(entropy_mask, static_argnums=2, static_argnames="groups")
@@ -59,6 +60,7 @@ assert np.asarray(of_all).tolist() == np.asarray(entropy_mask(values, mask, 0.37
 """
 
 
+@only_thorough
 def test_the_quantile_is_that_of_all_devices():
     """Along the sequence axis they have the same tokens, which count once."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"

@@ -9,7 +9,7 @@ from datasets import Dataset
 from safetensors.numpy import load_file
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import thorough, usual
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@usual("qwen2-False-how0", "qwen2-True-how1", "qwen2-False-how4", "qwen2-True-how7", "qwen2-False-how8")
 @pytest.mark.parametrize(("kind", "tied", "how"), CASES)
 def test_the_tables_are_saved_and_read_as_pefts(kind, tied, how, checkpoint, tmp_path):
     base = checkpoint(kind, head="causal", num_hidden_layers=2, tie_word_embeddings=tied)
@@ -117,6 +118,7 @@ def losses(trainer):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+@usual("SFT")
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_a_resume_goes_on_with_the_same_rows(kind, checkpoint, tmp_path):
     """Though the script has drawn others; the reference of DPO, under a head that trains, has the first ones, too."""
@@ -158,6 +160,7 @@ def test_virtual_tokens_on_a_resized_model_are_refused(checkpoint, tmp_path):
     assert with_adapter(model, config, 0).backend.virtual.count == 2
 
 
+@usual("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resume_on_other_frozen_weights_is_refused(dtype, checkpoint, tmp_path):
     base = checkpoint(**SMALL, dtype=dtype)

@@ -90,7 +90,7 @@ NEW = {
 }
 
 
-@usual("SFT-linear", "DPO-dora", "Reward-linear")
+@usual("SFT-linear", "Reward-linear")
 @pytest.mark.parametrize(("kind", "how"), [("SFT", "linear"), ("DPO", "dora"), ("KTO", "pissa"), ("Reward", "linear")])
 def test_a_model_gets_the_adapter_that_was_trained_on_it(kind, how, checkpoint, tmp_path):
     """As TRL's is wrapped in place: a script that generates with the object that it passed has the adapter, too."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.hub.vision.processors import placeholder
 from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen, tiny_tiled
 
@@ -61,6 +61,7 @@ def test_tokens_are_transformers(make, tmp_path):
 TILED = ("gemma3", "gemma4", "idefics3", "internvl", "llava_next", "mistral3", "smolvlm")
 
 
+@usual("internvl")
 @pytest.mark.parametrize("name", usually(lambda name: name in ("gemma3", "internvl"), TILED))
 def test_tokens_of_what_processors_return(name, tmp_path, monkeypatch):
     processor, marker, some = tiny_tiled(tmp_path, name, monkeypatch), placeholder(name), pictures(3)

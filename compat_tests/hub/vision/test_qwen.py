@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from compat_tests.effort import usual
 from compat_tests.hub.vision.models import CASES, IMAGE
 from compat_tests.hub.vision.test_families import built, of_transformers, padded, texts
 from trl_jax.data.images import grid_positions
@@ -77,6 +78,7 @@ def pictures():
     return [Image.fromarray(draws.integers(0, 256, shape, np.uint8), mode) for mode, shape in modes.items()]
 
 
+@usual("qwen2_5_vl", "qwen3_vl")
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_pictures_of_the_processor_give_the_logits_of_transformers(name, tmp_path):
     from transformers import Qwen2VLImageProcessorPil
