@@ -24,7 +24,7 @@ from trl_jax.tasks import Batch
 class Mine(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, **how):
         return torch.nn.functional.cross_entropy(model(**inputs).logits, 1)
-    def training_step(self, *args): ...
+    def evaluation_loop(self, *args): ...
     def helper(self): ...
 
 args = SFTConfig("out", max_seq_length=32, optim="lomo", learing_rate=1e-3, packing=os.environ.get("P"), bf16=True,
@@ -44,7 +44,7 @@ WANTED = {
     "trl.trainer.utils.split_tensor_dict": (CHANGED, "the installed trl"),
     "trl_jax.tasks.Batch": (WORKS, ""),
     "Mine.compute_loss": (CHANGED, "It uses torch"), "Mine.helper": (WORKS, ""),
-    "Mine.training_step": (REFUSED, "which trl_jax never calls"),
+    "Mine.evaluation_loop": (REFUSED, "which trl_jax never calls"),
     "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),
     "SFTConfig(optim='lomo')": (REFUSED, "the closest supported optimizer is adafactor"),
     "SFTConfig(learing_rate=0.001)": (REFUSED, "did you mean learning_rate?"),

@@ -64,7 +64,7 @@ from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames
 from trl_jax.legacy.arguments import left_out, moved_arguments
-from trl_jax.trainer.overrides import NEAR, OLD_COMPUTE_LOSS, check_not_experimental
+from trl_jax.trainer.overrides import NEAR, OF_TORCH, OLD_COMPUTE_LOSS, check_not_experimental
 
 # The command
 
@@ -138,7 +138,6 @@ def report(found: list[Finding]) -> list[str]:
 
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
-_IN_ARRAYS = "It uses torch, whose functions do not take what it is given here: JAX arrays. Write it in jax.numpy."
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
 _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
@@ -364,7 +363,9 @@ class _Script:
                     node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
                 )
             elif found.kind == "works" and method == "prediction_step" and _uses_torch(node, made.scope.module):
-                found = Finding(node.lineno, what, "not known", _IN_ARRAYS)
+                found = Finding(node.lineno, what, "changed", _IN_TORCH + _IN_JAX)
+            elif found.kind == "works" and method == "create_optimizer" and _makes_torchs(node, made.scope.module):
+                found = Finding(node.lineno, what, "refused", OF_TORCH)
             yield found
 
     # Attributes of trainers
@@ -511,6 +512,15 @@ def _takes_items(node: ast.AST) -> bool:
         return True
     named = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
     return node.args.kwarg is not None or "num_items_in_batch" in named
+
+
+def _makes_torchs(node: ast.AST, module: Module) -> bool:
+    """Whether a method makes an optimizer of torch's."""
+    scope = module.scopes.get(node, module.top)
+    called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    named = any(isinstance(one, ast.Attribute) and one.attr == "get_optimizer_cls_and_kwargs" for one in called)
+    made = [one for func in called for one in meanings(func, scope) if isinstance(one, Imported)]
+    return named or any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in made)
 
 
 def _uses_torch(node: ast.AST, module: Module) -> bool:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +214,14 @@ class Parameter(np.ndarray):
     def requires_grad_(self, requires_grad: bool = True) -> Parameter:
         self.requires_grad = requires_grad
         return self
+
+    @property
+    def grad(self) -> NoReturn:
+        """Raises AttributeError: gradients stay within the compiled step."""
+        raise AttributeError(
+            f"{self._name or 'A parameter'} has no grad: gradients stay within the compiled step. grad_norm is logged; "
+            "to change gradients, return an optax transformation from create_optimizer."
+        )
 
     def clone(self) -> Parameter:
         return self.copy()

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from trl_jax.core.outputs import Images, KeptFeatures, reads_of_rows
+from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
@@ -64,17 +65,23 @@ class UserLossStep:
         if not self._user_loss.divides_by_examples:  # it divides by the targets of the whole step itself
             parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
-        total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
+        total, shown, gradients, sums, at = 0.0, 0.0, None, [], self._point(params, opt_state)
         values, state, pass_weight = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
-        for inputs, micro_key in zip(micro, keys, strict=True):
-            given = at, frozen, inputs, micro_key, num_items, pass_weight
-            (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
-            total, sums = total + loss / parts, [*sums, found]
+        for number, (inputs, micro_key) in enumerate(zip(micro, keys, strict=True), start=1):
+
+            def computed(inputs: dict, micro_key: Any = micro_key) -> tuple:
+                given = at, frozen, inputs, micro_key, num_items, pass_weight
+                (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
+                return loss / parts, found, grads
+
+            one, logged = self._user_loss.stepped(computed, inputs, num_items, last=number == len(micro))
+            loss, found, grads = one
+            total, shown, sums = total + loss, shown + logged, [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
-        return params, opt_state, stacked | {"loss": total} | measured
+        return params, opt_state, stacked | {"loss": shown} | measured
 
     def in_one_program(self, options: Any) -> Any:
         """A jitted step with the arguments of `make_step`'s, for a plan: what a call does in a program for each
@@ -143,6 +150,7 @@ class UserLossEvaluation:
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = self._user_loss.inputs(arrays)
+        inputs = self._user_loss.prepared(inputs)
         values, state = self._user_loss.values(), self._user_loss.state()
         if not self._user_loss.in_torch:
             try:
@@ -165,17 +173,32 @@ class UserPrediction:
 
     def __init__(self, user_loss: UserLoss, prediction_step: Callable):
         self._user_loss, self._prediction_step = user_loss, prediction_step
+        self._in_torch = TorchLoss(user_loss)
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = self._user_loss.inputs(arrays)
-        bound = self._user_loss.bound(params, inputs, dtype=dtype)
         prediction_loss_only = self._user_loss.setup.args.prediction_loss_only
-        with torch_explained():
-            shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
-            loss, logits, labels = self._prediction_step(bound, shown, prediction_loss_only, None)
-        sums = self._user_loss.sums(bound, inputs)
-        on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in (logits, labels))
-        return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
+
+        def predicted(model: Any, shown: dict) -> tuple:
+            return self._prediction_step(model, shown, prediction_loss_only, None)
+
+        if not self._user_loss.in_torch:
+            bound = self._user_loss.bound(params, inputs, dtype=dtype)
+            try:
+                with torch_explained():
+                    shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+                    loss, *outputs = predicted(bound, shown)
+                return _predicted(self._user_loss.sums(bound, inputs), loss, outputs)
+            except WrittenInTorch as error:
+                self._user_loss.to_torch(error)
+        sums, (loss, *outputs) = self._in_torch.predicted(predicted, params, inputs, dtype=dtype)
+        return _predicted(sums, loss, outputs)
+
+
+def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
+    loss, outputs = torch_objects.as_arrays([loss, outputs])
+    on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in outputs)
+    return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
 
 
 # A script's own `compute_loss`: the model that it calls, and the sums to log with its loss.
@@ -380,10 +403,15 @@ class UserLoss:
     """
 
     def __init__(
-        self, setup: Setup, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
+        self,
+        setup: Setup,
+        forward: Forward,
+        compute_loss: Callable,
+        values: Callable[[], tuple[tuple[str, Any], ...]],
+        own_step: OwnStep | None = None,
     ):
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
-        self.in_torch = False
+        self.in_torch, self._own_step = False, own_step
 
     def __call__(
         self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
@@ -506,12 +534,126 @@ class UserLoss:
         """Each micro-batch of a step of padded rows, as `inputs_of`."""
         return inputs_of(arrays, self.setup.task)
 
+    def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of an evaluation's batch, after the script's own `_prepare_inputs`."""
+        return inputs if self._own_step is None else self._own_step.prepared(inputs)
+
+    def stepped(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
+        """What `computed(inputs)` gives of a micro-batch, `(loss, sums, gradient)`, and the loss to log."""
+        if self._own_step is None:
+            one = computed(inputs)
+            return one, one[0]
+        return self._own_step(computed, inputs, num_items, last=last)
+
+
+class OwnStep:
+    """Calls a script's own `training_step` and `_prepare_inputs` around the computation of a micro-batch, with the
+    inputs of TRL's collator: tensors where torch is installed and the script does not use JAX, else NumPy arrays."""
+
+    def __init__(self, setup: Callable[[], Setup], call: Callable, prepare: Callable, tensors: bool):
+        """
+        Args:
+            call: `(compute, inputs, num_items_in_batch, last) -> loss`, the trainer's `training_step`, within which
+                `super()` calls `compute(inputs) -> loss`; `last` is whether the step ends with this micro-batch.
+            prepare: the trainer's `_prepare_inputs`.
+            tensors: whether the script's methods get tensors.
+        """
+        self._setup, self._call, self._prepare, self._tensors = setup, call, prepare, tensors
+
+    def __call__(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
+        """As `UserLoss.stepped`.
+
+        Raises:
+            RuntimeError: the script's method did not call `super()` once.
+        """
+        made, shown = [], self._shown(inputs)
+
+        def compute(given: Any) -> Any:
+            made.append(computed(self._taken(inputs, shown, given)))
+            return self._as_given({"": np.asarray(made[0][0])})[""]
+
+        count = None if num_items is None else self._as_given({"": np.int64(num_items)})[""]
+        loss = self._call(compute, self._as_given(shown), count, last)
+        if len(made) != 1:
+            raise RuntimeError(
+                f"training_step called super().training_step(model, inputs, ...) {len(made)} times for a micro-batch; "
+                "expected once: it computes the loss and its gradient."
+            )
+        return made[0], np.float32(torch_objects.as_arrays(loss))
+
+    def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs as `_prepare_inputs` changes them."""
+        shown = self._shown(inputs)
+        return self._taken(inputs, shown, self._prepare(self._as_given(shown)))
+
+    def _as_given(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        return torch_objects.batch_tensors(arrays) if self._tensors else dict(arrays)
+
+    def _shown(self, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+        """TRL's names; those of DPO and KTO without the reference's numbers that the step computes."""
+        arrays, setup = seen_by_scripts(inputs), self._setup()
+        if setup.script_loss is not None:
+            arrays = Comparing(setup.task, None, None).inputs(arrays, {})
+        return {name: np.asarray(value) for name, value in arrays.items()}
+
+    def _taken(self, inputs: dict[str, Any], shown: dict[str, np.ndarray], given: Any) -> dict[str, Any]:
+        """The step's inputs with what the script has changed, left out or added.
+
+        Raises:
+            TypeError: something that is no array, or any change to a loss that compares with a reference.
+        """
+        found = {name: np.asarray(value) for name, value in torch_objects.as_arrays(dict(given)).items()}
+        if other := sorted(name for name, value in found.items() if value.dtype.kind not in "biuf"):
+            raise TypeError(
+                f"inputs[{other[0]!r}] is {brief(given[other[0]])}; expected numbers: the loss is compiled."
+            )
+        if missing := sorted({"input_ids", "attention_mask", "labels"} & shown.keys() - found.keys()):
+            raise TypeError(f"inputs are without {', '.join(missing)}, which the loss reads.")
+        found = {name: value.astype(shown[name].dtype) if name in shown else value for name, value in found.items()}
+        if self._setup().script_loss is None:
+            return found | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
+        if found.keys() != shown.keys() or any(not np.array_equal(found[name], shown[name]) for name in shown):
+            raise TypeError(
+                "training_step changed inputs whose reference log-probabilities the step computes itself. Pass them to "
+                "super().training_step as they are, or change the rows."
+            )
+        return inputs
+
 
 def described(value: Any) -> str:
     return f"an array {list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(value).__qualname__}"
 
 
 # What a script's own loss logs.
+
+
+class ScriptMetrics(defaultdict):
+    """Numbers that a script logs outside of its own loss, as lists by name, as TRL's trainers keep them."""
+
+    def __init__(self):
+        super().__init__(list)
+        self._appended = set()
+
+    def __missing__(self, name: str) -> list:
+        self._appended.add(name)
+        return super().__missing__(name)
+
+    def taken(self, logs: dict[str, Any], before: str) -> dict[str, float]:
+        """The mean of each by its name with `before`, which are forgotten.
+
+        Raises:
+            ValueError: a number was appended to one that `logs` has.
+        """
+        found = {before + name: float(sum(values) / len(values)) for name, values in self.items() if values}
+        if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
+            raise ValueError(
+                f"A script appended to _metrics[mode][{own[0]!r}] outside of its loss, and trl_jax logs {own[0]!r} "
+                "itself. Use another name, or replace it: self._metrics[mode][name] = [value]."
+            )
+        self.clear()
+        self._appended.clear()
+        return found
+
 
 OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
 
@@ -761,18 +903,27 @@ class TorchLoss:
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
         return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
 
+    def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
+        """The sums of a batch, and what `call(model, tensors)` gives."""
+        model = self._evaluating(params, inputs, dtype)
+        with torch_objects.without_gradient(), outputs_alone():
+            found = call(model, torch_objects.batch_tensors(seen_by_scripts(inputs)))
+        return self._sums(model.outputs, inputs), found
+
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """`(sums with "loss", outputs)` of a batch."""
-
-        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
-            return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
-
-        model = self._model(compute, inputs, training=False)
+        model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient():
             loss = self._loss(model, inputs, None)
         outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
         return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found
+
+    def _evaluating(self, params: dict, inputs: dict, dtype: str) -> TorchModel:
+        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
+            return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
+
+        return self._model(compute, inputs, training=False)
 
     def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
         known = frozenset(inputs) | BoundModel.ignored
