@@ -6,6 +6,7 @@ from __future__ import annotations
 import optax
 import pytest
 from datasets import Dataset
+from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.parity.reference import BASE
@@ -197,8 +198,25 @@ def test_what_a_step_cannot_use_is_named(kind, how, error, words, checkpoint, tm
     kind.how = how
     with pytest.raises(error, match=words):
         trainer.train()
-    with pytest.raises(AttributeError, match="has no grad: gradients stay within the compiled step"):
-        next(trainer.model.parameters()).grad  # noqa: B018
+
+
+class Watching(TrainerCallback):
+    seen = ()
+
+    def on_step_end(self, args, state, control, model, **others):
+        self.seen += tuple(parameter.grad for parameter in model.parameters())
+
+    def on_pre_optimizer_step(self, args, state, control, model, **others):
+        if state.global_step == 1:
+            [parameter.grad for parameter in model.parameters()]
+
+
+def test_gradients_are_none_between_steps_as_in_torch_and_named_elsewhere(checkpoint, tmp_path):
+    watching, args = Watching(), trl_jax.RewardConfig(str(tmp_path), **CONFIG)
+    trainer = trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8), callbacks=[watching])
+    with pytest.raises(AttributeError, match="embed_tokens.weight has no grad: gradients stay within the compiled"):
+        trainer.train()
+    assert watching.seen and set(watching.seen) == {None}
 
 
 def test_torchs_random_sampler_is_seeded_as_by_accelerate(checkpoint, tmp_path):

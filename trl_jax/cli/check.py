@@ -523,9 +523,17 @@ def _makes_torchs(node: ast.AST, module: Module) -> bool:
     return named or any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in made)
 
 
+# Methods of tensors that arrays lack, or that need values while a loss is compiled.
+_OF_TENSORS = frozenset(
+    "clamp contiguous cpu cuda detach item long masked_fill new_tensor numel permute scatter_ unsqueeze".split()
+)
+
+
 def _uses_torch(node: ast.AST, module: Module) -> bool:
+    """Whether a method calls torch, or methods that tensors alone have."""
     scope = module.scopes.get(node, module.top)
-    return any(
+    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return any(isinstance(func, ast.Attribute) and func.attr in _OF_TENSORS for func in calls) or any(
         isinstance(meaning, Imported) and package_of(meaning.path) == "torch"
         for one in ast.walk(node)
         if isinstance(one, ast.Name)

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,12 +216,17 @@ class Parameter(np.ndarray):
         return self
 
     @property
-    def grad(self) -> NoReturn:
-        """Raises AttributeError: gradients stay within the compiled step."""
-        raise AttributeError(
-            f"{self._name or 'A parameter'} has no grad: gradients stay within the compiled step. grad_norm is logged; "
-            "to change gradients, return an optax transformation from create_optimizer."
-        )
+    def grad(self) -> None:
+        """None, as in torch between steps.
+
+        Raises:
+            AttributeError: it is read where torch has a gradient, which stays within the compiled step.
+        """
+        if self.requires_grad and self._model.at_gradients:
+            raise AttributeError(
+                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
+                "gradients, return an optax transformation from create_optimizer."
+            )
 
     def clone(self) -> Parameter:
         return self.copy()
@@ -439,6 +444,7 @@ class TransformersModelApi:
         new = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
 
+    at_gradients: bool = False  # where torch's parameters have gradients: in on_pre_optimizer_step and the like
     training: bool = False  # only for scripts that read it: the caller of the model decides about dropout
 
     def eval(self) -> Any:

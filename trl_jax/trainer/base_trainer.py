@@ -294,7 +294,8 @@ class BaseTrainer(abc.ABC):
         """What a script's own `training_step` returns for a micro-batch, the `last` of its step or not."""
         self._compute_step, self.accelerator.sync_gradients = compute, last
         try:
-            return self.training_step(self.model, inputs, num_items)
+            with self._setup.events.at_gradients():
+                return self.training_step(self.model, inputs, num_items)
         finally:
             self._compute_step, self.accelerator.sync_gradients = None, True
 

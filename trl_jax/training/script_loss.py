@@ -206,11 +206,17 @@ def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
 logger = logging.getLogger(__name__)
 
 
+_OF_MODEL = frozenset({"at_gradients", "name_or_path", "training", "writes"})  # of ours
+
+
 def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
-    """The numbers and strings that a script set on its trainer, by name; a compiled loss contains their current
-    values."""
+    """The numbers and strings that a script set on its trainer and its model, by name; a compiled loss contains their
+    current values."""
     kinds = (bool, int, float, str)
-    return tuple((name, value) for name, value in sorted(vars(trainer).items()) if type(value) in kinds)
+    found = vars(trainer) | {
+        f"model.{name}": vars(trainer.model)[name] for name in vars(trainer.model).keys() - _OF_MODEL
+    }
+    return tuple((name, value) for name, value in sorted(found.items()) if type(value) in kinds)
 
 
 class Outputs:
