@@ -59,8 +59,9 @@ from trl_jax.training.devices import keep_compilations
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
 from trl_jax.training.logging import tell_saved
 from trl_jax.training.optimizer_choice import choose
+from trl_jax.training.own_step import OwnStep
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
-from trl_jax.training.script_loss import BoundModel, OwnStep, ScriptMetrics, read_by_model, script_values
+from trl_jax.training.script_loss import BoundModel, ScriptMetrics, read_by_model, script_values
 from trl_jax.training.state import Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 

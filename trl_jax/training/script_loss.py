@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from trl_jax.core.outputs import Images, KeptFeatures, reads_of_rows
-from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
@@ -27,6 +26,7 @@ from trl_jax.tasks.policy import means
 from trl_jax.tasks.task import STEP_SUMS, Task, TokenTask, joined
 from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
+from trl_jax.training.own_step import CutRows, OwnStep
 from trl_jax.training.reference import Comparing, label_reads
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
@@ -552,80 +552,6 @@ class UserLoss:
         return self._own_step(computed, inputs, num_items, last=last)
 
 
-class OwnStep:
-    """Calls a script's own `training_step` and `_prepare_inputs` around the computation of a micro-batch, with the
-    inputs of TRL's collator: tensors where torch is installed and the script does not use JAX, else NumPy arrays."""
-
-    def __init__(self, setup: Callable[[], Setup], call: Callable, prepare: Callable, tensors: bool):
-        """
-        Args:
-            call: `(compute, inputs, num_items_in_batch, last) -> loss`, the trainer's `training_step`, within which
-                `super()` calls `compute(inputs) -> loss`; `last` is whether the step ends with this micro-batch.
-            prepare: the trainer's `_prepare_inputs`.
-            tensors: whether the script's methods get tensors.
-        """
-        self._setup, self._call, self._prepare, self._tensors = setup, call, prepare, tensors
-
-    def __call__(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
-        """As `UserLoss.stepped`.
-
-        Raises:
-            RuntimeError: the script's method did not call `super()` once.
-        """
-        made, shown = [], self._shown(inputs)
-
-        def compute(given: Any) -> Any:
-            made.append(computed(self._taken(inputs, shown, given)))
-            return self._as_given({"": np.asarray(made[0][0])})[""]
-
-        count = None if num_items is None else self._as_given({"": np.int64(num_items)})[""]
-        loss = self._call(compute, self._as_given(shown), count, last)
-        if len(made) != 1:
-            raise RuntimeError(
-                f"training_step called super().training_step(model, inputs, ...) {len(made)} times for a micro-batch; "
-                "expected once: it computes the loss and its gradient."
-            )
-        return made[0], np.float32(torch_objects.as_arrays(loss))
-
-    def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs as `_prepare_inputs` changes them."""
-        shown = self._shown(inputs)
-        return self._taken(inputs, shown, self._prepare(self._as_given(shown)))
-
-    def _as_given(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        return torch_objects.batch_tensors(arrays) if self._tensors else dict(arrays)
-
-    def _shown(self, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
-        """TRL's names; those of DPO and KTO without the reference's numbers that the step computes."""
-        arrays, setup = seen_by_scripts(inputs), self._setup()
-        if setup.script_loss is not None:
-            arrays = Comparing(setup.task, None, None).inputs(arrays, {})
-        return {name: np.asarray(value) for name, value in arrays.items()}
-
-    def _taken(self, inputs: dict[str, Any], shown: dict[str, np.ndarray], given: Any) -> dict[str, Any]:
-        """The step's inputs with what the script has changed, left out or added.
-
-        Raises:
-            TypeError: something that is no array, or any change to a loss that compares with a reference.
-        """
-        found = {name: np.asarray(value) for name, value in torch_objects.as_arrays(dict(given)).items()}
-        if other := sorted(name for name, value in found.items() if value.dtype.kind not in "biuf"):
-            raise TypeError(
-                f"inputs[{other[0]!r}] is {brief(given[other[0]])}; expected numbers: the loss is compiled."
-            )
-        if missing := sorted({"input_ids", "attention_mask", "labels"} & shown.keys() - found.keys()):
-            raise TypeError(f"inputs are without {', '.join(missing)}, which the loss reads.")
-        found = {name: value.astype(shown[name].dtype) if name in shown else value for name, value in found.items()}
-        if self._setup().script_loss is None:
-            return found | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
-        if found.keys() != shown.keys() or any(not np.array_equal(found[name], shown[name]) for name in shown):
-            raise TypeError(
-                "training_step changed inputs whose reference log-probabilities the step computes itself. Pass them to "
-                "super().training_step as they are, or change the rows."
-            )
-        return inputs
-
-
 def described(value: Any) -> str:
     return f"an array {list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(value).__qualname__}"
 
@@ -837,14 +763,16 @@ class TorchModel:
         the arrays that JAX computed.
     """
 
-    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool):
+    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool, rows: CutRows):
         """
         Args:
+            rows: as the script has them.
             compute: `(kind of call, arrays, number of the call) -> (outputs by name, the way back)`.
             known: the names that a call may pass, with or without effect.
             training: False in an evaluation.
         """
         self._compute, self._model, self._known, self.training = compute, model, known, training
+        self._rows = rows
         self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
 
@@ -863,8 +791,10 @@ class TorchModel:
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> tuple[Any, TorchOutputs]:
         arrays = {name: np.asarray(value) for name, value in tensors.items()}
-        outputs, back = self._compute(kind, arrays, len(self.outputs))
-        leaves, shown = torch_objects.asking(outputs)
+        outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
+        length = arrays["input_ids"].shape[1]
+        seen = {name: value[:, :length] if np.ndim(value) == 3 else value for name, value in outputs.items()}
+        leaves, shown = torch_objects.asking(seen)
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
@@ -904,8 +834,8 @@ class TorchLoss:
         loss = self._loss(model, inputs, num_items)
         if not (loss.requires_grad and model.leaves):
             raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
-        backwards = zip(model.backwards, torch_objects.gradients(loss, model.leaves), strict=True)
-        parts = [self._back(back, gradient) for back, gradient in backwards]
+        found = map(_of_whole_rows, torch_objects.gradients(loss, model.leaves), model.outputs)
+        parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, found, strict=True)]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
         return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
 
@@ -913,7 +843,7 @@ class TorchLoss:
         """The sums of a batch, and what `call(model, tensors)` gives."""
         model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient(), outputs_alone():
-            found = call(model, torch_objects.batch_tensors(seen_by_scripts(inputs)))
+            found = call(model, torch_objects.batch_tensors(self._cut(inputs).shown))
         return self._sums(model.outputs, inputs), found
 
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
@@ -935,11 +865,14 @@ class TorchLoss:
         known = frozenset(inputs) | BoundModel.ignored
         if self._setup.task.head == "lm":
             known |= {"labels", "num_items_in_batch"}
-        return TorchModel(compute, self._setup.model, known, training)
+        return TorchModel(compute, self._setup.model, known, training, self._cut(inputs))
+
+    def _cut(self, inputs: dict) -> CutRows:
+        return CutRows(seen_by_scripts(inputs), self._setup)
 
     def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
         """The script's loss, a tensor of one number."""
-        tensors = torch_objects.batch_tensors(seen_by_scripts(inputs))
+        tensors = torch_objects.batch_tensors(self._cut(inputs).shown)
         options = {}
         if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
@@ -982,6 +915,16 @@ class TorchLoss:
         aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
         found = [_of_texts(one, self._setup.task.head) for one in outputs]
         return self._user_loss.sums(SimpleNamespace(outputs=found, aux_losses=aux_losses), inputs)
+
+
+def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The gradient of outputs, of which a script has seen the first positions."""
+    return {
+        name: np.pad(value, [(0, 0), (0, np.shape(outputs[name])[1] - value.shape[1]), (0, 0)])
+        if np.ndim(value) == 3
+        else value
+        for name, value in gradient.items()
+    }
 
 
 def _with_way_back(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:

@@ -83,7 +83,7 @@ class Hooks(NamedTuple):
     trainer at any time. `BaseTrainer._hooks` is the only place that makes them.
 
     loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
-    own_step: calls the script's own `training_step` and `_prepare_inputs` (`script_loss.OwnStep`); None without any.
+    own_step: calls the script's own `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
     own_loss: the script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
     overridden: names that a script's own subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
