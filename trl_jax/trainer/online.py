@@ -332,7 +332,8 @@ class RolloutTrainer(BaseTrainer):
             check_completes(model, options)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
-        table = self._table(columns) if args.log_completions or classes_of_script(type(self)) else None
+        of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # it may read _logs
+        table = self._table(columns) if args.log_completions or of_script else None
         self._own_methods = self._own_rollout(run)
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
