@@ -14,7 +14,7 @@ from compat_tests.tiny import preference_rows, text_rows
 from compat_tests.trainer.trainers import FACTS, table
 
 torch = pytest.importorskip("torch")
-trl = pytest.importorskip("trl")
+trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
 CAUSAL = FACTS | {"head": "causal"}
 CONFIG = BASE | {
     "max_steps": 2,
@@ -183,6 +183,17 @@ BROKEN = [
     (Sampled, lambda self, rows: [0, 1], ValueError, "gave 2 indices; expected one for each of the 8 rows"),
     (Sampled, lambda self, rows: [[0, 1], [2, 3]], TypeError, "expected indices of the 8 rows of train_dataset"),
 ]  # fmt: skip
+
+
+def test_a_step_of_ones_own_gets_no_virtual_tokens(checkpoint, tmp_path):
+    class Own(trl_jax.SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(4))
+    adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(TypeError, match="The trainer's own training_step would be given logits of the texts alone"):
+        Own(str(folder), trl_jax.SFTConfig(str(tmp_path), **CONFIG), train_dataset=rows, peft_config=adapter)
 
 
 @pytest.mark.parametrize(("kind", "how", "error", "words"), BROKEN)

@@ -62,7 +62,7 @@ from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.own_step import OwnStep
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
 from trl_jax.training.script_loss import BoundModel, ScriptMetrics, read_by_model, script_values
-from trl_jax.training.state import Editable, Hooks, Progress, Setup
+from trl_jax.training.state import OWN_STEP, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 
 
@@ -258,7 +258,7 @@ class BaseTrainer(abc.ABC):
     def _hooks(self) -> Hooks:
         """The methods that a script may override, looked up when they are called."""
         own, own_step = names_of_script(type(self)), None
-        if steps := own & {"training_step", "_prepare_inputs"}:
+        if steps := own & OWN_STEP:
             found = [vars(cls)[name] for cls in classes_of_script(type(self)) for name in steps & vars(cls).keys()]
             tensors = any(map(takes_tensors, found))
             own_step = OwnStep(

@@ -27,6 +27,15 @@ from trl_jax.training.reference import ReferenceModel
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
 
+OWN_STEP = frozenset(
+    {"training_step", "_prepare_inputs"}
+)  # methods around the loss, with which a step goes the same way
+
+
+def own_methods(overridden: frozenset[str]) -> frozenset[str]:
+    """The methods of a script's own that get whole batches, for errors."""
+    return overridden & OWN_STEP or overridden & OWN_LOSS
+
 
 @dataclass
 class Editable:
