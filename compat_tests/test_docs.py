@@ -275,6 +275,8 @@ def test_scripts_of_other_people_are_counted():
     assert len(counts) == 12 and all(row[0] == sum(row[1:]) for row in counts)
     second, third = (sum(row[0] for row in counts[part]) for part in (slice(6), slice(6, 12)))
     assert f"Another {second}," in text and f"A third round, of {third} scripts" in text
-    assert f"# {len(rows) + second + third} public scripts" in text
+    subclasses = re.findall(r"^\| \w+Trainer: .* \| (runs|refused).* \| (runs|stops).* \|$", text, re.MULTILINE)
+    assert f"so {len(subclasses)} more of these" in text and {*subclasses} == {("runs", "runs"), ("refused", "stops")}
+    assert f"# {len(rows) + second + third + len(subclasses)} public scripts" in text
     of_each = [row[0] for row in rows]
     assert min(of_each.count(name) for name in set(of_each)) >= 5

@@ -24,7 +24,7 @@ from trl_jax.tasks import Batch
 class Mine(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, **how):
         return torch.nn.functional.cross_entropy(model(**inputs).logits, 1)
-    def training_step(self, *args): ...
+    def evaluation_loop(self, *args): ...
     def helper(self): ...
 
 args = SFTConfig("out", max_seq_length=32, optim="lomo", learing_rate=1e-3, packing=os.environ.get("P"), bf16=True,
@@ -44,7 +44,7 @@ WANTED = {
     "trl.trainer.utils.split_tensor_dict": (CHANGED, "the installed trl"),
     "trl_jax.tasks.Batch": (WORKS, ""),
     "Mine.compute_loss": (CHANGED, "It uses torch"), "Mine.helper": (WORKS, ""),
-    "Mine.training_step": (REFUSED, "which trl_jax never calls"),
+    "Mine.evaluation_loop": (REFUSED, "which trl_jax never calls"),
     "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),
     "SFTConfig(optim='lomo')": (REFUSED, "the closest supported optimizer is adafactor"),
     "SFTConfig(learing_rate=0.001)": (REFUSED, "did you mean learning_rate?"),
@@ -92,6 +92,20 @@ class Old(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False):
         return model(**inputs).loss
 
+class Recorded(GRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        print(inputs["advantages"].detach())
+        return super().compute_loss(model, inputs)
+
+class Groups(SFTTrainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return torch.zeros(1), None, None
+    def create_optimizer(self):
+        return torch.optim.AdamW([{"params": list(self.model.parameters()), "lr": 1e-5}])
+    def get_decay_parameter_names(self, model): ...
+    def training_step(self, *given): ...
+    def _get_train_sampler(self, *given): ...
+
 class Pairs(DPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return torch.sigmoid(model(**inputs).log_probs).mean()
@@ -110,6 +124,8 @@ def test_methods_that_a_subclass_may_override_are_known():
         "Surrogate.prediction_step": REFUSED, "Old.compute_loss": REFUSED,
         "Surrogate._generate_and_score_completions": WORKS, "Surrogate._generate_single_turn": REFUSED,
         "Pairs.compute_loss": REFUSED, "Surrogate._calculate_rewards = ...": REFUSED,
+        "Recorded.compute_loss": REFUSED, "Groups.prediction_step": CHANGED, "Groups.create_optimizer": REFUSED,
+        "Groups.get_decay_parameter_names": WORKS, "Groups.training_step": WORKS, "Groups._get_train_sampler": WORKS,
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip
 
 

@@ -290,23 +290,23 @@ def test_modules_of_the_script(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").write_text("")
     (tmp_path / "parts" / "base.py").write_text(
-        "from trl import SFTTrainer\nfrom .names import *\nclass Base(SFTTrainer):\n    def training_step(self): ...\n"
+        "from trl import SFTTrainer\nfrom .names import *\nclass Base(SFTTrainer):\n    def _evaluate(self): ...\n"
     )
     (tmp_path / "parts" / "names.py").write_text("import trl\nLENGTH = 5\nraise RuntimeError('it was run')\n")
     (tmp_path / "broken.py").write_text("def")
     script = tmp_path / "it.py"
     script.write_text(
         "import broken\nfrom parts.base import Base, LENGTH\nfrom trl import SFTConfig\n"
-        "class Mine(Base):\n    def compute(self):\n        return self._nothing, self.training_step\n"
+        "class Mine(Base):\n    def compute(self):\n        return self._nothing, self._evaluate\n"
         "Mine('m', args=SFTConfig('out', max_length=LENGTH), nothing=1)\n"
     )
     said = findings(read(script.read_text(), script))
-    assert ("parts/base.py:4", "Base.training_step", REFUSED) in [(one.place, one.what, one.kind) for one in said]
+    assert ("parts/base.py:4", "Base._evaluate", REFUSED) in [(one.place, one.what, one.kind) for one in said]
     above = tmp_path / "scripts" / "it.py"
     above.parent.mkdir()
     above.write_text("from parts.base import Base\nBase('m')")
     said_of_above = [(one.what, one.kind) for one in findings(read(above.read_text(), above))]
-    assert ("parts", "not installed") in said_of_above and ("Base.training_step", REFUSED) in said_of_above
+    assert ("parts", "not installed") in said_of_above and ("Base._evaluate", REFUSED) in said_of_above
     by_name = {one.what: one.kind for one in said}
     assert by_name["Mine._nothing"] == by_name["Mine(nothing=...)"] == REFUSED
     assert by_name["SFTConfig(max_length=5)"] == WORKS and by_name["code"] == NOT_KNOWN

@@ -17,17 +17,19 @@ KINDS = (
     "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
 )  # fmt: skip
 WRITERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
-REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"prediction_step"})  # that others call
-REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), {"prediction_step", "get_train_dataloader"})
-REFUSED |= {"DistillationTrainer": {"prediction_step", "get_train_dataloader"}}
+REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"prediction_step", "_prepare_inputs"})  # that others call
+OF_ROWS = {"get_train_dataloader", "prediction_step", "training_step", "_get_train_sampler", "_prepare_dataset"}
+REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"), {*OF_ROWS, "_prepare_inputs"})
 OF_POLICIES = {  # that are called in some trainers
     "_compute_loss", "_calculate_rewards", "_generate", "_generate_and_score_completions", "_tokenize_prompts",
 }  # fmt: skip
 HONORED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), OF_POLICIES)
 HONORED |= dict.fromkeys(("DPOTrainer", "KTOTrainer", "DistillationTrainer"), {"_compute_loss"})
 CALLED = frozenset(
-    "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
-    "get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model".split()
+    "_get_train_sampler _prepare_dataset _prepare_inputs _save_checkpoint _set_signature_columns_if_needed "
+    "compute_loss create_model_card create_optimizer evaluate get_decay_parameter_names get_eval_dataloader "
+    "get_test_dataloader get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model "
+    "training_step".split()
 )
 
 
@@ -56,7 +58,7 @@ def test_every_method_of_trls_trainers_is_called_or_refused(kind):
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
-@pytest.mark.parametrize("name", ["_compute_kl_logps", "prediction_step", "training_step"])
+@pytest.mark.parametrize("name", ["_compute_kl_logps", "_prepare_inputs", "prediction_step"])
 def test_what_is_not_the_loss_itself_is_refused(kind, name):
     words = rf"Own overrides {name}, which trl_jax never calls.*: choose a loss_type, or override _compute_loss"
     with pytest.raises(TypeError, match=words):
@@ -78,7 +80,7 @@ def test_what_trls_trainers_called_once_is_refused_too(kind, name, instead):
 
 REFUSED_OF_POLICIES = {
     "_log_metric": "Override _calculate_rewards, or write a reward function",
-    "training_step": r"override _compute_loss\(self, model, inputs\)",
+    "training_step": r"on_step_end of a TrainerCallback.*override _compute_loss\(self, model, inputs\)",
     "prediction_step": "choose loss_type",
     "_get_per_token_logps_and_entropies": "choose loss_type",
     "_generate_single_turn": "rollout_func",

@@ -93,7 +93,14 @@ class Shaped:
             outputs["completion_mask"] = outputs["completion_mask"] * (1 - ends)
             outputs["num_items_in_batch"] = outputs["num_items_in_batch"] + self.state.global_step
         outputs["advantages"] = outputs["advantages"] + 0.1 * shaped + 0.01 * outputs["completion_ids"][:, 0] / 300
+        self._logs["advantages"][-1] = 7.0  # without log_completions, too
         return outputs
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["longest"].append(float(self.longest))
+        self._metrics[mode]["kept"].append(sum(map(abs, self._logs["advantages"])))
+        return super().log(logs, start_time)
 
 
 @pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])

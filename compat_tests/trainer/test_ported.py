@@ -89,8 +89,8 @@ def test_a_whole_batch_may_be_passed_on(folder, tmp_path):
 
 
 HOOKS = {
-    "training_step": r"compute_loss\(self", "evaluation_loop": "predict", "_save": "save_model",
-    "create_scheduler": "create_optimizer", "_get_train_sampler": "train_sampling_strategy",
+    "_clip_grad_norm": r"compute_loss\(self", "evaluation_loop": "predict", "_save": "save_model",
+    "create_scheduler": "create_optimizer", "_get_eval_sampler": "train_sampling_strategy",
 }  # fmt: skip
 
 

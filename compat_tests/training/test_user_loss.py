@@ -547,5 +547,3 @@ def test_a_loss_in_jax_appends_to_the_metrics(folder, tmp_path):
     assert len(logs) == 3 and all(log["twice"] == pytest.approx(2 * log["loss"], rel=1e-5) for log in logs)
     found = trainer.evaluate()
     assert found["eval_twice"] == pytest.approx(2 * found["eval_loss"], rel=1e-5)
-    with pytest.raises(AttributeError, match="_metrics of Logging exists within its own loss only"):
-        trainer._metrics  # noqa: B018

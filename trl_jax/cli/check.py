@@ -64,7 +64,7 @@ from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames
 from trl_jax.legacy.arguments import left_out, moved_arguments
-from trl_jax.trainer.overrides import NEAR, OLD_COMPUTE_LOSS, check_not_experimental
+from trl_jax.trainer.overrides import NEAR, OF_TORCH, OLD_COMPUTE_LOSS, check_not_experimental
 
 # The command
 
@@ -138,7 +138,6 @@ def report(found: list[Finding]) -> list[str]:
 
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
-_IN_ARRAYS = "It uses torch, whose functions do not take what it is given here: JAX arrays. Write it in jax.numpy."
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
 _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
@@ -364,7 +363,9 @@ class _Script:
                     node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
                 )
             elif found.kind == "works" and method == "prediction_step" and _uses_torch(node, made.scope.module):
-                found = Finding(node.lineno, what, "not known", _IN_ARRAYS)
+                found = Finding(node.lineno, what, "changed", _IN_TORCH + _IN_JAX)
+            elif found.kind == "works" and method == "create_optimizer" and _makes_torchs(node, made.scope.module):
+                found = Finding(node.lineno, what, "refused", OF_TORCH)
             yield found
 
     # Attributes of trainers
@@ -513,9 +514,26 @@ def _takes_items(node: ast.AST) -> bool:
     return node.args.kwarg is not None or "num_items_in_batch" in named
 
 
-def _uses_torch(node: ast.AST, module: Module) -> bool:
+def _makes_torchs(node: ast.AST, module: Module) -> bool:
+    """Whether a method makes an optimizer of torch's."""
     scope = module.scopes.get(node, module.top)
-    return any(
+    called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    named = any(isinstance(one, ast.Attribute) and one.attr == "get_optimizer_cls_and_kwargs" for one in called)
+    made = [one for func in called for one in meanings(func, scope) if isinstance(one, Imported)]
+    return named or any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in made)
+
+
+# Methods of tensors that arrays lack, or that need values while a loss is compiled.
+_OF_TENSORS = frozenset(
+    "clamp contiguous cpu cuda detach item long masked_fill new_tensor numel permute scatter_ unsqueeze".split()
+)
+
+
+def _uses_torch(node: ast.AST, module: Module) -> bool:
+    """Whether a method calls torch, or methods that tensors alone have."""
+    scope = module.scopes.get(node, module.top)
+    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return any(isinstance(func, ast.Attribute) and func.attr in _OF_TENSORS for func in calls) or any(
         isinstance(meaning, Imported) and package_of(meaning.path) == "torch"
         for one in ast.walk(node)
         if isinstance(one, ast.Name)

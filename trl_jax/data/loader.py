@@ -219,6 +219,7 @@ class ExampleLoader:
     lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
     where: str = ""  # name of the dataset in errors of `example`; "" where rows are checked ahead
     joined: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None  # see `Task.image_rows`
+    own_order: Callable[[int], np.ndarray] | None = None  # a script's order of the rows in an epoch
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
@@ -276,20 +277,19 @@ class ExampleLoader:
                 ]
             return
         columns = self.dataset.select_columns([name for name in self.columns.all if name in self.dataset.column_names])
-        order = epoch_order(
-            len(columns),
-            seed=self.seed,
-            epoch=self.epoch,
-            shuffle=self.shuffle,
-            lengths=self.lengths,
-            group=self.batch_size * self.accumulation,
-        )
+        order = self.order(self.epoch) if self.own_order is None else self.own_order(self.epoch)
         if self._filling:
             order = filled(order, self.batch_size)
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
             yield self.examples(values, indices)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The indices of a table's rows in an epoch, by the arguments."""
+        group = self.batch_size * self.accumulation
+        options = {"seed": self.seed, "shuffle": self.shuffle, "lengths": self.lengths}
+        return epoch_order(len(self.dataset), epoch=epoch, group=group, **options)
 
     def _stream(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """The rows of a stream with their indices and the digests up to them."""

@@ -215,6 +215,19 @@ class Parameter(np.ndarray):
         self.requires_grad = requires_grad
         return self
 
+    @property
+    def grad(self) -> None:
+        """None, as in torch between steps.
+
+        Raises:
+            AttributeError: it is read where torch has a gradient, which stays within the compiled step.
+        """
+        if self.requires_grad and self._model.at_gradients:
+            raise AttributeError(
+                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
+                "gradients, return an optax transformation from create_optimizer."
+            )
+
     def clone(self) -> Parameter:
         return self.copy()
 
@@ -431,6 +444,7 @@ class TransformersModelApi:
         new = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
 
+    at_gradients: bool = False  # where torch's parameters have gradients: in on_pre_optimizer_step and the like
     training: bool = False  # only for scripts that read it: the caller of the model decides about dropout
 
     def eval(self) -> Any:

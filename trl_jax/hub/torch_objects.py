@@ -479,11 +479,28 @@ def as_arrays(values: Any) -> Any:
 
 def knows_torch(function: Callable) -> bool:
     """Whether torch is installed, and a function or the module that defines it imports it."""
+    return available() and _imports(function, "torch")
+
+
+def takes_tensors(function: Callable) -> bool:
+    """Whether torch is installed, and neither a function nor the module that defines it imports jax."""
+    return available() and not _imports(function, "jax")
+
+
+def _imports(function: Callable, package: str) -> bool:
     function = inspect.unwrap(function)
-    if not (inspect.isfunction(function) and available()):
+    if not inspect.isfunction(function):
         return False
     modules = [value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType)]
-    return any(name.partition(".")[0] == "torch" for name in (*modules, *function.__code__.co_names))
+    return any(name.partition(".")[0] == package for name in (*modules, *function.__code__.co_names))
+
+
+def seed_random_sampler(sampler: Any, seed: int) -> None:
+    """Seed a sampler if it is torch's RandomSampler, as accelerate's SeedableRandomSampler is seeded in each epoch."""
+    torch = sys.modules.get("torch")
+    if torch is not None and type(sampler) is torch.utils.data.RandomSampler:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(seed)
 
 
 def _as_long(values: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -71,6 +71,7 @@ class CompletionsLog:
         trackers: functions that take the table as a pandas DataFrame.
         repo: pushes each file to the Hub; None pushes nothing.
         multimodal: whether trackers get the images of prompts. Files and checkpoints have none.
+        shows: whether the table is printed, written and sent; otherwise it is only there for scripts that read it.
     """
 
     names: Sequence[str] | None
@@ -81,6 +82,8 @@ class CompletionsLog:
     trackers: Sequence[Callable[[pd.DataFrame], None]] = ()
     repo: CompletionsRepo | None = None
     multimodal: bool = False
+    shows: bool = True
+    _shown: dict[Mode, dict[str, Any]] = field(default_factory=dict)  # what `columns` gave since the last generation
     _pictures: dict[Mode, deque[list[Any]]] = field(init=False)
     _rows: dict[Mode, deque[dict[str, Any]]] = field(init=False)
     _warned: set[str] = field(default_factory=set)
@@ -104,6 +107,8 @@ class CompletionsLog:
             advantages: `[B]`; None likewise.
             extra: columns from `log_extra`; generations may have different ones.
         """
+        self._take_changes(mode)
+        self._shown.pop(mode, None)
         further = {_text(name): values for name, values in (extra or {}).items()}
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {"prompt": plain(without_pictures(prompt)), "completion": plain(without_pictures(completion))}
@@ -120,6 +125,7 @@ class CompletionsLog:
         An extra column is None for generations that lack it. A reward is NaN for completions from before a resume in
         which the reward function had another name.
         """
+        self._take_changes(mode)
         rows, judged = self._rows[mode], self.names is not None
         found = dict.fromkeys(name for row in rows for name in row["extra"])
         return {
@@ -132,12 +138,12 @@ class CompletionsLog:
         }
 
     def columns(self, mode: Mode) -> dict[str, Any]:
-        """Copies of the columns as in TRL's `_logs`: deques of prompts, completions, advantages and the images of
-        prompts, and dicts of them for rewards and extra columns."""
+        """The columns as in TRL's `_logs`: deques of prompts, completions, advantages and the images of prompts, and
+        dicts of them for rewards and extra columns. What is set there, except images, is in the table."""
         table, rows = self.table(mode, 0), self._rows[mode]
         extra = dict.fromkeys(name for row in rows for name in row["extra"])
         pictures = self._pictures[mode] if any(self._pictures[mode]) else ()
-        return {
+        self._shown[mode] = {
             "images": self._kept(pictures),
             "prompt": self._kept(table["prompt"]),
             "completion": self._kept(table["completion"]),
@@ -145,13 +151,32 @@ class CompletionsLog:
             "advantages": self._kept(table.get("advantage", ())),
             "extra": {name: self._kept(table[name]) for name in extra},
         }
+        return self._shown[mode]
+
+    def _take_changes(self, mode: Mode) -> None:
+        """Take what a script has set in the `columns`.
+
+        Raises:
+            ValueError: a column has more or fewer values than there are completions.
+        """
+        shown = self._shown.get(mode, {})
+        for name in ("prompt", "completion", "advantages", "rewards", "extra"):
+            nested = name in ("rewards", "extra")
+            for column, values in (shown.get(name, {}) if nested else {name: shown.get(name, ())}).items():
+                if len(values) not in (0, len(self._rows[mode])):
+                    raise ValueError(
+                        f"_logs[{column!r}] has {len(values)} values for {len(self._rows[mode])} completions. Change "
+                        "values, and add columns with log_extra in a reward function."
+                    )
+                for row, value in zip(self._rows[mode], values, strict=False):
+                    (row[name] if nested else row)[column.replace("advantages", "advantage")] = plain(value)
 
     def _kept(self, values: Iterable[Any]) -> deque[Any]:
         return deque(values, maxlen=self.size)
 
     def log(self, mode: Mode, step: int) -> None:
         """Print the table, write it to a file, and send it to the trackers. Does nothing if the table is empty."""
-        if not self._rows[mode]:
+        if not self._rows[mode] or not self.shows:
             return
         table = self.table(mode, step)
         with self._warning("shown"):
@@ -529,6 +554,19 @@ class Collected:
         values, self.values = self.values, defaultdict(list)
         real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
+
+    def taken_late(self, logs: Collection[str], before: str) -> dict[str, float | None]:
+        """The same, by names with `before`, of what a script has appended since the others were taken for `logs`.
+
+        Raises:
+            ValueError: a number was appended to one that `logs` has.
+        """
+        if known := sorted(name for name, found in self.values.items() if found and before + name in logs):
+            raise ValueError(
+                f"A script appended to _metrics[mode][{known[0]!r}] in log, where {known[0]!r} is known already. Use "
+                "another name, or append to it in a reward function or in _generate_and_score_completions."
+            )
+        return {before + name: value for name, value in self.taken().items()}
 
 
 def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tuple[str, float]]:

@@ -22,6 +22,7 @@ from trl_jax.data.checks import check_type, images_read
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import takes_tensors
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
@@ -30,6 +31,8 @@ from trl_jax.trainer.collators import VisionCollator
 from trl_jax.trainer.overrides import (
     NEVER_CALLED,
     NEVER_READ,
+    OF_THE_CLASS,
+    OF_TORCH,
     ONCE_CALLED,
     InitOnlyArg,
     check_collator,
@@ -39,6 +42,7 @@ from trl_jax.trainer.overrides import (
     check_overridden,
     check_same_rows,
     check_set,
+    classes_of_script,
     mirrored_args,
     names_of_script,
     one_processor,
@@ -55,10 +59,11 @@ from trl_jax.training.devices import keep_compilations
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
 from trl_jax.training.logging import tell_saved
 from trl_jax.training.optimizer_choice import choose
+from trl_jax.training.own_step import OwnStep
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
-from trl_jax.training.script_loss import BoundModel, read_by_model, script_values
-from trl_jax.training.state import Editable, Hooks, Progress, Setup
-from trl_jax.training.step import default_optimizer
+from trl_jax.training.script_loss import BoundModel, ScriptMetrics, read_by_model, script_values
+from trl_jax.training.state import OWN_STEP, Editable, Hooks, Progress, Setup
+from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 
 
 def _editable(name: str, doc: str) -> property:
@@ -78,9 +83,10 @@ class BaseTrainer(abc.ABC):
     """Trains a model on a task. A subclass defines the task (`make_task`) and the class of the arguments
     (`config_class`).
 
-    A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
-    `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer` and the
-    dataloaders. Other methods that TRL's trainers call on themselves are refused, because trl_jax never calls them.
+    A script's subclass may override `compute_loss`, `loss`, `training_step`, `evaluate`, `predict`, `prediction_step`,
+    `log`, `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer`,
+    `get_decay_parameter_names`, `_prepare_inputs`, `_get_train_sampler` and the dataloaders. Other methods that TRL's
+    trainers call on themselves are refused, because trl_jax never calls them.
 
     Attributes:
         aux_loss_enabled, router_aux_loss_coef: whether a load-balancing loss is added, and its weight.
@@ -112,11 +118,14 @@ class BaseTrainer(abc.ABC):
         lambda trainer: trainer._setup.router_aux_loss_coef, "Set router_aux_loss_coef in the arguments."
     )
     _loss_metrics: dict[str, list[Any]] | None = None  # while a script's own loss is called
+    _signature_columns: list[str] | None = None
+    _ordered: ExampleLoader | None = None  # of a script's own sampler
+    _compute_step: Callable[[Any], Any] | None = None  # while a script's own training_step is called
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
     _saving: LoopProgress | None = None  # while a checkpoint is being saved
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
     _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same for earlier releases
-    _compiled_methods: ClassVar[frozenset[str]] = frozenset({"compute_loss", "prediction_step"})  # not on instances
+    _compiled_methods: ClassVar[frozenset[str]] = OF_THE_CLASS  # not on instances
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
     _idle_arguments: ClassVar[Mapping[str, str]] = {}  # of the constructor, accepted as in TRL, but not used
     _never_there: ClassVar[Mapping[str, str]] = {}  # attributes of TRL's that ours lack, and what to write instead
@@ -163,6 +172,7 @@ class BaseTrainer(abc.ABC):
         Raises:
             TypeError, ValueError: names the invalid argument, row or checkpoint.
         """
+        check_overridden(type(self), {**self._never_called, **self._once_called})  # what was set on a class of ours
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
         check_collator(data_collator, (*own, *self._older_collators))
         if isinstance(data_collator, VisionCollator):
@@ -247,10 +257,17 @@ class BaseTrainer(abc.ABC):
 
     def _hooks(self) -> Hooks:
         """The methods that a script may override, looked up when they are called."""
-        own = names_of_script(type(self))
+        own, own_step = names_of_script(type(self)), None
+        if steps := own & OWN_STEP:
+            found = [vars(cls)[name] for cls in classes_of_script(type(self)) for name in steps & vars(cls).keys()]
+            tensors = any(map(takes_tensors, found))
+            own_step = OwnStep(
+                lambda: self._setup, self._own_step, lambda inputs: self._prepare_inputs(inputs), tensors
+            )
+            own |= {"compute_loss"}  # the step goes by micro-batches, as for a loss of the script's own
         return Hooks(
             compute_loss=self._own_loss,
-            create_optimizer=lambda: self.create_optimizer(),
+            create_optimizer=self._own_optimizer,
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=lambda: self.get_train_dataloader(),
             log=lambda *given: self.log(*given),
@@ -263,6 +280,7 @@ class BaseTrainer(abc.ABC):
             script_values=lambda: script_values(self),
             set_by_script=lambda: vars(self).keys(),
             settle_task=lambda: self._settle_task(),
+            own_step=own_step,
         )
 
     def _own_loss(self, model: Any, *given: Any, **options: Any) -> Any:
@@ -273,19 +291,39 @@ class BaseTrainer(abc.ABC):
         finally:
             self._loss_metrics = None
 
-    @property
-    def _metrics(self) -> dict[str, dict[str, list[Any]]]:
-        """Numbers to log, as lists by name, of "train" and "eval": a script's own loss appends to them.
+    def _own_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
+        """What a script's own `training_step` returns for a micro-batch, the `last` of its step or not."""
+        self._compute_step, self.accelerator.sync_gradients = compute, last
+        try:
+            with self._setup.events.at_gradients():
+                return self.training_step(self.model, inputs, num_items)
+        finally:
+            self._compute_step, self.accelerator.sync_gradients = None, True
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """The loss of a micro-batch, divided by the micro-batches of the step unless it is divided by its tokens. A
+        script may override it to read or change the batch before `super()`, and what is logged after it; the gradient
+        stays within the step.
 
         Raises:
-            AttributeError: it was read outside such a loss.
+            RuntimeError: it was called outside of train().
         """
-        if self._loss_metrics is None:
-            raise AttributeError(
-                f"_metrics of {type(self).__name__} exists within its own loss only. Elsewhere, override log and "
-                "change the numbers that it is given."
-            )
-        return dict.fromkeys(("train", "eval"), self._loss_metrics)
+        del model, num_items_in_batch
+        if self._compute_step is None:
+            raise RuntimeError("training_step is called by train(), for trainers that override it.")
+        return self._compute_step(self._prepare_inputs(inputs))
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs themselves. A script may override it to change a batch before its loss is computed."""
+        return inputs
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[Any]]]:
+        """Numbers to log, as lists by name, of "train" and "eval": their means are in the next log. Within a script's
+        own loss, those of the batch; elsewhere, a script may append under names of its own, and set any."""
+        if self._loss_metrics is not None:
+            return dict.fromkeys(("train", "eval"), self._loss_metrics)
+        return vars(self).setdefault("_script_metrics", {mode: ScriptMetrics() for mode in ("train", "eval")})
 
     # Training.
 
@@ -311,6 +349,7 @@ class BaseTrainer(abc.ABC):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._settle_task()
+        self._set_signature_columns_if_needed()
         if self._setup.rollout is None:
             warn_of_changes(self, self._read_once)
         else:
@@ -412,8 +451,27 @@ class BaseTrainer(abc.ABC):
         An override may return any optax transformation; its updates are scaled by the schedule of the arguments,
         relative to its peak, as torch's LambdaLR does.
         """
-        max_steps = self._setup.length.max_steps
-        return default_optimizer(self.parts.training.choice, self.model.backend, self.args, max_steps)
+        options = self.parts.training.choice, self.model.backend, self.args, self._setup.length.max_steps
+        if "get_decay_parameter_names" not in self._setup.overridden:
+            return default_optimizer(*options)
+        return optimizer_with_decay(*options, self.model.params, self.get_decay_parameter_names(self.model))
+
+    def _own_optimizer(self) -> Any:
+        """What `create_optimizer` returns.
+
+        Raises:
+            TypeError: a script makes an optimizer of torch's.
+        """
+        try:
+            return self.create_optimizer()
+        except TypeError as error:
+            if "can only optimize Tensors" in str(error):
+                raise TypeError(f"{type(self).__name__}.create_optimizer: {OF_TORCH}") from error
+            raise
+
+    def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
+        """The parameters that have weight decay, by name. A script may override it."""
+        return decay_names(model.backend, model.params)
 
     # Evaluation.
 
@@ -590,6 +648,9 @@ class BaseTrainer(abc.ABC):
         `include_num_input_tokens_seen` counts tokens, the speed since `start_time` (seconds, of time.time()) is
         added."""
         tokens_before, online = self._setup.progress.input_tokens_before, self._setup.rollout is not None
+        if "_script_metrics" in vars(self):
+            mode, before = ("train", "") if self.model.training else ("eval", "eval_")
+            logs |= self._script_metrics[mode].taken(logs, before)
         events = self._setup.events
         callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
 
@@ -647,17 +708,46 @@ class BaseTrainer(abc.ABC):
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         """Prepare rows for the loader; if `bounded`, drop those longer than max_length. Prepared rows are returned
         unchanged."""
-        tokens = self._tokens._replace(tokenizer=self.processing_class)
-        return data.prepare(self._editable.task, self.args, tokens, dataset, name, told=self._told, bounded=bounded)
+        tokens, task = self._tokens._replace(tokenizer=self.processing_class), self._editable.task
+        if "_prepare_dataset" in names_of_script(type(self)) and tokens.encoder is None:
+            task, dataset = self._prepared_by_script(task, dataset, name)
+        return data.prepare(task, self.args, tokens, dataset, name, told=self._told, bounded=bounded)
+
+    def _prepared_by_script(self, task: Task, dataset: Any, name: str) -> tuple[Task, Any]:
+        """The rows that a script's own `_prepare_dataset` returns, and the task that takes them."""
+        return task, self._prepare_dataset(dataset, self.processing_class, self.args, name)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """The rows as they are tokenized, with TRL's columns. A script may override it and return rows of its own."""
+        tokens = self._tokens._replace(tokenizer=processing_class)
+        return data.prepare(self._editable.task, args, tokens, dataset, dataset_name, told=self._told)
 
     def _prepare_given(self, dataset: Any, name: str, tokens: data.Tokens) -> Any:
         """Prepare a dataset of the constructor; `prepare_dataset` may be a script's own, which sees the tokenizer."""
         self._tokens, self._editable.processing_class = tokens, tokens.tokenizer
         return self.prepare_dataset(dataset, name)
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Set `_signature_columns` to the columns that are read of prepared rows. A script may override it and add
+        others: these stay with the rows and, as with TRL's own collators, are in no batch."""
+        if self._signature_columns is None:
+            self._signature_columns = list(self._setup.task.columns.all)
+
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
         """Step batches over a prepared dataset."""
-        return data.loader(self._setup, dataset, training=training)
+        made = data.loader(self._setup, dataset, training=training)
+        if training and "_get_train_sampler" in self._setup.overridden and isinstance(dataset, Dataset):
+            self._ordered = made
+            sampler = self._get_train_sampler(dataset)
+            made.own_order = data.SampledOrder(sampler, made, f"{type(self).__name__}._get_train_sampler")
+        return made
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
+        """The order of the rows by the arguments, as indices. A script may override it with a sampler of its own."""
+        del train_dataset
+        if self._ordered is None:
+            raise RuntimeError("_get_train_sampler is called by train(), for trainers that override it.")
+        return data.RowOrder(self._ordered)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
         """A dataloader over a prepared dataset, for a script's own get_train_dataloader to return."""

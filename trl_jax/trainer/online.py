@@ -55,6 +55,7 @@ from trl_jax.trainer.overrides import (
     Absent,
     check_config,
     classes_of_script,
+    names_of_script,
 )
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
@@ -195,6 +196,12 @@ class RolloutTrainer(BaseTrainer):
         """`arguments` are those of `BaseTrainer`."""
         spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
         super().__init__(model, spec=spec, **arguments)
+        own = "_set_signature_columns_if_needed" in names_of_script(type(self))
+        if own and not self.args.keeps_columns:
+            raise ValueError(
+                f"remove_unused_columns=True keeps the prompts alone, whatever {type(self).__name__}."
+                "_set_signature_columns_if_needed adds. Leave it out, and reward functions get all columns."
+            )
 
     @staticmethod
     def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
@@ -216,9 +223,15 @@ class RolloutTrainer(BaseTrainer):
             return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
         return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode, before = ("train", "") if self.model.training else ("eval", "eval_")
+        logs |= self._setup.rollout.rollout.collected[mode].taken_late(logs.keys(), before)
+        super().log(logs, start_time)
+
     @property
     def _logs(self) -> dict[str, Any]:
-        """Copies of the completions table's columns, by TRL's names: of training or, without any, of an evaluation.
+        """The completions table's columns, by TRL's names: of training, or of an evaluation while one runs and without
+        any of training. What a script changes of them is in the table.
 
         Raises:
             AttributeError: there is no table.
@@ -229,8 +242,8 @@ class RolloutTrainer(BaseTrainer):
                 "_logs has the columns of the completions table, which this trainer does not keep. Set "
                 "log_completions=True, and read it in the first process."
             )
-        found = table.columns("train")
-        return found if found["prompt"] else table.columns("eval")
+        modes = ("train", "eval") if self.model.training else ("eval", "train")
+        return next((found for mode in modes if (found := table.columns(mode))["prompt"]), table.columns(modes[0]))
 
     @property
     def _own_pass(self) -> Any:
@@ -319,7 +332,8 @@ class RolloutTrainer(BaseTrainer):
             check_completes(model, options)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
-        table = self._table(columns) if args.log_completions else None
+        of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # it may read _logs
+        table = self._table(columns) if args.log_completions or of_script else None
         self._own_methods = self._own_rollout(run)
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
@@ -392,7 +406,7 @@ class RolloutTrainer(BaseTrainer):
         return CompletionsLog(
             names, args.generation_batch_size, args.num_completions_to_print, args.log_unique_prompts,
             Path(args.output_dir) / "completions" if self._writes_completions else None, trackers(args.report_to or ()),
-            self._completions_repo(), vars(args).get("log_multimodal", False),
+            self._completions_repo(), vars(args).get("log_multimodal", False), args.log_completions,
         )  # fmt: skip
 
     def _completions_repo(self) -> CompletionsRepo | None:

@@ -247,15 +247,14 @@ _OWN_TEXTS = "Render prompts beforehand with train_dataset.map, or set chat_temp
 NEVER_CALLED = {
     name: instead
     for names, instead in (
-        ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
+        ("autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
          "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
          "_prepare_for_training call_model_init _defer_fsdp_gradient_reduction _has_mixed_mesh_grads "
          "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _OWN_LOSS),
-        ("_get_train_sampler _get_eval_sampler _get_dataloader _get_collator_with_removed_columns _prepare_dataset "
-         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed num_examples "
+        ("_get_eval_sampler _get_dataloader _get_collator_with_removed_columns "
+         "_prepare_input _remove_unused_columns num_examples "
          "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _OWN_DATA),
-        ("create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_optimizer_cls_and_kwargs "
-         "_get_learning_rate", _OWN_RATES),
+        ("create_optimizer_and_scheduler create_scheduler get_optimizer_cls_and_kwargs _get_learning_rate", _OWN_RATES),
         ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
          "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
          "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
@@ -271,13 +270,13 @@ NEVER_CALLED = {
 NEVER_CALLED_WITH_REFERENCE = {
     name: _LOSS_TYPE if instead is _OWN_LOSS else instead for name, instead in NEVER_CALLED.items()
 } | dict.fromkeys(
-    ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
-     "_precompute_ref_logps"), _LOSS_TYPE,
+    ("compute_loss", "prediction_step", "training_step", "_compute_loss", "_compute_kl_logps", "_prepare_inputs",
+     "compute_ref_log_probs", "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
 NEVER_CALLED_IN_PREFERENCES = {  # of DPO and KTO, which call a loss of the script's own
     name: instead
     for name, instead in NEVER_CALLED_WITH_REFERENCE.items()
-    if name not in ("compute_loss", "_compute_loss")
+    if name not in ("compute_loss", "_compute_loss", "training_step")
 }
 # Methods that TRL's trainers had once and called on themselves: a script that overrides one would train without it.
 _OWN_ROWS = "Prepare the rows beforehand with train_dataset.map."
@@ -300,8 +299,9 @@ ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | {
     name: instead
     for names, instead in (
         ("concatenated_forward cpo_loss odds_ratio_loss get_batch_logps get_batch_loss_metrics", _LOSS_OF_PAIRS),
-        ("build_tokenized_answer concatenated_inputs tokenize_row", _OWN_ROWS),
+        ("build_tokenized_answer concatenated_inputs tokenize_row _prepare_dataset", _OWN_ROWS),
         ("generate_from_model store_metrics", _OWN_CALLBACK),
+        ("training_step _prepare_inputs", _LOSS_OF_PAIRS),
     )
     for name in names.split()
 }
@@ -310,7 +310,6 @@ ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
 NEVER_READ = {
     "neftune_noise_alpha": "Set neftune_noise_alpha in the arguments.",
     "_train_batch_size": "Set per_device_train_batch_size in the arguments.",
-    "_signature_columns": "Remove columns from the rows with remove_columns.",
 }
 
 
@@ -318,8 +317,9 @@ def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]
     """Those of a trainer that writes completions; `further` are (names, what a script does instead)."""
     instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
     of_all = (
-        ("get_train_dataloader", _OWN_PROMPTS),
+        ("get_train_dataloader _get_train_sampler _prepare_dataset _prepare_inputs", _OWN_PROMPTS),
         ("prediction_step", own_loss),
+        ("training_step", f"Do what follows a step in on_step_end of a TrainerCallback. {own_loss}"),
         ("_generate_single_turn _tool_call_loop _get_tool_suffix_ids", own_completions),
     )
     table = {name: instead.get(found, found) for name, found in NEVER_CALLED.items()}
@@ -361,6 +361,18 @@ class Absent:
         )  # fmt: skip
 
 
+OF_TORCH = (
+    "An optimizer of torch's cannot take the parameters, which are JAX's. Return an optax transformation; for groups "
+    "with rates of their own optax.multi_transform({'slow': optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), "
+    "where label(params) maps each key of params to 'slow' or 'fast'. get_decay_parameter_names chooses what decays."
+)
+
+# Methods that are read of a class alone: set on a trainer itself, they would be passed over.
+OF_THE_CLASS = frozenset(
+    "compute_loss get_decay_parameter_names prediction_step training_step _get_train_sampler _prepare_dataset "
+    "_prepare_inputs _set_signature_columns_if_needed".split()
+)
+
 OLD_COMPUTE_LOSS = (
     ", with which transformers calls it since 4.46, under TRL, too. Write compute_loss(self, model, inputs, "
     "return_outputs=False, num_items_in_batch=None), and divide a sum over tokens by it unless it is None."
@@ -373,8 +385,17 @@ def classes_of_script(cls: type) -> list[type]:
 
 
 def names_of_script(cls: type) -> frozenset[str]:
-    """Names that a script's own subclass of a trainer, or its mixins, define."""
-    return frozenset(name for kind in classes_of_script(cls) for name in vars(kind))
+    """Names that a script's own subclass of a trainer, or its mixins, define, and names of functions that it has set on
+    a class of ours."""
+    own = frozenset(name for kind in classes_of_script(cls) for name in vars(kind))
+    return own | {name for kind in cls.__mro__ for name, value in vars(kind).items() if _is_of_script(kind, value)}
+
+
+def _is_of_script(kind: type, value: Any) -> bool:
+    """Whether a value of a class of ours is a function of another module."""
+    if kind.__module__.partition(".")[0] != "trl_jax" or not isinstance(value, FunctionType):
+        return False
+    return value.__globals__.get("__name__", "").partition(".")[0] != "trl_jax"
 
 
 def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:

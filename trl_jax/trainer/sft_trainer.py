@@ -154,6 +154,35 @@ class SFTTrainer(BaseTrainer):
     def _balance_experts(model: PreTrainedModel, args: SFTConfig) -> float:
         return balance_experts(model, args.router_aux_loss_coef, in_config=True)
 
+    def _prepared_by_script(self, task: SftTask, dataset: Any, name: str) -> tuple[SftTask, Any]:
+        if _skips(self.args):
+            return task, dataset
+        packing = self.args.packing if name == "train" or task.eval_packing is None else task.eval_packing
+        rows = self._prepare_dataset(dataset, self.processing_class, self.args, packing, self._formatting_func, name)
+        return replace(task, row_options={**task.row_options, "skip_prepare_dataset": True}), rows
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: SFTConfig,
+        packing: bool,
+        formatting_func: Callable | None,
+        dataset_name: str,
+    ) -> Any:
+        """The rows as they are tokenized, with TRL's columns. A script may override it and return rows of its own.
+
+        Raises:
+            ValueError: other arguments than those of the trainer.
+        """
+        wanted = self.args.packing if dataset_name == "train" else packing
+        if formatting_func is not self._formatting_func or packing != wanted:
+            raise ValueError(
+                "super()._prepare_dataset got another packing or formatting_func than the trainer. Set packing and "
+                "eval_packing in SFTConfig, and pass formatting_func to the constructor."
+            )
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+
     def make_task(self) -> SftTask:
         args = self.args
         options = {name: vars(args)[name] for name in _ROW_OPTIONS}

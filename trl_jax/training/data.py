@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, Queue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,13 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import Images, VirtualTokens
+from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, Batch, Columns, Example, of_examples
 from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, StepLayout, Weighting
+from trl_jax.hub.torch_objects import seed_random_sampler
 from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
@@ -165,6 +167,61 @@ def loader(
         where="" if encoder is None else argument("train" if training else "eval"),
         joined=None if encoder is None else setup.task.image_rows,
     )
+
+
+class RowOrder:
+    """The indices of a training set's rows, epoch by epoch: the arguments' order as a sampler, for scripts."""
+
+    def __init__(self, loader: ExampleLoader):
+        self._loader, self._epoch = loader, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._loader.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._loader.order(self._epoch).tolist())
+
+
+class SampledOrder:
+    """The order of a script's own sampler, which is iterated once in an epoch, as in TRL. Accelerate seeds torch's
+    RandomSampler by the epoch, and calls `set_epoch` of samplers that have it.
+    """
+
+    def __init__(self, sampler: Any, loader: ExampleLoader, method: str):
+        """
+        Args:
+            method: what returned the sampler, for errors.
+        """
+        self._sampler, self._loader, self._method = sampler, loader, method
+        self._known: tuple[int, np.ndarray] | None = None
+        self._lock = Lock()  # batches are made in a thread, and programs compiled ahead of them in others
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        with self._lock:
+            if self._known is None or self._known[0] != epoch:
+                self._known = epoch, self._drawn(epoch)
+            return self._known[1]
+
+    def _drawn(self, epoch: int) -> np.ndarray:
+        rows = len(self._loader.dataset)
+        seed_random_sampler(self._sampler, self._loader.seed + epoch)
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        found = list(self._sampler)
+        order = np.asarray(found)
+        if order.dtype.kind not in "iu" or order.ndim != 1 or order.size and not 0 <= order.min() <= order.max() < rows:
+            raise TypeError(
+                f"{self._method} gave {brief(found)}; expected indices of the {rows} rows of train_dataset."
+            )
+        if len(order) != rows:
+            raise ValueError(
+                f"{self._method} gave {len(order)} indices; expected one for each of the {rows} rows of train_dataset. "
+                "Repeat or leave out rows with train_dataset.select(indices)."
+            )
+        return order
 
 
 def _image_example_maker(

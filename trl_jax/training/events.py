@@ -36,6 +36,19 @@ class Events:
         self.control = control
 
     @contextlib.contextmanager
+    def at_gradients(self) -> Iterator[None]:
+        """A context in which callbacks would see gradients in torch."""
+        model = self.handler.model
+        if model is None:  # a loop on its own
+            yield
+            return
+        model.at_gradients = True
+        try:
+            yield
+        finally:
+            model.at_gradients = False
+
+    @contextlib.contextmanager
     def state_replaced(self, values: dict[str, Any]) -> Iterator[None]:
         """A context in which `state` has these values: arrays of a program that is traced."""
         real = self.state

@@ -69,7 +69,7 @@ def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, o
     texts because of the model or of methods that the script has `overridden`."""
     if sharding_plan is None:
         return
-    _check_sequence(sharding_plan.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
+    _check_sequence(sharding_plan.size(SEQUENCE), model, overridden)
     check_heads(sharding_plan, model.backend.heads, model.name_or_path)
 
 

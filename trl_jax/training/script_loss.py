@@ -26,6 +26,7 @@ from trl_jax.tasks.policy import means
 from trl_jax.tasks.task import STEP_SUMS, Task, TokenTask, joined
 from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
+from trl_jax.training.own_step import CutRows, OwnStep
 from trl_jax.training.reference import Comparing, label_reads
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
@@ -64,17 +65,23 @@ class UserLossStep:
         if not self._user_loss.divides_by_examples:  # it divides by the targets of the whole step itself
             parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
-        total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
+        total, shown, gradients, sums, at = 0.0, 0.0, None, [], self._point(params, opt_state)
         values, state, pass_weight = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
-        for inputs, micro_key in zip(micro, keys, strict=True):
-            given = at, frozen, inputs, micro_key, num_items, pass_weight
-            (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
-            total, sums = total + loss / parts, [*sums, found]
+        for number, (inputs, micro_key) in enumerate(zip(micro, keys, strict=True), start=1):
+
+            def computed(inputs: dict, micro_key: Any = micro_key) -> tuple:
+                given = at, frozen, inputs, micro_key, num_items, pass_weight
+                (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
+                return loss / parts, found, grads
+
+            one, logged = self._user_loss.stepped(computed, inputs, num_items, last=number == len(micro))
+            loss, found, grads = one
+            total, shown, sums = total + loss, shown + logged, [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
-        return params, opt_state, stacked | {"loss": total} | measured
+        return params, opt_state, stacked | {"loss": shown} | measured
 
     def in_one_program(self, options: Any) -> Any:
         """A jitted step with the arguments of `make_step`'s, for a plan: what a call does in a program for each
@@ -143,6 +150,7 @@ class UserLossEvaluation:
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = self._user_loss.inputs(arrays)
+        inputs = self._user_loss.prepared(inputs)
         values, state = self._user_loss.values(), self._user_loss.state()
         if not self._user_loss.in_torch:
             try:
@@ -165,17 +173,32 @@ class UserPrediction:
 
     def __init__(self, user_loss: UserLoss, prediction_step: Callable):
         self._user_loss, self._prediction_step = user_loss, prediction_step
+        self._in_torch = TorchLoss(user_loss)
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = self._user_loss.inputs(arrays)
-        bound = self._user_loss.bound(params, inputs, dtype=dtype)
         prediction_loss_only = self._user_loss.setup.args.prediction_loss_only
-        with torch_explained():
-            shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
-            loss, logits, labels = self._prediction_step(bound, shown, prediction_loss_only, None)
-        sums = self._user_loss.sums(bound, inputs)
-        on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in (logits, labels))
-        return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
+
+        def predicted(model: Any, shown: dict) -> tuple:
+            return self._prediction_step(model, shown, prediction_loss_only, None)
+
+        if not self._user_loss.in_torch:
+            bound = self._user_loss.bound(params, inputs, dtype=dtype)
+            try:
+                with torch_explained():
+                    shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+                    loss, *outputs = predicted(bound, shown)
+                return _predicted(self._user_loss.sums(bound, inputs), loss, outputs)
+            except WrittenInTorch as error:
+                self._user_loss.to_torch(error)
+        sums, (loss, *outputs) = self._in_torch.predicted(predicted, params, inputs, dtype=dtype)
+        return _predicted(sums, loss, outputs)
+
+
+def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
+    loss, outputs = torch_objects.as_arrays([loss, outputs])
+    on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in outputs)
+    return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
 
 
 # A script's own `compute_loss`: the model that it calls, and the sums to log with its loss.
@@ -183,11 +206,17 @@ class UserPrediction:
 logger = logging.getLogger(__name__)
 
 
+_OF_MODEL = frozenset({"at_gradients", "name_or_path", "training", "writes"})  # of ours
+
+
 def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
-    """The numbers and strings that a script set on its trainer, by name; a compiled loss contains their current
-    values."""
+    """The numbers and strings that a script set on its trainer and its model, by name; a compiled loss contains their
+    current values."""
     kinds = (bool, int, float, str)
-    return tuple((name, value) for name, value in sorted(vars(trainer).items()) if type(value) in kinds)
+    found = vars(trainer) | {
+        f"model.{name}": vars(trainer.model)[name] for name in vars(trainer.model).keys() - _OF_MODEL
+    }
+    return tuple((name, value) for name, value in sorted(found.items()) if type(value) in kinds)
 
 
 class Outputs:
@@ -380,10 +409,15 @@ class UserLoss:
     """
 
     def __init__(
-        self, setup: Setup, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
+        self,
+        setup: Setup,
+        forward: Forward,
+        compute_loss: Callable,
+        values: Callable[[], tuple[tuple[str, Any], ...]],
+        own_step: OwnStep | None = None,
     ):
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
-        self.in_torch = False
+        self.in_torch, self._own_step = False, own_step
 
     def __call__(
         self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
@@ -506,12 +540,52 @@ class UserLoss:
         """Each micro-batch of a step of padded rows, as `inputs_of`."""
         return inputs_of(arrays, self.setup.task)
 
+    def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of an evaluation's batch, after the script's own `_prepare_inputs`."""
+        return inputs if self._own_step is None else self._own_step.prepared(inputs)
+
+    def stepped(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
+        """What `computed(inputs)` gives of a micro-batch, `(loss, sums, gradient)`, and the loss to log."""
+        if self._own_step is None:
+            one = computed(inputs)
+            return one, one[0]
+        return self._own_step(computed, inputs, num_items, last=last)
+
 
 def described(value: Any) -> str:
     return f"an array {list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(value).__qualname__}"
 
 
 # What a script's own loss logs.
+
+
+class ScriptMetrics(defaultdict):
+    """Numbers that a script logs outside of its own loss, as lists by name, as TRL's trainers keep them."""
+
+    def __init__(self):
+        super().__init__(list)
+        self._appended = set()
+
+    def __missing__(self, name: str) -> list:
+        self._appended.add(name)
+        return super().__missing__(name)
+
+    def taken(self, logs: dict[str, Any], before: str) -> dict[str, float]:
+        """The mean of each by its name with `before`, which are forgotten.
+
+        Raises:
+            ValueError: a number was appended to one that `logs` has.
+        """
+        found = {before + name: float(sum(values) / len(values)) for name, values in self.items() if values}
+        if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
+            raise ValueError(
+                f"A script appended to _metrics[mode][{own[0]!r}] outside of its loss, and trl_jax logs {own[0]!r} "
+                "itself. Use another name, or replace it: self._metrics[mode][name] = [value]."
+            )
+        self.clear()
+        self._appended.clear()
+        return found
+
 
 OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
 
@@ -689,14 +763,16 @@ class TorchModel:
         the arrays that JAX computed.
     """
 
-    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool):
+    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool, rows: CutRows):
         """
         Args:
+            rows: as the script has them.
             compute: `(kind of call, arrays, number of the call) -> (outputs by name, the way back)`.
             known: the names that a call may pass, with or without effect.
             training: False in an evaluation.
         """
         self._compute, self._model, self._known, self.training = compute, model, known, training
+        self._rows = rows
         self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
 
@@ -715,8 +791,10 @@ class TorchModel:
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> tuple[Any, TorchOutputs]:
         arrays = {name: np.asarray(value) for name, value in tensors.items()}
-        outputs, back = self._compute(kind, arrays, len(self.outputs))
-        leaves, shown = torch_objects.asking(outputs)
+        outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
+        length = arrays["input_ids"].shape[1]
+        seen = {name: value[:, :length] if np.ndim(value) == 3 else value for name, value in outputs.items()}
+        leaves, shown = torch_objects.asking(seen)
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
@@ -756,33 +834,45 @@ class TorchLoss:
         loss = self._loss(model, inputs, num_items)
         if not (loss.requires_grad and model.leaves):
             raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
-        backwards = zip(model.backwards, torch_objects.gradients(loss, model.leaves), strict=True)
-        parts = [self._back(back, gradient) for back, gradient in backwards]
+        found = map(_of_whole_rows, torch_objects.gradients(loss, model.leaves), model.outputs)
+        parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, found, strict=True)]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
         return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
 
+    def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
+        """The sums of a batch, and what `call(model, tensors)` gives."""
+        model = self._evaluating(params, inputs, dtype)
+        with torch_objects.without_gradient(), outputs_alone():
+            found = call(model, torch_objects.batch_tensors(self._cut(inputs).shown))
+        return self._sums(model.outputs, inputs), found
+
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """`(sums with "loss", outputs)` of a batch."""
-
-        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
-            return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
-
-        model = self._model(compute, inputs, training=False)
+        model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient():
             loss = self._loss(model, inputs, None)
         outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
         return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found
 
+    def _evaluating(self, params: dict, inputs: dict, dtype: str) -> TorchModel:
+        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
+            return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
+
+        return self._model(compute, inputs, training=False)
+
     def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
         known = frozenset(inputs) | BoundModel.ignored
         if self._setup.task.head == "lm":
             known |= {"labels", "num_items_in_batch"}
-        return TorchModel(compute, self._setup.model, known, training)
+        return TorchModel(compute, self._setup.model, known, training, self._cut(inputs))
+
+    def _cut(self, inputs: dict) -> CutRows:
+        return CutRows(seen_by_scripts(inputs), self._setup)
 
     def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
         """The script's loss, a tensor of one number."""
-        tensors = torch_objects.batch_tensors(seen_by_scripts(inputs))
+        tensors = torch_objects.batch_tensors(self._cut(inputs).shown)
         options = {}
         if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
@@ -825,6 +915,16 @@ class TorchLoss:
         aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
         found = [_of_texts(one, self._setup.task.head) for one in outputs]
         return self._user_loss.sums(SimpleNamespace(outputs=found, aux_losses=aux_losses), inputs)
+
+
+def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The gradient of outputs, of which a script has seen the first positions."""
+    return {
+        name: np.pad(value, [(0, 0), (0, np.shape(outputs[name])[1] - value.shape[1]), (0, 0)])
+        if np.ndim(value) == 3
+        else value
+        for name, value in gradient.items()
+    }
 
 
 def _with_way_back(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:

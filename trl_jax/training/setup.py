@@ -50,7 +50,7 @@ from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.resume import Checkpointer, arguments_text
 from trl_jax.training.rollout import RolloutParts, rollout_steps
 from trl_jax.training.script_loss import UserLoss
-from trl_jax.training.state import OWN_LOSS, Editable, Hooks, Progress, Setup
+from trl_jax.training.state import Editable, Hooks, Progress, Setup, own_methods
 from trl_jax.training.step import TrainStep
 from trl_jax.training.train import Training
 
@@ -351,7 +351,7 @@ def build(
         TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
     hooks, torch_model, batch_size = spec.hooks, given.torch_model, args.per_device_train_batch_size
-    own_loss = OWN_LOSS & hooks.overridden
+    own_loss = own_methods(hooks.overridden)
 
     quantization = model.quantization_of(given.quantization_config, args)
     checkpoint, sees = _checkpoint_of(spec, args, task.head, given)
@@ -421,7 +421,7 @@ def _checkpoint_of(
 ) -> tuple[Checkpoint | PreTrainedModel, bool]:
     """The model, without its weights unless it was passed as one, and whether the run computes images: if its rows have
     images, or if tools may return some and the model belongs to a processor."""
-    own_loss = OWN_LOSS & spec.hooks.overridden
+    own_loss = own_methods(spec.hooks.overridden)
     sees = spec.check_images is not None and has_images(given.train)
     may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
     if given.torch_model is None:
@@ -508,7 +508,9 @@ def assemble(
     args, policy = setup.args, setup.model
     checkpointer, forward = Checkpointer(setup, arguments_text(args), hooks), Forward(setup)
     sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
-    user_loss = UserLoss(setup, forward, hooks.compute_loss, hooks.script_values) if setup.own_loss else None
+    user_loss = None
+    if setup.own_loss:
+        user_loss = UserLoss(setup, forward, hooks.compute_loss, hooks.script_values, hooks.own_step)
     if setup.rollout is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)
     else:

@@ -27,6 +27,15 @@ from trl_jax.training.reference import ReferenceModel
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
 
+OWN_STEP = frozenset(
+    {"training_step", "_prepare_inputs"}
+)  # methods around the loss, with which a step goes the same way
+
+
+def own_methods(overridden: frozenset[str]) -> frozenset[str]:
+    """The methods of a script's own that get whole batches, for errors."""
+    return overridden & OWN_STEP or overridden & OWN_LOSS
+
 
 @dataclass
 class Editable:
@@ -83,6 +92,7 @@ class Hooks(NamedTuple):
     trainer at any time. `BaseTrainer._hooks` is the only place that makes them.
 
     loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
+    own_step: calls the script's own `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
     own_loss: the script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
     overridden: names that a script's own subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
@@ -107,6 +117,7 @@ class Hooks(NamedTuple):
     set_by_script: Callable[[], Collection[str]]
     settle_task: Callable[[], None]
     own_loss: Any = None
+    own_step: Any = None
 
 
 def _editable(name: str) -> property:

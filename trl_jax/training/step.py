@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -288,14 +288,63 @@ class TrainStep:
 
 def default_optimizer(choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int) -> Any:
     """Build the chosen optimizer, with weight decay on the parameters that have it in transformers."""
-    by_name = backend.decays_by_name
-    decayed = {
-        path: (path in by_name or decays(path)) and decays(tensor) and path not in backend.undecayed
-        for path, tensor in backend.tensors.items()
-    }
+    return _optimizer(choice, backend, args, max_steps, _decayed(backend))
+
+
+def optimizer_with_decay(
+    choice: OptimizerChoice,
+    backend: Backend,
+    args: BaseConfig,
+    max_steps: int,
+    params: dict[str, jax.Array],
+    names: Iterable[str],
+) -> Any:
+    """The same, with weight decay on the parameters of these names.
+
+    Raises:
+        ValueError: parameters of one array, of which some have it.
+    """
+    wanted, decayed = set(names), {}
+    for path, of_path in _names(backend, params).items():
+        decayed[path] = wanted.issuperset(of_path)
+        if not decayed[path] and (some := sorted(wanted.intersection(of_path))):
+            raise ValueError(
+                f"get_decay_parameter_names gives {some[0]} and not {sorted(set(of_path) - wanted)[0]}, which are one "
+                "array in trl_jax. Give both, or none."
+            )
+    return _optimizer(choice, backend, args, max_steps, decayed)
+
+
+def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
+    """The names of the parameters that have weight decay in transformers."""
+    decayed = _decayed(backend)
+    return [name for path, names in _names(backend, params).items() if decayed[path] for name in names]
+
+
+def _optimizer(
+    choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int, decayed: dict[str, bool]
+) -> Any:
     warmup = args.get_warmup_steps(max_steps)
     most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a negative norm means no clipping
     return choice.make(decayed, backend.torch_param_layout(), most, warmup)
+
+
+def _decayed(backend: Backend) -> dict[str, bool]:
+    """Whether a parameter has weight decay, by its path."""
+    by_name = backend.decays_by_name
+    return {
+        path: (path in by_name or decays(path)) and decays(tensor) and path not in backend.undecayed
+        for path, tensor in backend.tensors.items()
+    }
+
+
+def _names(backend: Backend, params: dict[str, jax.Array]) -> dict[str, list[str]]:
+    """The names on disk of what each path's array holds."""
+    found: dict[str, list[str]] = {path: [] for path in backend.tensors}
+    for name, places in backend.locations(params).items():
+        for path, _ in places:
+            found[path].append(name)
+    return {path: names or [backend.tensors[path]] for path, names in found.items()}
 
 
 def optimizer_of(

@@ -454,8 +454,9 @@ class Loop:
         metrics = self.advance(batch)
         for _ in range(batch.num_micro_batches - 1):
             events.fire("on_substep_end")
-        events.fire("on_pre_optimizer_step")
-        events.fire("on_optimizer_step")
+        with events.at_gradients():
+            events.fire("on_pre_optimizer_step")
+            events.fire("on_optimizer_step")
         self.nonfinite_guard.check(batch, metrics)
         if len(progress.unreported) % _MOST_ON_DEVICE == 0:
             progress.unreported = jax.device_get(progress.unreported)

@@ -1,0 +1,293 @@
+"""Methods that scripts override around a step, run under TRL, too: training_step, _prepare_inputs, _prepare_dataset,
+samplers, weight decay, numbers to log, and prediction steps in torch."""
+
+from __future__ import annotations
+
+import optax
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
+
+import trl_jax
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import preference_rows, text_rows
+from compat_tests.trainer.trainers import FACTS, table
+
+torch = pytest.importorskip("torch")
+trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+CAUSAL = FACTS | {"head": "causal"}
+CONFIG = BASE | {
+    "max_steps": 2,
+    "pad_to_multiple_of": 4,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+
+
+def logged(trainer, name="loss"):
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def both(make, tmp_path):
+    """Trainers of TRL and of trl_jax, trained."""
+    for package in (trl, trl_jax):
+        trainer = make(package, tmp_path / package.__name__)
+        trainer.train()
+        yield trainer
+
+
+class Backwards:
+    """A sampler; its epochs begin elsewhere."""
+
+    def __init__(self, rows):
+        self.rows, self.epochs = rows, 0
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        self.epochs += 1
+        return iter((number + self.epochs) % self.rows for number in reversed(range(self.rows)))
+
+
+def own_sft(package):
+    class Own(package.SFTTrainer):
+        seen = ()
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            there = inputs["input_ids"].size(0), int((inputs["labels"] != -100).sum()), int(num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self.seen += ((*there, round(float(loss.detach()), 4), self.accelerator.sync_gradients),)
+            return loss * 2
+
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            labels = inputs["labels"].clone()
+            labels[:, :3] = -100
+            return {**inputs, "labels": labels}
+
+        def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+            texts = processing_class(list(dataset["text"]), add_special_tokens=False)["input_ids"]
+            return Dataset.from_list([{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in texts])
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+            self.shapes = (*getattr(self, "shapes", ()), tuple(outputs.logits.shape[:2]))
+            loss = outputs.loss + 0.01 * torch.relu(outputs.logits[:, 0]).mean()
+            return (loss, outputs) if return_outputs else loss
+
+        def _get_train_sampler(self, *given):
+            self.sampler = Backwards(len(self.train_dataset))
+            return self.sampler
+
+        def get_decay_parameter_names(self, model):
+            return [name for name in super().get_decay_parameter_names(model) if "q_proj" not in name]
+
+        def log(self, logs, start_time=None):
+            self._metrics["train" if self.model.training else "eval"]["twice"].append(len(self.seen))
+            self._metrics["train"]["num_tokens"] = [7.0]
+            super().log(logs, start_time)
+
+    return Own
+
+
+def test_what_sft_scripts_do_around_a_step_is_as_in_trl(checkpoint, tmp_path):
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(6))
+
+    def make(package, out):
+        args = package.SFTConfig(str(out), **CONFIG | {"weight_decay": 9.0, "num_train_epochs": 2, "max_steps": -1})
+        return own_sft(package)(model=str(folder), args=args, train_dataset=rows)
+
+    theirs, ours = both(make, tmp_path)
+    assert ours.shapes[-6:] == theirs.shapes and len({length for _, length in ours.shapes}) > 1
+    assert ours.seen == theirs.seen and len(ours.seen) == 6 and ours.sampler.epochs == theirs.sampler.epochs == 2
+    assert [sync for *_, sync in ours.seen] == [False, True, True, False, True, True]
+    for name in ("loss", "grad_norm", "twice", "num_tokens"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), abs=1e-5), name
+    expected = theirs.model.state_dict()
+    for name, values in ours.model.named_parameters():
+        assert values == pytest.approx(expected[name].float().numpy(), abs=1e-4), name
+
+
+def test_training_steps_of_dpo_see_the_batch_and_leave_it(checkpoint, tmp_path):
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(preference_rows(8, "prompt"))
+
+    def make(package, out):
+        class Own(package.DPOTrainer):
+            seen = ()
+
+            def _prepare_dataset(self, *given):
+                return super()._prepare_dataset(*given).select(range(4))
+
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                self.seen += tuple(inputs[name].tolist() for name in ("input_ids", "attention_mask", "completion_mask"))
+                if self.spoils:
+                    inputs["completion_mask"][:] = 1
+                return super().training_step(model, inputs, num_items_in_batch)
+
+        Own.spoils = False
+        return Own(str(folder), args=package.DPOConfig(str(out), **CONFIG), train_dataset=rows)
+
+    theirs, ours = both(make, tmp_path)
+    assert ours.seen == theirs.seen and len(ours.seen) == 12 and len(ours.train_dataset) == 4
+    assert logged(ours) == pytest.approx(logged(theirs), abs=1e-5)
+    type(ours).spoils = True
+    with pytest.raises(TypeError, match="training_step changed inputs whose reference log-probabilities"):
+        ours.train()
+
+
+def test_a_prediction_step_in_torch(checkpoint, tmp_path):
+    folder = checkpoint(**FACTS)
+
+    def make(package, out):
+        class Own(package.RewardTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0]
+                chosen, rejected = torch.chunk(scores, 2)
+                loss = -torch.nn.functional.logsigmoid(chosen - rejected - 1).mean()
+                return (loss, {"logits": torch.cat([chosen, rejected], dim=1)}) if return_outputs else loss
+
+            def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+                inputs = self._prepare_inputs(inputs)
+                with torch.no_grad():
+                    loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                return loss, outputs["logits"], torch.zeros(len(outputs["logits"]))
+
+        def right(prediction):
+            assert prediction.label_ids.shape == (6,)
+            return {"right": float((prediction.predictions[:, 0] > prediction.predictions[:, 1]).mean())}
+
+        args = package.RewardConfig(str(out), **CONFIG | {"per_device_eval_batch_size": 4})
+        return Own(str(folder), args, train_dataset=table(8), eval_dataset=table(6, seed=1), compute_metrics=right)
+
+    theirs, ours = both(make, tmp_path)
+    found, expected = ours.evaluate(), theirs.evaluate()
+    for name in ("eval_loss", "eval_right"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5)
+
+
+class Silent(trl_jax.RewardTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return self.how(inputs)
+
+
+class Sampled(trl_jax.RewardTrainer):
+    def _get_train_sampler(self, dataset):
+        return self.how(dataset)
+
+
+BROKEN = [
+    (Silent, lambda self, inputs: 0.0, RuntimeError, r"called super\(\).training_step\(model, inputs, ...\) 0 times"),
+    (Silent, lambda self, inputs: trl_jax.RewardTrainer.training_step(self, None, inputs | {"note": ["a"]}), TypeError,
+     r"inputs\['note'\] is \['a'\]; expected numbers"),
+    (Sampled, lambda self, rows: [0, 1], ValueError, "gave 2 indices; expected one for each of the 8 rows"),
+    (Sampled, lambda self, rows: [[0, 1], [2, 3]], TypeError, "expected indices of the 8 rows of train_dataset"),
+]  # fmt: skip
+
+
+def test_a_step_of_ones_own_gets_no_virtual_tokens(checkpoint, tmp_path):
+    class Own(trl_jax.SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(4))
+    adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(TypeError, match="The trainer's own training_step would be given logits of the texts alone"):
+        Own(str(folder), trl_jax.SFTConfig(str(tmp_path), **CONFIG), train_dataset=rows, peft_config=adapter)
+
+
+@pytest.mark.parametrize(("kind", "how", "error", "words"), BROKEN)
+def test_what_a_step_cannot_use_is_named(kind, how, error, words, checkpoint, tmp_path):
+    trainer = kind(str(checkpoint(**FACTS)), trl_jax.RewardConfig(str(tmp_path), **CONFIG), train_dataset=table(8))
+    kind.how = how
+    with pytest.raises(error, match=words):
+        trainer.train()
+
+
+class Watching(TrainerCallback):
+    seen = ()
+
+    def on_step_begin(self, args, state, control, model, **others):
+        model.scale = 1.0 + state.global_step
+
+    def on_step_end(self, args, state, control, model, **others):
+        self.seen += tuple(parameter.grad for parameter in model.parameters())
+
+    def on_pre_optimizer_step(self, args, state, control, model, **others):
+        if state.global_step == 2:
+            [parameter.grad for parameter in model.parameters()]
+
+
+def test_what_callbacks_read_and_set_on_the_model(checkpoint, tmp_path):
+    class Own(trl_jax.RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            self._metrics["train"]["plain"].append(loss)
+            loss = loss * getattr(model, "scale", 1.0)
+            return (loss, outputs) if return_outputs else loss
+
+    watching, args = Watching(), trl_jax.RewardConfig(str(tmp_path), **CONFIG | {"max_steps": 3})
+    trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8), callbacks=[watching])
+    with pytest.raises(AttributeError, match="embed_tokens.weight has no grad: gradients stay within the compiled"):
+        trainer.train()
+    assert watching.seen and set(watching.seen) == {None}  # as in torch after a step
+    plain, found = logged(trainer, "plain"), logged(trainer)
+    assert found == pytest.approx([plain[0], 2 * plain[1]], rel=1e-5)
+
+
+def test_torchs_random_sampler_is_seeded_as_by_accelerate(checkpoint, tmp_path):
+    class Own(trl_jax.RewardTrainer):
+        def _get_train_sampler(self, dataset):
+            return torch.utils.data.RandomSampler(dataset) if self.own else super()._get_train_sampler(dataset)
+
+    for own in (True, False):
+        Own.own = own
+        args = trl_jax.RewardConfig(str(tmp_path / str(own)), **CONFIG)
+        trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8))
+        batches = trainer.get_train_dataloader().steps
+        for epoch in range(2):
+            assert batches.own_order(epoch).tolist() == batches.order(epoch).tolist()
+        assert batches.order(0).tolist() != batches.order(1).tolist()
+
+
+def test_a_method_that_a_script_sets_on_our_class_is_its_own(checkpoint, tmp_path, monkeypatch):
+    seen, step = [], trl_jax.RewardTrainer.training_step
+
+    def training_step(self, model, inputs, *others):
+        seen.append(len(inputs["input_ids"]))
+        return step(self, model, inputs, *others)
+
+    args = trl_jax.RewardConfig(str(tmp_path), **CONFIG)
+    monkeypatch.setattr(trl_jax.RewardTrainer, "training_step", training_step)
+    trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8)).train()
+    assert seen == [4] * 4
+    monkeypatch.setattr(trl_jax.RewardTrainer, "evaluation_loop", training_step, raising=False)
+    with pytest.raises(TypeError, match="RewardTrainer overrides evaluation_loop, which trl_jax never calls"):
+        trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8))
+
+
+def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
+    class Own(trl_jax.RewardTrainer):
+        def create_optimizer(self):
+            if self.in_torch:
+                return torch.optim.AdamW([{"params": list(self.model.parameters()), "lr": 1e-3}])
+            rates = {"slow": optax.set_to_zero(), "fast": optax.adamw(1e-2)}
+            return optax.multi_transform(rates, lambda params: {n: "fast" if "score" in n else "slow" for n in params})
+
+    args = trl_jax.RewardConfig(str(tmp_path), **CONFIG)
+    trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8))
+    trainer.in_torch = True
+    with pytest.raises(TypeError, match="Own.create_optimizer: An optimizer of torch's cannot take.*multi_transform"):
+        trainer.train()
+    trainer.in_torch, before = False, {name: values.numpy() for name, values in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, values in trainer.model.named_parameters() if abs(values - before[name]).max() > 0}
+    assert changed == {"score.weight"}
+
+
+def test_numbers_that_trl_jax_logs_itself_are_not_appended_to(checkpoint, tmp_path):
+    args = trl_jax.RewardConfig(str(tmp_path), **CONFIG)
+    trainer = trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8))
+    trainer._metrics["eval"]["margin"].append(1.0)
+    with pytest.raises(ValueError, match=r"appended to _metrics\[mode\]\['margin'\] outside of its loss"):
+        trainer.log({"eval_margin": 0.5})
