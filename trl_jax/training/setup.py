@@ -508,7 +508,9 @@ def assemble(
     args, policy = setup.args, setup.model
     checkpointer, forward = Checkpointer(setup, arguments_text(args), hooks), Forward(setup)
     sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
-    user_loss = UserLoss(setup, forward, hooks.compute_loss, hooks.script_values) if setup.own_loss else None
+    user_loss = None
+    if setup.own_loss:
+        user_loss = UserLoss(setup, forward, hooks.compute_loss, hooks.script_values, hooks.loss_is_function)
     if setup.rollout is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)
     else:
