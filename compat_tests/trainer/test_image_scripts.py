@@ -16,6 +16,7 @@ from compat_tests.trainer.vision_models import (
     messages,
     pairs,
     tiny_llava,
+    tiny_qwen,
     trainer,
     unpaired,
 )
@@ -114,6 +115,32 @@ def test_a_loss_of_a_script_gets_the_images(llava, tmp_path):
     for own in others:
         for entry, wanted in zip(own, plain, strict=True):
             assert untimed(entry) == pytest.approx(untimed(wanted), rel=2e-4, abs=1e-5)
+
+
+class Counted(InJax):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert num_items_in_batch is None
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_loss_of_a_script_is_averaged_over_micro_batches_where_transformers_averages(tmp_path):
+    """Of a Qwen2.5-VL: no number of targets is passed, but to a `compute_loss_func`."""
+    folder, rows, counts = str(tiny_qwen(tmp_path / "qwen")), messages(4), []
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1}
+
+    def passed(outputs, labels, num_items_in_batch):
+        counts.append(num_items_in_batch)
+        return 2 * (mean_loss(outputs, labels) / 4)
+
+    args = trainer(trl_jax, "SFT", folder, tmp_path / "out", rows, **options).args
+    [plain] = logged(trl_jax.SFTTrainer(folder, args, train_dataset=rows))
+    [own] = logged(Counted(folder, args, train_dataset=rows))
+    [doubled] = logged(trl_jax.SFTTrainer(folder, args, train_dataset=rows, compute_loss_func=passed))
+    for name in ("loss", "grad_norm"):
+        assert own[name] == pytest.approx(plain[name], rel=2e-4)
+        assert doubled[name] == pytest.approx(2 * plain[name], rel=2e-4)
+    assert counts and None not in counts
 
 
 def test_features_that_are_kept_change_nothing_that_a_script_sees(llava, tmp_path):

@@ -30,11 +30,11 @@ def rows_of(kind, count):
 
 @pytest.fixture
 def trained(checkpoint, tmp_path):
-    def run(kind, *, resume=None, peft_config=None, **config):
+    def run(kind, *, resume=None, peft_config=None, model=SMALL, **config):
         args = kind.config_class(str(tmp_path / kind.__name__), **BASE | CONFIG | config)
         train, evaluation = (Dataset.from_list(rows_of(kind, count)) for count in (7, 3))  # short last batches
         trainer = kind(
-            str(checkpoint(**SMALL)), args=args, train_dataset=train, eval_dataset=evaluation, peft_config=peft_config
+            str(checkpoint(**model)), args=args, train_dataset=train, eval_dataset=evaluation, peft_config=peft_config
         )
         trainer.train(resume_from_checkpoint=resume)
         return trainer, {name: np.asarray(array) for name, array in trainer.model.params.items()}
@@ -74,6 +74,11 @@ class Half(DPOTrainer):
         return (0.5 * loss, outputs) if return_outputs else 0.5 * loss
 
 
+class Same(DPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
 class Kto(KTOTrainer):
     """The loss of KTO; masks stand in for the choice of rows."""
 
@@ -107,6 +112,14 @@ def test_dpo_in_jax_numpy_is_the_built_in_one(trained):
     assert own["grad_norm"] == pytest.approx(0.5 * first["grad_norm"], rel=1e-4) and own["grad_norm"] > 0
     assert own["loss"] == pytest.approx(0.5 * first["loss"], rel=1e-5) and set(own) == set(first)
     assert own["logps/chosen"] == pytest.approx(first["logps/chosen"])
+
+
+def test_the_load_balancing_loss_counts_once_whatever_the_micro_batches(trained):
+    experts = {"model_type": "mixtral", "head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
+    config = {"router_aux_loss_coef": 0.5, "max_steps": 1, "eval_strategy": "no", "model": experts}
+    [logged] = trained(Same, **config)[0].state.log_history[:1]
+    assert logged["loss"] == pytest.approx(np.log(2) + 0.5 * logged["aux_loss"], rel=1e-5)  # of equal models
+    assert logged["aux_loss"] > 1
 
 
 @only_thorough

@@ -28,7 +28,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def trainer_of(checkpoint, out, *, kind=GRPOTrainer, judged=lambda number: None, rows=5, **config):
+def trainer_of(checkpoint, out, *, kind=GRPOTrainer, judged=lambda number: None, rows=5, eval_rows=0, **config):
     """The trainer, and a list that gets the ids of each generation.
 
     judged: called with the number of each generation, from 1 on, while its rewards are asked for.
@@ -45,7 +45,8 @@ def trainer_of(checkpoint, out, *, kind=GRPOTrainer, judged=lambda number: None,
     functions = [length_reward, vowels, spy]
     given = {name: value for name, value in (BASE | CONFIG | config).items() if value is not None}
     args = kind.config_class(str(out), **given)
-    return kind(str(checkpoint), functions, args, Dataset.from_list(prompt_rows(rows))), seen
+    evaluation = Dataset.from_list(prompt_rows(eval_rows)) if eval_rows else None
+    return kind(str(checkpoint), functions, args, Dataset.from_list(prompt_rows(rows)), evaluation), seen
 
 
 def kill(number: int) -> Callable[[int], None]:

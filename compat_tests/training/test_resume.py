@@ -88,7 +88,7 @@ RUNS = {
         {"neftune_noise_alpha": 5.0, "optim": "schedule_free_adamw", "max_steps": 3, "eval_steps": 9}, [2]),
     "sequential, cosine, one log an epoch": (
         {"train_sampling_strategy": "sequential", "lr_scheduler_type": "cosine", "logging_strategy": "epoch",
-         "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "no"}, [4]),
+         "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "epoch"}, [3, 4]),  # before an epoch's end, too
     "saved by epoch": ({"save_strategy": "epoch", "eval_strategy": "epoch"}, [4]),
     "saved when best": (
         {"save_strategy": "best", "metric_for_best_model": "loss", "eval_steps": 1, "load_best_model_at_end": True},

@@ -84,6 +84,20 @@ def test_from_any_step_the_rest_is_the_same(step, whole, folder, tmp_path):
         assert (tmp_path / "completions" / file).read_bytes() == (out / "completions" / file).read_bytes()
 
 
+def test_an_evaluation_at_the_start_of_a_resumed_run_changes_no_completion(whole, folder, tmp_path):
+    """As in TRL, it draws what one at the start of a new run draws; the steps go on with the saved random numbers."""
+    trainer, seen, out = whole
+    options = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 100, "per_device_eval_batch_size": 4,
+               "eval_rows": 2}  # fmt: skip
+    again, more = trainer_of(folder, only(out, 4, tmp_path), **options)
+    again.train(resume_from_checkpoint=True)
+    assert more[2:4] == seen[1:] and len(more) == 6  # it evaluates at the end, too
+    jax.tree.map(np.testing.assert_array_equal, trainer.model.params, again.model.params)
+    new, first = trainer_of(folder, tmp_path / "new", **options, max_steps=1)
+    new.train()
+    assert np.mean(np.asarray(first[0]) == np.asarray(more[0])) > 0.5  # of other weights
+
+
 def test_a_run_killed_while_rewards_are_asked_for(whole, folder, tmp_path):
     trainer, seen, _ = whole
     program = [sys.executable, "-m", "compat_tests.training.rollout_run", str(folder), str(tmp_path), "2"]

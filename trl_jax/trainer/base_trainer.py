@@ -272,6 +272,7 @@ class BaseTrainer(abc.ABC):
             get_train_dataloader=lambda: self.get_train_dataloader(),
             log=lambda *given: self.log(*given),
             loss=lambda: self.loss if "loss" in own or "loss" in vars(self) else None,
+            loss_is_function=self._compute_loss_func is not None,
             overridden=own if self._compute_loss_func is None else own | {"compute_loss"},
             prediction_step=lambda *given: self.prediction_step(*given),
             prepare_dataset=self._prepare_given,
@@ -413,8 +414,9 @@ class BaseTrainer(abc.ABC):
             inputs: `input_ids` and `attention_mask` `[X, T]`, the first text of each example followed by the second
                 ones, and the task's other inputs; `pixel_values` `[P, C]`, the patches of all images, if there are any.
             return_outputs: return `(loss, outputs)`.
-            num_items_in_batch: the number of targets in the whole step, which divides a language model's loss; None in
-                an evaluation and for a score head.
+            num_items_in_batch: the number of targets in the whole step, or in a batch of an evaluation, which divides
+                a language model's loss. None for a score head, and for the models whose loss transformers averages over
+                micro-batches.
         """
         if self.compute_loss_func is None:
             loss, outputs = model.default_loss(self._setup.task, inputs, num_items_in_batch)

@@ -205,7 +205,7 @@ class RewrittenSteps(WrittenSteps):
     """The steps of a loader, with each micro-batch as `rewrite` returns it.
 
     The loss of a step is divided by the targets of the dataset's rows, also where their completions were replaced, as
-    in TRL, which counts them first.
+    in TRL, which counts them first; unless the step is a mean over micro-batches, for which nothing is counted.
     """
 
     rewrite: Callable[[list[Example]], list[Example]]
@@ -218,10 +218,12 @@ class RewrittenSteps(WrittenSteps):
             padded += _padded_tokens(new, generated=new is not examples)
             written.append([one._replace(example=example) for one, example in zip(batch, new, strict=True)])
         step = self.loader.step_layout.step(written, number)
+        step = step._replace(num_padded_tokens=padded)
+        if self.loader.step_layout.weighting == "micro_batches":
+            return step
         targets = sum(one.example.num_counted_targets for batch in group for one in batch)
         scale = np.float32(max(1, step.num_targets) / max(1, targets))
-        arrays = step.arrays._replace(weight=step.arrays.weight * scale)
-        return step._replace(arrays=arrays, num_padded_tokens=padded)
+        return step._replace(arrays=step.arrays._replace(weight=step.arrays.weight * scale))
 
 
 def _padded_tokens(examples: list[Example], *, generated: bool) -> int:

@@ -17,7 +17,7 @@ import shutil
 import socket
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatch
@@ -893,15 +893,35 @@ def _tell(path: Path, kind: str) -> None:
 # Takes callbacks, their state and the random generators back to an earlier moment.
 
 
-class Snapshot:
-    """All that an evaluation or a log line changes of what a checkpoint holds, as it was when this was made."""
+class RandomState:
+    """The random generators of a run, as they were when this was made: Python's and NumPy's global ones, the stream
+    that samples tokens, and further `streams`, those of online training."""
 
-    def __init__(self, events: Events):
+    def __init__(self, streams: Sequence[TorchGenerator] = ()):
+        self._streams = default_generator(), *streams
+        self._states = [stream.state() for stream in self._streams]
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Make them so again."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        for stream, state in zip(self._streams, self._states, strict=True):
+            stream.restore(state)
+
+
+class Snapshot:
+    """All that an evaluation or a log line changes of what a checkpoint holds, as it was when this was made.
+
+    streams: as in `RandomState`.
+    """
+
+    def __init__(self, events: Events, streams: Sequence[TorchGenerator] = ()):
         self._events, self._control = events, copy.copy(events.control)
         self._state = vars(events.state) | {"log_history": list(events.state.log_history)}
         stateful = [callback for callback in events.handler.callbacks if isinstance(callback, ExportableState)]
         self._callbacks = [(callback, copy.deepcopy(callback.state()["attributes"])) for callback in stateful]
-        self._random = random.getstate(), np.random.get_state(), default_generator().state()
+        self._random = RandomState(streams)
 
     def restore(self) -> None:
         """Make it so again."""
@@ -910,7 +930,4 @@ class Snapshot:
         for callback, attributes in self._callbacks:
             for name, value in attributes.items():
                 setattr(callback, name, value)
-        ours, numpys, tokens = self._random
-        random.setstate(ours)
-        np.random.set_state(numpys)
-        default_generator().restore(tokens)
+        self._random.restore()

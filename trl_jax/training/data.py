@@ -306,11 +306,15 @@ def _weighting(setup: Setup, training: bool) -> Weighting:
     task, args = setup.task, setup.args
     if task.head == "score" or not task.per_token:
         return "examples"
-    if training and setup.rollout is None and setup.script_loss is None and not setup.own_loss:
-        native = native_of(setup.model)
-        if native is not None and native.family.mean_of_micro_batches:
-            return "micro_batches"
+    if training and setup.rollout is None and averages_micro_batches(setup.model):
+        return "micro_batches"
     return "tokens" if args.average_tokens_across_devices else "shards"
+
+
+def averages_micro_batches(model: Any) -> bool:
+    """Whether transformers takes the mean over micro-batches of this model's mean losses, and counts no targets."""
+    native = native_of(model)
+    return native is not None and native.family.mean_of_micro_batches
 
 
 def _by_micro_batch(task: Task, router_aux_loss_coef: float) -> bool:

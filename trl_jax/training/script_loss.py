@@ -24,7 +24,7 @@ from trl_jax.models.model import merge
 from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.policy import means
 from trl_jax.tasks.task import STEP_SUMS, Task, TokenTask, joined
-from trl_jax.training.data import ROW_IMAGES, RowImages, inputs_of, seen_by_scripts
+from trl_jax.training.data import ROW_IMAGES, RowImages, averages_micro_batches, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.own_step import CutRows, OwnStep
 from trl_jax.training.reference import Comparing, label_reads
@@ -61,12 +61,13 @@ class UserLossStep:
 
     def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict) -> tuple:
         micro = self._user_loss.inputs(arrays)
-        parts, num_items = len(micro), None
-        if not self._user_loss.divides_by_examples:  # it divides by the targets of the whole step itself
-            parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
+        parts, num_items, pass_weight = len(micro), None, np.float32(1)
+        if self._user_loss.counts_targets:  # it divides by the targets of the whole step itself
+            parts, pass_weight = 1, np.float32(1 / len(micro))
+            num_items = np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, shown, gradients, sums, at = 0.0, 0.0, None, [], self._point(params, opt_state)
-        values, state, pass_weight = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
+        values, state = self._user_loss.values(), self._user_loss.state()
         for number, (inputs, micro_key) in enumerate(zip(micro, keys, strict=True), start=1):
 
             def computed(inputs: dict, micro_key: Any = micro_key) -> tuple:
@@ -93,7 +94,7 @@ class UserLossStep:
 
         def step(params: dict, opt_state: Any, inputs: dict, learning_rate: Any, key: Any, frozen: dict) -> tuple:
             parts, at, state = len(inputs["input_ids"]), self._point(params, opt_state), self._user_loss.state()
-            num_items = None if self._user_loss.divides_by_examples else jnp.float32(1)
+            num_items = jnp.float32(1) if self._user_loss.counts_targets else None
 
             def one(total: Any, micro: dict) -> tuple[Any, jax.Array]:
                 given = at, frozen, micro, key, num_items, jnp.float32(1 / parts)
@@ -162,7 +163,7 @@ class UserLossEvaluation:
     def _evaluation_loss(self, params: dict, inputs: dict, state: dict, *, dtype: str, values: tuple) -> tuple:
         del values
         bound = self._user_loss.bound(params, inputs, dtype=dtype)
-        loss, sums = self._user_loss(bound, inputs, state)
+        loss, sums = self._user_loss(bound, inputs, state, self._user_loss.num_items(inputs))
         outputs = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(len(inputs["input_ids"]))
         return sums | {"loss": loss}, outputs
 
@@ -377,6 +378,8 @@ class BoundModel:
             )
         outputs = self(**self.comparing.rows, fused_lm_head=True)
         loss, self.default_sums = self.comparing.loss(self.tokens)
+        if outputs.aux_loss is not None:
+            self.default_sums = self.default_sums | aux_loss_sums([outputs.aux_loss])
         return self.balanced(loss, outputs.aux_loss), outputs
 
     def _logits(
@@ -415,9 +418,14 @@ class UserLoss:
         compute_loss: Callable,
         values: Callable[[], tuple[tuple[str, Any], ...]],
         own_step: OwnStep | None = None,
+        is_function: bool = False,
     ):
+        """
+        Args:
+            is_function: whether the script passed a `compute_loss_func`, which always gets the number of targets.
+        """
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
-        self.in_torch, self._own_step = False, own_step
+        self._is_function, self.in_torch, self._own_step = is_function, False, own_step
 
     def __call__(
         self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
@@ -426,8 +434,8 @@ class UserLoss:
 
         Args:
             state: from `state()`; the script reads it as `self.state`.
-            num_items: the targets of the whole step, for a language model's loss, which divides by them; None in an
-                evaluation and under a score head.
+            num_items: the targets that a language model's loss is divided by, of the whole step or of a batch of an
+                evaluation; None unless it `counts_targets`.
 
         Raises:
             TypeError: the script called torch, read parameters, or did not return a scalar.
@@ -453,9 +461,20 @@ class UserLoss:
         return loss.astype(jnp.float32), self.sums(bound, inputs) | logged_sums(bound)
 
     @property
-    def divides_by_examples(self) -> bool:
-        """Whether the loss is a mean over examples; otherwise over the targets of the whole step."""
-        return self.setup.task.head == "score" or self.setup.script_loss is not None
+    def counts_targets(self) -> bool:
+        """Whether the loss gets the number of targets that it is a mean over, as in transformers; otherwise the loss of
+        a step is the mean over its micro-batches."""
+        setup = self.setup
+        if setup.task.head == "score" or setup.script_loss is not None:
+            return False
+        return self._is_function or not averages_micro_batches(setup.model)
+
+    def num_items(self, inputs: dict[str, Any]) -> Any:
+        """The targets of a batch of an evaluation; None where the loss gets no number."""
+        if not self.counts_targets:
+            return None
+        counted = jnp.sum(jnp.asarray(inputs["labels"])[:, 1:] != IGNORED)
+        return jnp.maximum(counted, 1).astype(jnp.float32)
 
     def to_torch(self, error: WrittenInTorch) -> None:
         """Go on with a loss in torch, if it can; else raise the error."""
@@ -850,7 +869,7 @@ class TorchLoss:
         """`(sums with "loss", outputs)` of a batch."""
         model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient():
-            loss = self._loss(model, inputs, None)
+            loss = self._loss(model, inputs, self._user_loss.num_items(inputs))
         outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
         return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found

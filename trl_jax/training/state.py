@@ -13,6 +13,7 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.loader import RunLength, run_length
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -93,6 +94,7 @@ class Hooks(NamedTuple):
 
     loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
     own_step: calls the script's own `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
+    loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
     own_loss: the script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
     overridden: names that a script's own subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
@@ -108,6 +110,7 @@ class Hooks(NamedTuple):
     get_train_dataloader: Callable[[], Any]
     log: Callable[..., None]
     loss: Callable[[], Callable | None]
+    loss_is_function: bool
     overridden: frozenset[str]
     prediction_step: Callable
     prepare_dataset: Callable[[Any, str, Any], Any]
@@ -170,6 +173,13 @@ class Setup:
     def moving_reference(self) -> dict[str, Any]:
         """The arrays of a reference that follows the policy; checkpoints contain them."""
         return {} if self.reference is None or self.reference.sync is None else self.reference.arrays
+
+    @property
+    def random_streams(self) -> list[TorchGenerator]:
+        """The random streams of online training."""
+        if self.rollout is None:
+            return []
+        return [*self.rollout.streams, *([] if self.rollout.seeds is None else [self.rollout.seeds])]
 
     @property
     def frozen(self) -> dict[str, Any]:

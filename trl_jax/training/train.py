@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,13 @@ from datasets import Dataset
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.config.rules import as_choice
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.torch_objects import copy_back_to_torch
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.training.checkpoint import (
     LoopProgress,
+    RandomState,
     Snapshot,
     forget_all_but_best,
     host_copy,
@@ -161,12 +163,15 @@ class Training:
         begin_state(setup.events, setup.train_batch_size)
         if setup.rollout is not None:
             setup.rollout.begin()
-        progress = LoopProgress() if found is None else resume(setup, self._checkpointer, found, length, tx)
+        random_before, progress = None, LoopProgress()
+        if found is not None:
+            random_before = None if found.model_only else RandomState(setup.random_streams)
+            progress = resume(setup, self._checkpointer, found, length, tx)
         self._checkpointer.begin(found, run_id)
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
         setup.state.compute_steps(args, length.max_steps)
-        loop, train_loss, unreported = self._run_loop(tx, length, progress)
+        loop, train_loss, unreported = self._run_loop(tx, length, progress, random_before)
         with self._saved_on_signal(loop):
             with setup.progress.interrupts.waiting():
                 self._publisher.finish(args, setup.events)
@@ -186,7 +191,7 @@ class Training:
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
         """On a signal after the last step, leave with a checkpoint of that step, without the later changes in the
         block."""
-        before = Snapshot(self._setup.events)
+        before = Snapshot(self._setup.events, self._setup.random_streams)
         try:
             yield
         except Interrupted:
@@ -194,7 +199,9 @@ class Training:
             with self._checkpointer.saver.settled():
                 loop.leave_if_asked()
 
-    def _run_loop(self, tx: Any, length: Any, progress: LoopProgress) -> tuple[Loop, float, list]:
+    def _run_loop(
+        self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None
+    ) -> tuple[Loop, float, list]:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
         args, told = setup.args, setup.progress.told
         tell_model(told, args, setup.model, setup.sharding_plan)
@@ -232,6 +239,8 @@ class Training:
             nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, explained, patience),
             interrupts=setup.progress.interrupts,
             progress=progress,
+            random_streams=setup.random_streams,
+            random_before=random_before,
         )
         setup.progress.in_train = True
         setup.model.train()
@@ -326,6 +335,9 @@ class Loop:
         events: the callbacks, with args, state and control.
         batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
         num_epochs, micro_batches_per_epoch: the run's length, and the unit of an epoch's fractions.
+        random_streams: of online training.
+        random_before: the random generators before a checkpoint changed them; None if there is none, or it has no
+            random numbers.
         advance: batch -> the metrics of one optimizer step, still on the device.
         learning_rate: number of finished steps -> learning rate of the next one, for the log.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
@@ -350,6 +362,8 @@ class Loop:
     nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
     progress: LoopProgress = field(default_factory=LoopProgress)
+    random_streams: Sequence[TorchGenerator] = ()
+    random_before: RandomState | None = None
     _between_steps: bool = True
 
     def __post_init__(self) -> None:
@@ -382,7 +396,7 @@ class Loop:
         events.fire("on_train_begin")
         self.leave_if_asked()
         if events.args.eval_on_start and not progress.evaluation_due:  # also in a resumed run, as in transformers
-            self._evaluate(at_start=True)
+            self._evaluate_at_start()
         events.control.should_training_stop |= progress.stop_training
         if progress.epoch_over:
             self._catch_up()
@@ -484,10 +498,20 @@ class Loop:
         if events.control.should_save:
             self._save()
 
+    def _evaluate_at_start(self) -> None:
+        """As in transformers, this evaluation of a resumed run draws what one at the start of a new run would draw, and
+        the steps go on with the random numbers of the checkpoint."""
+        of_checkpoint = RandomState(self.random_streams)
+        if self.random_before is not None:
+            self.random_before.restore()
+        self._evaluate(at_start=True)
+        if self.random_before is not None:
+            of_checkpoint.restore()
+
     def _evaluate(self, at_start: bool = False) -> dict[str, float]:
         """Evaluate. On a signal, leave between two batches with a checkpoint from before the evaluation; resuming
         repeats it. The evaluation at the start changes neither the best metric nor the learning rate."""
-        progress, before = self.progress, Snapshot(self.events)
+        progress, before = self.progress, Snapshot(self.events, self.random_streams)
         try:
             with self.interrupts.evaluating():
                 return self.evaluate()
