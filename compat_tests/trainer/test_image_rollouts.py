@@ -132,6 +132,27 @@ def test_other_towers_are_trls(name, tmp_path, monkeypatch):
 
 
 @only_thorough
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_the_side_that_a_processor_pads_on_changes_nothing(name, tmp_path, monkeypatch):
+    """In TRL, gradients are the same where it pads on the left alone."""
+    processor = tiny_tiled(tmp_path, name, monkeypatch)
+    rows = prompts().filter(lambda row: row["images"])
+    rows = rows.map(lambda row, at: {"prompt": user("bake" + " the" * (at % 4) + " cake?")}, with_indices=True)
+    found = []
+    for side in ("left", "right"):
+        processor.tokenizer.padding_side = side
+        given = rows, None, processor
+        found += logged(trainer(trl_jax, "RLOO", str(tmp_path), tmp_path / side, *given, **POLICY, max_steps=1))
+    left, right = found
+    assert [right[name] for name in ("loss", "grad_norm", "entropy")] == pytest.approx(
+        [left[name] for name in ("loss", "grad_norm", "entropy")], rel=1e-5, abs=1e-6
+    )
+    trl, processor.tokenizer.padding_side = pytest.importorskip("trl"), "left"
+    [theirs] = logged(trainer(trl, "RLOO", str(tmp_path), tmp_path / "trl", *given, **POLICY, max_steps=1))
+    assert theirs["grad_norm"] == pytest.approx(left["grad_norm"], rel=2e-4)
+
+
+@only_thorough
 def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path):
     """A prompt with an image and one without: the server gets the pixels and our tokens."""
     seen, options, rows = [], POLICY | {"max_steps": 1, "shuffle_dataset": False}, prompts().select(range(4, 8))

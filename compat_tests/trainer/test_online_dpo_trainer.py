@@ -143,13 +143,14 @@ def test_reward_functions_get_what_trls_get_and_beta_follows_the_epochs(make):
 
 def test_a_judge_chooses_between_two_texts(make):
     rater = Rater()
-    trainer = make({"loss_type": "ipo"}, kind="chat", reward_funcs=None, judge=rater)
+    trainer = make({"loss_type": "ipo", "logging_steps": 2}, kind="chat", reward_funcs=None, judge=rater)
     trainer.train()
     [(prompts, pairs)] = rater.seen
     assert len(prompts) == len(pairs) == 4
     assert all(prompt.startswith("User: How do I") and prompt.endswith("?\n\n") for prompt in prompts)
     assert all(len(pair) == 2 and pair[0].startswith("Assistant: ") for pair in pairs)
-    [log] = [log for log in trainer.state.log_history if "loss" in log]
+    [log] = trainer.state.log_history  # the closing one, which has no metrics in TRL
+    assert "train_loss" in log
     assert "rewards/margins" in log and not [
         key for key in log if "score" in key and key != "objective/non_score_reward"
     ]
