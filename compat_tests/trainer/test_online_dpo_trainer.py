@@ -150,7 +150,8 @@ def test_a_judge_chooses_between_two_texts(make):
     assert all(prompt.startswith("User: How do I") and prompt.endswith("?\n\n") for prompt in prompts)
     assert all(len(pair) == 2 and pair[0].startswith("Assistant: ") for pair in pairs)
     [log] = trainer.state.log_history  # the closing one, which has no metrics in TRL
-    assert "train_loss" in log and "rewards/margins" in log and not [
+    assert "train_loss" in log
+    assert "rewards/margins" in log and not [
         key for key in log if "score" in key and key != "objective/non_score_reward"
     ]
     rater.judge = lambda prompts, completions: [0]
