@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.models import causal
 from trl_jax.generation.decode import layers_for_decoding, prefill, trunk_of
 from trl_jax.hub.auto import AutoModelForCausalLM
@@ -25,6 +25,7 @@ USUAL = {("deepseek_v3", False), ("gpt2", False), ("lfm2", False), ("gemma2", Tr
 LENGTHS, GROUP, NEW = np.array([11, 7], np.int32), 2, 12  # windows of 7 are crossed, in prompts and behind them
 
 
+@usual("gpt2-False", "lfm2-False", "gemma2-True")
 @pytest.mark.parametrize(("family", "by_layer"), usually(lambda *case: case in USUAL, CASES))
 def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))

@@ -154,6 +154,7 @@ def test_a_fact_of_value(fact, folder, load_with):
     assert _off(_scores(load_with(folder(*place), fact, wrong)), _scores(load_with(folder(*place)))) > 1e-4
 
 
+@only_thorough
 @pytest.mark.parametrize("fact", usually(SHOWN.__contains__, DROPPED))
 def test_a_rate_of_dropout(fact, folder, load_with):
     """Only where its key is given, and the rate is the config's."""

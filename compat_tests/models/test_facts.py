@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import only_thorough, usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import causal, variants
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.hub import config
@@ -251,6 +251,7 @@ def test_heads_of_another_width_that_fit_the_same_weights(built, load_with):
     assert _off(scores(wrong), scores(load_with(folder))) > 1e-3
 
 
+@usual("ropes")
 @pytest.mark.parametrize("fact", usually(SHOWN.__contains__, MISCOMPUTED))
 def test_a_fact_of_value(fact, built, load_with):
     family, name, wrong = MISCOMPUTED[fact]

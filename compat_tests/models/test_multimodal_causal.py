@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 import trl_jax
-from compat_tests.effort import usual
+from compat_tests.effort import only_thorough, usual
 from compat_tests.models import causal, towers, variants
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.checkpoint import entries_of, read_tensor
@@ -46,7 +46,7 @@ def test_steps_are_averaged_over_micro_batches_where_transformers_averages_them(
         assert family.mean_of_micro_batches == averaged, family.model_type
 
 
-@usual(*USUAL)
+@usual("gemma4", "glm4v", "mistral3", "qwen2_5_vl", "qwen3_vl_moe")
 def test_logits(case):
     folder, theirs, _ = case
     ids, mask = (rows[:3] for rows in causal.rows())
@@ -61,7 +61,7 @@ def _of_text(model):
     return model.language_model if model.config.model_type == "llama4" else model
 
 
-@usual("gemma4")
+@only_thorough
 def test_gradients(case, tmp_path):
     """Of a weighted sum of log-probabilities; the tower has none."""
     folder, theirs, tower = case
@@ -97,7 +97,14 @@ def _gradients(model, folder) -> dict[str, np.ndarray]:
     return found
 
 
-@usual(*(f"{name}-bfloat16-False" for name in USUAL), "qwen3_5_moe-float32-True")
+@usual(
+    "gemma4-bfloat16-False",
+    "glm4v-bfloat16-False",
+    "mistral3-bfloat16-False",
+    "qwen2_5_vl-bfloat16-False",
+    "qwen3_5_moe-bfloat16-False",
+    "qwen3_vl_moe-bfloat16-False",
+)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_byte_for_byte(dtype, fused, case, tmp_path):
@@ -227,6 +234,7 @@ def test_what_prepares_images_is_saved_beside_a_trained_model(tmp_path, caplog):
     assert config["architectures"] == ["SmolVLMForConditionalGeneration"]
 
 
+@usual("qwen2_5_vl")
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "mistral3"])
 def test_a_torch_model_is_trained_and_gets_its_weights(case, tmp_path):
     """But for the layers, and the tower, that a script has frozen by torch's names."""

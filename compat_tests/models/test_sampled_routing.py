@@ -105,6 +105,7 @@ def test_values_that_are_not_computed_are_refused(values, folder):
         read_arch(raw, path)
 
 
+@only_thorough
 def test_other_ropes_are_scaled_by_length_too(tmp_path):
     """In transformers any but the default one is."""
     linear = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0, "short_mscale": 1.1, "long_mscale": 0.6}

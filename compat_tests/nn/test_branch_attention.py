@@ -95,9 +95,8 @@ def exactly(name):
 
 
 @usual(
-    "plain-blocks", "softcap_window-blocks", "plain-rows", "sinks_window-rows", "window-where splash would be",
-    "sinks_window-where splash would be", "plain-splash", "sinks_window-splash", "softcap_window-by text",
-)  # fmt: skip
+    "plain-blocks", "plain-rows", "plain-splash", "softcap_window-by text", "sinks_window-rows", "sinks_window-splash"
+)
 @pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows", "splash", "by text"])
 @pytest.mark.parametrize("name", FACTS)
 def test_the_texts_one_by_one(name, kernel, monkeypatch):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from trl_jax.nn import head
 from trl_jax.nn.head import HeadInputs, divergences
 
@@ -113,6 +114,7 @@ def test_equal_models_are_not_apart(beta):
     assert abs(value) < 2e-5 and np.abs(gradient).max() < 1e-5
 
 
+@only_thorough
 def test_sixteen_bits_are_summed_in_float32():
     """The logits of the products are not rounded to sixteen bits, which would move a divergence by a hundredth."""
     coarse = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (STUDENT, TEACHER))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.nn import head
 from trl_jax.nn.head import token_outputs
@@ -51,6 +51,17 @@ def formula(hidden, weight, bias, targets, scale=1.0, softcap=None, temperature=
     return TokenOutputs(*(torch.where(real, output, 0) for output in outputs))
 
 
+@usual(
+    "plain-200-150",
+    "bias-200-150",
+    "softcap-200-150",
+    "temperature-200-150",
+    "all-200-150",
+    "all-192-192",
+    "all-64-3",
+    "all-10-9",
+    "all-70-0",
+)
 @pytest.mark.parametrize(
     ("case", "places", "real"),
     usually(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.nn.test_branch_attention import laid_out
 from compat_tests.nn.test_packed_attention import as_rows, drawn
 from trl_jax.core.outputs import BLOCK
@@ -86,6 +87,16 @@ def exactly(layout, window):
     return qkv, weight, with_gradients(lambda *qkv: whole_texts(*qkv, texts, images, window), qkv, weight)
 
 
+@usual(
+    "pairs-None-rows",
+    "pairs-None-splash",
+    "pairs-5-blocks",
+    "pairs-5-rows",
+    "branches-None-blocks",
+    "branches-None-rows",
+    "branches-5-rows",
+    "branches-5-splash",
+)
 @pytest.mark.parametrize("kernel", ["blocks", "rows", "splash"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("layout", ["pairs", "branches"])

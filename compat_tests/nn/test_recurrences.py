@@ -140,6 +140,7 @@ def test_a_token_at_a_time_goes_on_from_the_state_of_a_row(kind):
     np.testing.assert_allclose(state, last, atol=1e-5)
 
 
+@usual("delta rule-context_end", "state space-first", "state space-context_end", "state space-prompt")
 @pytest.mark.parametrize("field", ["first", "context_end", "prompt"])
 @pytest.mark.parametrize("kind", RECURRENCES)
 def test_a_wrong_layout_is_noticed(kind, field):
