@@ -16,12 +16,13 @@ from transformers import AutoTokenizer
 import trl_jax
 from compat_tests.effort import only_thorough, usual
 from compat_tests.models import causal, towers, variants
-from trl_jax.hub.auto import AutoModelForCausalLM
+from trl_jax.hub.auto import AutoModelForCausalLM, with_adapter
 from trl_jax.hub.checkpoint import entries_of, read_tensor
 from trl_jax.hub.families import vlm_text
 from trl_jax.models.model import merge
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.trainer.sft_trainer import SFTTrainer
+from trl_jax.training.data import averages_micro_batches
 
 torch = pytest.importorskip("torch")
 
@@ -38,12 +39,28 @@ def case(request, tmp_path_factory):
 
 def test_steps_are_averaged_over_micro_batches_where_transformers_averages_them():
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+    from transformers.models.auto import modeling_auto
 
+    whole, alone = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
     for family in vlm_text.FAMILIES:
-        theirs = getattr(transformers, NAMES[family.model_type])
+        theirs = getattr(transformers, whole[family.model_type])
         averaged = not getattr(theirs, "accepts_loss_kwargs", True)
         assert family.mean_of_micro_batches == averaged, family.model_type
+        text_class = alone.get(family.model_type, "").endswith("ForCausalLM") and averaged
+        assert family.has_text_class == text_class, family.model_type
+
+
+def test_the_class_and_the_script_say_how_steps_are_averaged(tmp_path):
+    towers.build(tmp_path, "qwen3_5_moe")
+    texts = trl_jax.AutoModelForCausalLM.from_pretrained(tmp_path)
+    adapted = with_adapter(texts, trl_jax.LoraConfig(r=2, target_modules=["q_proj"]), 0)
+    whole = trl_jax.Qwen3_5MoeForConditionalGeneration.from_pretrained(tmp_path)
+    assert [averages_micro_batches(model) for model in (texts, adapted, whole)] == [False, False, True]
+    whole.accepts_loss_kwargs = True
+    assert not averages_micro_batches(whole)
 
 
 @usual("gemma4", "glm4v", "mistral3", "qwen2_5_vl", "qwen3_vl_moe")

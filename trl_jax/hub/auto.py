@@ -180,7 +180,7 @@ class AutoModelForCausalLM:
             ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
         """
         kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
-        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, **kwargs)
+        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, text_class=True, **kwargs)
 
     @staticmethod
     def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
@@ -220,17 +220,34 @@ class AutoModelForImageTextToText:
         return new_model(config, "lm", seed, dtype, images=True)
 
 
+class _WholeModel(AutoModelForCausalLM):
+    """The classes of transformers that have a vision tower, by name; a trainer computes it if there are images."""
+
+    @staticmethod
+    @api_boundary
+    def from_pretrained(pretrained_model_name_or_path: str | Path, *, seed: int = 42, **kwargs: Any) -> PreTrainedModel:
+        """Like `AutoModelForCausalLM.from_pretrained`."""
+        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, **{"dtype": "auto", **kwargs})
+
+
 def _from_pretrained(
     name: str,
     head: HeadName,
     seed: int,
     *,
     images: bool = False,
+    text_class: bool = False,
     quantization_config: Any = None,
     config: Any = None,
     mesh_shape: str | Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
+    """Load a checkpoint for a script.
+
+    Args:
+        images: with its vision tower.
+        text_class: by AutoModelForCausalLM, for which transformers may have a class of the text alone.
+    """
     plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
     checkpoint = checkpoint.with_images() if images else checkpoint
@@ -239,7 +256,10 @@ def _from_pretrained(
     quantization = None if quantization_config is None else as_quantization(quantization_config)
     if quantization is not None:
         checkpoint = replace(checkpoint, quantization=quantization)
-    return checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=quantization is not None)
+    model = checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=quantization is not None)
+    if text_class and checkpoint.native is not None and checkpoint.native.family.has_text_class:
+        model.accepts_loss_kwargs = True
+    return model
 
 
 def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
@@ -273,6 +293,7 @@ def class_of_family(name: str) -> type:
         raise AttributeError(
             f"module 'trl_jax' has no attribute {name!r}. {auto.__name__} loads every supported model type."
         )
+    auto = _WholeModel if ending == "ConditionalGeneration" else auto
     return type(name, (auto,), {"__new__": lambda cls, config, **options: cls.from_config(config, **options)})
 
 
@@ -489,6 +510,7 @@ def with_adapter(
     params, backend, frozen = adapt(model.backend, model.arrays, lora, seed, adapter)
     adapted = PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
     adapted.generation_config = model.generation_config
+    adapted.accepts_loss_kwargs = model.accepts_loss_kwargs
     return adapted
 
 

@@ -329,6 +329,7 @@ class TransformersModelApi:
     config: Any
     frozen_names: frozenset[str] | set[str] = frozenset()  # parameters (names on disk) that `train()` does not update
     model_tags: list[str] | None = None
+    accepts_loss_kwargs: bool | None = None  # as of transformers' models, for its Trainer; None: as the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter with its name on disk, or PEFT's name for virtual tokens. The values are copies; to
@@ -628,6 +629,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         """A model of other arrays, with what belongs to the checkpoint rather than to them."""
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
         model.generation_config, model.read, model.writes = self.generation_config, self.read, self.writes
+        model.accepts_loss_kwargs = self.accepts_loss_kwargs
         return model
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:

@@ -313,6 +313,8 @@ def _weighting(setup: Setup, training: bool) -> Weighting:
 
 def averages_micro_batches(model: Any) -> bool:
     """Whether transformers takes the mean over micro-batches of this model's mean losses, and counts no targets."""
+    if model.accepts_loss_kwargs is not None:
+        return not model.accepts_loss_kwargs
     native = native_of(model)
     return native is not None and native.family.mean_of_micro_batches
 

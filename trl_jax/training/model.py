@@ -152,6 +152,7 @@ def from_torch(
         model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
             model.backend.saved_config = read_adapter_config(checkpoint.adapter)
+    model.accepts_loss_kwargs = getattr(torch_model, "accepts_loss_kwargs", None)
     if isinstance(model.backend, NativeBackend) and rows not in (None, model.vocab_size):
         model.backend.source = replace(model.source, resized=True)
     if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:

@@ -42,6 +42,8 @@ class Family:
         in_transformers: whether transformers has a class of this model with the score head.
         mean_of_micro_batches: whether transformers averages the loss of a step over its micro-batches, whatever number
             of targets each has (`accepts_loss_kwargs = False`).
+        has_text_class: whether transformers' AutoModelForCausalLM loads another class, of the text alone, which counts
+            targets.
     """
 
     model_type: str
@@ -60,6 +62,7 @@ class Family:
     linear_router: bool = False
     in_transformers: bool = True
     mean_of_micro_batches: bool = False
+    has_text_class: bool = False
 
     @property
     def language_heads(self) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ def _family(
     facts = {
         "in_transformers": False, "lm_head": lm_head(layout.head),
         "mean_of_micro_batches": model_type in _MEAN_OF_MICRO_BATCHES,
+        "has_text_class": model_type in {"qwen3_5", "qwen3_5_moe"},
     } | facts  # fmt: skip
     return Family(
         model_type, class_prefix, lambda config: _arch(config, texts),
