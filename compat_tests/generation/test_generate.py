@@ -382,7 +382,6 @@ def test_errors_of_the_prompt_have_transformers_words(ours, theirs):
             {"input_ids": [[3, 4]], "attention_mask": [[1]]},
             r"attention_mask must have the shape of input_ids, .* got \(1, 1\)",
         ),
-        ({"num_beams": 4}, "num_beams=4 is not in this release of trl_jax: there is no beam search. Sample"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "there is no contrastive search"),
         ({"prompt_lookup_num_tokens": 3}, "there is no assisted decoding"),
         ({"assistant_model": "draft"}, "assistant_model='draft' is not in this release"),

@@ -194,15 +194,13 @@ def test_values_that_are_refused(kind, given, text):
 @BOTH
 def test_keys_of_generation_kwargs_that_are_not_built(kind):
     with pytest.raises(
-        ValueError, match=r"^generation_kwargs has the keys \['num_beams'\], which are not in this release"
+        ValueError, match=r"^generation_kwargs has the keys \['num_beam_groups'\], which are not in this release"
     ):
-        kind("out", generation_kwargs={"num_beams": 2, "top_p": 0.5})
+        kind("out", generation_kwargs={"num_beam_groups": 2, "num_beams": 2, "top_p": 0.5})
     for given, text in (
-        ({"num_beams": 2}, "There is no beam search: TRL learns from beams as if they had been sampled"),
         ({"stop_strings": ["END", ""]}, "stop_strings=.'END', ''.. It must be a string or a list of strings, none"),
         ({"stop_strings": 3}, "It must be a string or a list of strings"),
         ({"num_return_sequences": 2}, "GRPO and RLOO have num_generations"),
-        ({"num_beams": 2, "seed": 1}, "There is no beam search"),
         ({"seed": 1}, "supported: bad_words_ids, begin_suppress_tokens"),
     ):
         with pytest.raises(ValueError, match=text):

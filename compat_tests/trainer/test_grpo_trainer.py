@@ -104,7 +104,7 @@ REFUSED = {
     [
         ("max_time", 2.5, "has max_time=2.5, which .*set model.generation_config.max_time = None and pass the model"),
         ("num_return_sequences", 2, "has num_return_sequences=2, which .*model.generation_config.num_return_sequences"),
-        ("num_beams", 2, "num_beams=2 is not in this release"),
+        ("num_beam_groups", 2, "num_beam_groups=2 is not in this release"),
     ],
 )
 def test_a_generation_config_that_completions_cannot_follow(name, value, text, make, checkpoint):

@@ -40,6 +40,7 @@ RUNS = {
     "unset": {"top_k": None, "top_p": None, "repetition_penalty": None},
     "the likeliest": {"top_p": 0.0},
     "idle": {"generation_kwargs": {"num_return_sequences": 1, "num_beams": 1, "use_cache": True, "top_k": 9}},
+    "beams": {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}},
     "renormalized": {"generation_kwargs": {"renormalize_logits": True}, "top_p": 0.7},
     # Where the bonus' coefficient comes among the keys, and that an evaluation's loss has the bonus.
     "bonus": EVALUATED | {"entropy_coef": 0.01, "beta": 0.1, "per_device_eval_batch_size": 16},
@@ -53,7 +54,7 @@ RUNS = {
 
 
 # The curve of `entropy_bonus` is usually the one whose bonus adapts.
-@usual("the likeliest", "idle", "bonus")
+@usual("the likeliest", "idle", "beams", "bonus")
 @pytest.mark.parametrize("name", usually("adaptive bonus".__ne__, RUNS))
 def test_runs_are_trls(name, checkpoint, tmp_path):
     trl, config = pytest.importorskip("trl"), STEPS | RUNS[name]

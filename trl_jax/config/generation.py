@@ -19,14 +19,14 @@ from trl_jax.config.shared import LanguageModelArguments
 # Rules
 
 
-# Keys of generation_kwargs: fields of transformers' GenerationConfig that say how one completion is sampled.
+# Keys of generation_kwargs: fields of transformers' GenerationConfig that say how one completion is written.
 GENERATION_KEYS = frozenset(
     """
     max_new_tokens do_sample temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
     encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids min_length min_new_tokens
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id renormalize_logits use_cache
-    stop_strings
+    stop_strings num_beams length_penalty early_stopping
     """.split()
 )
 # With vllm_mode="server", parameters of vLLM's /v1/completions.
@@ -41,7 +41,6 @@ _IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # no 
 _NOTHING = object()
 # Keys that are not among GENERATION_KEYS -> what TRL does with them, and what to write.
 _INSTEAD = {
-    "num_beams": "There is no beam search: TRL learns from beams as if they had been sampled. Leave num_beams out.",
     "num_return_sequences": "TRL fails in the first step. Leave it out; GRPO and RLOO have num_generations.",
 }
 _OWN_ENGINE = "completions come from trl_jax's own generator"

@@ -71,10 +71,17 @@ def logits_processors(options: Options, text: Text) -> dict[str, Processor]:
     return {name: processor for name, processor in built.items() if processor is not None}
 
 
-def sampling_processors(options: Options) -> dict[str, Processor]:
-    """Processors that only apply to sampling, by field, in transformers' order."""
+def sampling_processors(options: Options, least: int = 1) -> dict[str, Processor]:
+    """Processors that only apply to sampling, by field, in transformers' order.
+
+    Args:
+        least: how many of the likeliest ids each of them keeps, for beams. Not with `top_h` and `typical_p`.
+    """
     built = {name: build(vars(options)[name]) for name, build in _SAMPLING.items() if vars(options)[name] is not None}
-    return {name: processor for name, processor in built.items() if processor is not None}
+    built = {name: processor for name, processor in built.items() if processor is not None}
+    if least == 1:
+        return built
+    return {name: one if name == "temperature" else KeepsLargest(one, least) for name, one in built.items()}
 
 
 def _ids(ids: int | Sequence[int]) -> jax.Array:
@@ -260,6 +267,18 @@ class Temperature(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         return scores_RV / self.temperature
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["processor"], meta_fields=["least"])
+@dataclass(frozen=True)
+class KeepsLargest:
+    """Applies a processor, but keeps the `least` largest scores."""
+
+    processor: Processor
+    least: int
+
+    def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
+        return jnp.where(among_largest(scores_RV, self.least), scores_RV, self.processor(history, scores_RV))
 
 
 class TopH(NamedTuple):

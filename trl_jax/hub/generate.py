@@ -15,6 +15,7 @@ from tqdm import tqdm
 from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data.images import TextImages
 from trl_jax.generation import generator
+from trl_jax.generation.beams import Beams, search
 from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import (
     NO_LIMIT,
@@ -51,6 +52,7 @@ from trl_jax.hub.generation_inputs import (
     processors_of,
     read_prompts,
     refuse_arguments,
+    refuse_beside_beams,
     resolve,
 )
 from trl_jax.hub.vision.processor import images_of_rows, split_images
@@ -124,15 +126,22 @@ class GenerationApi:
         images = None if arrays is None else images_of_rows(self, prompts.rows, arrays)
         repeats = prompts.repeats(images)
         text = text_of(self, settings, prompts.width)
+        functions = {
+            "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "streamer": streamer,
+        }  # fmt: skip
+        if settings.beams is not None:
+            refuse_beside_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
+            repeats = 1  # each row is searched for on its own
         caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
-            group = repeats * settings.completions
+            group = repeats * (settings.completions if settings.beams is None else 1)
             request = request_of(settings, text, prompts.rows[::repeats], group, processors)
             logps = bool(settings.config.return_dict_in_generate)
             request = replace(request, logps=logps, images=None if images is None else images[::repeats])
             drawing = drawing_of(settings, _stream(seed), dtype)
-            completions = run(self, request, drawing, dtype=dtype, watch=watch)
+            completions = run(self, request, drawing, dtype=dtype, watch=watch, beams=settings.beams)
         if watch is not None:
             watch.end()
         return caller.result(completions)
@@ -291,6 +300,11 @@ class Batches:
         images: Callable[[int], TextImages] | None = None,
     ):
         check_generates(model)
+        if settings.beams is not None:
+            raise ValueError(
+                f"generate: num_beams={settings.beams.count} is not in this release of trl_jax: there is no beam "
+                "search in batches of any size. Call model.generate, or sample with do_sample=True."
+            )
         _check_prompts(prompts, model.vocab_size)
         self._model, self._settings, self._dtype, self._tokenizer = model, settings, dtype, tokenizer
         self._images = images
@@ -486,7 +500,8 @@ def complete(
     if settings.config.stop_strings is not None:
         request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
-    return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress, limit=limit)
+    options = {"dtype": dtype, "head_dtype": head_dtype, "progress": progress, "limit": limit}
+    return run(model, request, drawing, beams=settings.beams, **options)
 
 
 # Field of a generation_config that `complete` does not support -> its values without effect, and why.
@@ -546,21 +561,24 @@ def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawin
 
 def run(
     model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, head_dtype: Any = None,
-    watch: Watch | None = None, progress: Progress | None = None, limit: Limit = NO_LIMIT,
+    watch: Watch | None = None, progress: Progress | None = None, limit: Limit = NO_LIMIT, beams: Beams | None = None,
 ) -> Completions:  # fmt: skip
     """Generate. The stream is advanced by the steps taken, or left unchanged if generation fails.
 
     Args:
         limit: not with a `watch`, which sees all completions at once.
+        beams: how to search with beams, all at once and without a `watch`; None decodes one completion per row.
 
     Raises:
-        ValueError: the model does not support the length of the longest completion.
+        ValueError: the model does not support the length of the longest completion, or beams cannot be searched.
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)
     request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
     limit = limit.after_copies(weights, model.arrays)
+    if beams is not None:
+        return _searched(model, weights, request, drawing, beams, limit, progress)
     queue = queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
@@ -579,6 +597,40 @@ def run(
                 generator.generate_queue(weights, request.in_parts(queue.parts), source, done.extend, **options)
                 completions = Completions.of(done, request.pad)
         used = completions.tokens.shape[1]
+    finally:
+        if source is not None:
+            source.close(used)
+    _check_drawn(completions.tokens)
+    return completions
+
+
+def _searched(
+    model: Any,
+    weights: Weights,
+    request: Request,
+    drawing: Drawing | None,
+    beams: Beams,
+    limit: Limit,
+    progress: Progress | None,
+) -> Completions:
+    """`run` with beams.
+
+    Raises:
+        ValueError: the beams do not fit into the limit, or as in `beams.search`.
+    """
+    if queue_of(weights, len(request.prompts), request.group * beams.count, Lengths.of(request), limit) is not None:
+        raise ValueError(
+            f"generate: {request.rows} completions with num_beams={beams.count} are searched for at once, and do not "
+            "fit into the memory or the number of completions at once that was set. Complete fewer at a time, or lower "
+            "num_beams."
+        )
+    candidates, source, used = beams.count * model.vocab_size, None, 0
+    steps = generator.STEPS if drawing is None else drawing.steps(request.rows, candidates)
+    if drawing is not None:
+        source = drawing.source(request.rows, vocabulary=candidates, steps=steps, new=request.max_new_tokens)
+    try:
+        with _precision(weights):
+            completions, used = search(weights, request, beams, source, steps=steps, progress=progress)
     finally:
         if source is not None:
             source.close(used)

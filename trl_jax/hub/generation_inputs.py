@@ -21,6 +21,7 @@ from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
 from trl_jax.data.checks import check_no_media
 from trl_jax.data.images import TextImages
+from trl_jax.generation.beams import Beams
 from trl_jax.generation.sampling import Options, Processor, Renormalize, Text, logits_processors, sampling_processors
 from trl_jax.hub.torch_bridge import as_tensors
 
@@ -191,6 +192,14 @@ class Settings:
         """Number of completions per prompt."""
         return self.config.num_return_sequences
 
+    @property
+    def beams(self) -> Beams | None:
+        """How to search with beams; None without."""
+        config = self.config
+        if (config.num_beams or 1) == 1:
+            return None
+        return Beams(config.num_beams, self.completions, float(config.length_penalty), config.early_stopping)
+
 
 def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """Resolve the fields as transformers does. Later sources fill in fields that are None: `config`, the model's
@@ -283,7 +292,8 @@ def processors_of(settings: Settings, text: Text) -> tuple[dict[str, Processor],
         ValueError: a value is out of range, in transformers' words.
     """
     options = options_of(settings, text.prompt_length, text.max_length)
-    behind = sampling_processors(options) if settings.config.do_sample else {}
+    least = 1 if settings.beams is None else 1 + max(1, len(settings.eos))
+    behind = sampling_processors(options, least) if settings.config.do_sample else {}
     if settings.config.renormalize_logits is True:
         behind["renormalize_logits"] = Renormalize()
     return logits_processors(options, text), behind
@@ -297,18 +307,15 @@ def _both(new: str, whole: str, config: Any) -> None:
 # Unsupported arguments of transformers' `generate`, each with an alternative
 
 
-_BEAMS = (
-    "there is no beam search. Sample with do_sample=True and num_return_sequences, and rank the answers by logprobs."
-)
+_BEAMS = "there are no groups of beams. Leave it out, and search with num_beams alone."
 _ASSISTED = "there is no assisted decoding, which only affects speed. Leave it out."
-_CONSTRAINED = "there is no beam search, which it needs. Pass your own logits_processor or prefix_allowed_tokens_fn."
+_CONSTRAINED = "there is no constrained beam search. Pass your own logits_processor or prefix_allowed_tokens_fn."
 _GUIDANCE = "there is no guidance, which runs the model twice. Leave it out."
 _INNER = "intermediate values of the model are not kept. Get them from transformers' model."
 _KEPT = "the cache always stores keys and values as computed, on the device. Leave it out."
 
 # Field of GenerationConfig -> values that request nothing, and the error message for other values.
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((None, 1), _BEAMS),
     "num_beam_groups": ((None, 1), _BEAMS),
     "diversity_penalty": ((None, 0.0), _BEAMS),
     "constraints": ((None,), _CONSTRAINED),
@@ -341,9 +348,35 @@ _ARGUMENTS = {
 }
 
 
+# Fields that do not go with num_beams above 1 -> values that request nothing.
+_BESIDE_BEAMS: dict[str, tuple[Any, ...]] = {
+    "stop_strings": (None,), "max_time": (None,), "return_dict_in_generate": (None, False), "top_h": (None,),
+    "typical_p": (None, 1.0),
+}  # fmt: skip
+
+
+def _check_beams(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for fields that a beam search does not have, or that contradict it in transformers' words."""
+    beams, completions = values["num_beams"] or 1, values["num_return_sequences"] or 1
+    if beams == 1:
+        return
+    if completions > beams:
+        raise ValueError(f"`num_return_sequences` ({completions}) has to be smaller or equal to `num_beams` ({beams}).")
+    refuse_beside_beams(beams, {name: values[name] for name, idle in _BESIDE_BEAMS.items() if values[name] not in idle})
+
+
+def refuse_beside_beams(beams: int, asked: Mapping[str, Any]) -> None:
+    """Raise ValueError if something else was asked of a beam search."""
+    for name in asked:
+        raise ValueError(
+            f"generate: {name} with num_beams={beams} is not in this release of trl_jax. Leave one of the two out."
+        )
+
+
 def refuse_fields(config: Any) -> None:
     """Raise ValueError if a GenerationConfig asks for something unsupported."""
     values = vars(config)
+    _check_beams(values)
     asked = {name: why for name, (idle, why) in _FIELDS.items() if values.get(name) not in idle}
     if values["cache_implementation"] == "paged":
         asked["cache_implementation"] = "call generate_batch, which transformers uses in this case."

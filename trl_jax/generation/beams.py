@@ -1,0 +1,346 @@
+"""Beam search and beam sampling, as in transformers: several beams for each completion, of which the best one is given.
+
+Each beam is a completion of its prompt in the cache. After a step, beams take the rows of the candidates that go on.
+Suffixes of array names: B completions, N beams, K candidates, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trl_jax.data.batch import padded_length
+from trl_jax.data.images import TEXT_ALONE, prompt_images
+from trl_jax.generation.decode import (
+    Decoding,
+    Stops,
+    Weights,
+    begun,
+    length_of_turn,
+    prefill,
+    trunk_of,
+    with_head_in,
+)
+from trl_jax.generation.generator import Completions, Drawing, Progress, Request, places
+from trl_jax.generation.noise import Noise, NoiseSource
+from trl_jax.generation.sampling import process
+from trl_jax.models.cached_decoder import with_keys
+from trl_jax.models.model import merge
+
+_NEVER = -1e9  # added to scores of beams that cannot be chosen, as in transformers
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Options of a search, as in transformers' GenerationConfig.
+
+    count: beams of each completion.
+    returned: how many of the best are given; each is then a completion of its own.
+    length_penalty: exponent of the length that a beam's log-probability is divided by.
+    early_stopping: True ends a search with `count` finished beams, False if no beam is likely to become better, "never"
+        if none can.
+    """
+
+    count: int
+    returned: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+
+def search(
+    weights: Weights,
+    request: Request,
+    beams: Beams,
+    noise: NoiseSource | None,
+    *,
+    steps: int,
+    progress: Progress | None = None,
+) -> tuple[Completions, int]:
+    """Complete all prompts in one batch.
+
+    Args:
+        noise: of each completion, for `count * V` candidates, in chunks of `steps` steps; None takes the best ones.
+        progress: called after each step.
+
+    Returns:
+        The completions, and the number of steps.
+
+    Raises:
+        ValueError: the weights are divided over devices, or LongRoPE would rotate the texts differently on the way.
+    """
+    _check(weights, request)
+    wide = replace(request, group=request.group * beams.count)
+    inputs, stops = wide.drawing(), Stops(
+        np.asarray(request.eos or (-1,), np.int32), np.int32(request.pad), np.int32(request.max_new_tokens)
+    )  # fmt: skip
+    longest = max(map(len, request.texts))
+    lengths = {"max_tokens": padded_length(longest, "auto") + places(request.max_new_tokens)}
+    logits, found = _begun(weights, wide, beams, longest, **lengths)
+    options = {"beams": beams, "kept": max(2, 1 + len(request.eos)) * beams.count}
+    rows, count, chunk, goes_on = np.arange(request.rows), 0, None, True
+    while goes_on:
+        if noise is not None and count % steps == 0:
+            chunk = noise.noise(rows, np.full(len(rows), count))
+        step, logits = np.int32(count % steps), None if count else logits
+        found, status = _advanced(
+            weights.graph, weights.arrays, weights.layers, logits, found, stops, chunk, inputs, step,
+            np.int32(longest + count), dtype=weights.dtype, head_dtype=weights.head_dtype, **lengths, **options,
+        )  # fmt: skip
+        goes_on, count = bool(status.goes_on), count + 1
+        if progress is not None:
+            ended = request.rows - int(status.open) if goes_on else request.rows
+            progress(ended, count * request.rows)
+    fill = request.pad or next(iter(request.eos), 0)  # transformers takes a pad id of 0 for none
+    return found.best(beams.returned, fill), count
+
+
+def _check(weights: Weights, request: Request) -> None:
+    if weights.shards is not None:
+        raise ValueError(
+            "generate: beam search on a mesh of several devices is not in this release of trl_jax. Leave num_beams "
+            "out, or use one device."
+        )
+    turn = length_of_turn(weights)
+    shortest, longest = (chosen(map(len, request.texts)) for chosen in (min, max))
+    if turn is not None and shortest <= turn < longest + request.max_new_tokens:
+        raise ValueError(
+            f"generate: beam search of texts that become longer than {turn} tokens, from where this model's LongRoPE "
+            "rotates all tokens differently, is not in this release of trl_jax. Leave num_beams out, or lower "
+            f"max_new_tokens to {turn - longest}."
+        )
+
+
+class Search(NamedTuple):
+    """The state between two steps.
+
+    decoding: the beams that go on, `[B x N]` rows, with all their tokens.
+    scores: their log-probabilities, float32 `[B, N]`.
+    tokens, logps: of the best finished beams, `[B, N, T]`, the best one first; logps is None if not requested.
+    lengths: their tokens, int32 `[B, N]`.
+    finished_scores: float32 `[B, N]`, divided by the length.
+    finished: bool `[B, N]`, whether there is a finished beam in this place.
+    open: bool `[B]`, whether a beam that goes on may become better than the finished ones.
+    """
+
+    decoding: Decoding
+    scores: jax.Array
+    tokens: jax.Array
+    logps: jax.Array | None
+    lengths: jax.Array
+    finished_scores: jax.Array
+    finished: jax.Array
+    open: jax.Array
+
+    def best(self, count: int, fill: int) -> Completions:
+        """The `count` best finished beams of each completion, with `fill` after their ends."""
+        lengths = np.asarray(self.lengths)[:, :count].reshape(-1)
+        longest = max(1, int(lengths.max()))
+        within = np.arange(longest) < lengths[:, None]
+
+        def given(kept: jax.Array, rest: float) -> np.ndarray:
+            rows = np.asarray(kept)[:, :count, :longest].reshape(len(lengths), longest)
+            return np.where(within, rows, rest).astype(rows.dtype)
+
+        return Completions(given(self.tokens, fill), lengths, None if self.logps is None else given(self.logps, 0))
+
+
+class Status(NamedTuple):
+    """What the host looks at after a step: whether the search goes on, and how many completions are open."""
+
+    goes_on: jax.Array
+    open: jax.Array
+
+
+def _begun(
+    weights: Weights, request: Request, beams: Beams, longest: int, *, max_tokens: int
+) -> tuple[jax.Array, Search]:
+    """The logits of each prompt's first token, `[P, V]`, and the state before it."""
+    texts, rows = request.texts, request.rows
+    tokens = np.full((len(texts), padded_length(longest, "auto")), request.pad, np.int32)
+    for row, ids in zip(tokens, texts, strict=True):
+        row[: len(ids)] = ids
+    seen = TEXT_ALONE if request.images is None else prompt_images(request.images, tokens.shape[1], 1)
+    capacity = places(request.max_new_tokens)
+    logits, cache = prefill(
+        weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in texts], np.int32), np.int32(longest),
+        seen, group=request.group, capacity=capacity, max_tokens=max_tokens, dtype=weights.dtype,
+        head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
+    )  # fmt: skip
+    decoding = begun(cache, np.ones(rows, bool), capacity, logps=request.logps)
+    shape = rows // beams.count, beams.count
+    scores, finished_scores = np.zeros(shape, np.float32), np.full(shape, _NEVER, np.float32)
+    scores[:, 1:] = _NEVER  # all beams are the prompt
+    kept = np.full((*shape, capacity), request.pad, np.int32)
+    logps = np.zeros(kept.shape, np.float32) if request.logps else None
+    ended = np.zeros(shape, bool)
+    return logits, Search(
+        decoding, scores, kept, logps, np.zeros(shape, np.int32), finished_scores, ended, ~ended[:, 0]
+    )  # fmt: skip
+
+
+@partial(
+    jax.jit,
+    static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "beams", "kept"),
+    donate_argnames=("found",),
+)
+def _advanced(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    layers: list[nnx.State] | None,
+    logits: jax.Array | None,
+    found: Search,
+    stops: Stops,
+    noise: Noise | None,
+    drawing: Drawing,
+    step: jax.Array,
+    longest: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    head_dtype: jnp.dtype,
+    max_tokens: int,
+    beams: Beams,
+    kept: int,
+) -> tuple[Search, Status]:
+    """One step of all beams.
+
+    Args:
+        logits: of the first token, `[P, V]`; None computes those of the next one.
+        step: within the `noise` chunk.
+        longest: int32 scalar, tokens of the longest text before this step.
+        kept: candidates of each completion, of which at least `beams.count` do not end.
+    """
+    state, new = found.decoding, None
+    if logits is None:
+        trunk, headed = trunk_of(merge(graph, arrays)), with_head_in(graph, arrays, head_dtype)
+        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
+        positions = _by_prompt(state.cache.places.next_positions, state)[:, None]
+        inputs = {"layers": layers, "cache": state.cache, "angles": trunk.angles(positions, longest)}
+        hidden, new = with_keys(
+            trunk, tokens, positions, None, longest, dtype=dtype, max_tokens=max_tokens, **inputs
+        )  # fmt: skip
+        logits = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+    else:
+        logits = _by_prompt(logits, state)
+    chosen = _candidates(logits, found, noise, step, stops, drawing, beams, kept)
+    if new is not None:
+        state = state._replace(cache=state.cache.appended(new, after=chosen.ids))
+    return _with_candidates(found._replace(decoding=state), chosen, stops, beams)
+
+
+def _by_prompt(values: jax.Array, state: Decoding) -> jax.Array:
+    """`[P, ...]` repeated for the beams of each prompt."""
+    return jnp.repeat(values, len(state.tokens) // len(values), axis=0)
+
+
+class Candidates(NamedTuple):
+    """Continuations of the beams, `[B, K]`, the likeliest first.
+
+    scores: log-probabilities of the whole completions.
+    beam: which beam each continues.
+    ids: their new tokens.
+    logps: log-probabilities of the new tokens; None if not requested.
+    """
+
+    scores: jax.Array
+    beam: jax.Array
+    ids: jax.Array
+    logps: jax.Array | None
+
+
+def _candidates(
+    logits: jax.Array,
+    found: Search,
+    noise: Noise | None,
+    step: jax.Array,
+    stops: Stops,
+    drawing: Drawing,
+    beams: Beams,
+    kept: int,
+) -> Candidates:
+    """The best of all continuations, or those sampled without replacement, as by torch.multinomial."""
+    state, count, vocabulary = found.decoding, beams.count, logits.shape[1]
+    logps = jax.nn.log_softmax(logits, axis=-1)
+    scores = process(drawing.processors, drawing.history(state), logps) if drawing.processors else logps
+    total = (scores.reshape(-1, count, vocabulary) + found.scores[..., None]).reshape(-1, count * vocabulary)
+    if noise is None:
+        best, at = jax.lax.top_k(total, kept)
+    else:
+        q = noise.exponentials(step, count * vocabulary)
+        drawn = jax.lax.optimization_barrier(jax.nn.softmax(total, axis=-1) / q)
+        at = jax.lax.top_k(drawn, kept)[1]
+        best = jnp.take_along_axis(total, at, axis=1)
+        order = jnp.argsort(-best, axis=1)
+        best, at = (jnp.take_along_axis(one, order, axis=1) for one in (best, at))
+    beam, ids = at // vocabulary, (at % vocabulary).astype(jnp.int32)
+    ids = jnp.where(jnp.isnan(total).any(axis=1, keepdims=True), -1, ids)
+    if state.logps is None:
+        return Candidates(best, beam, ids, None)
+    scaled = jax.nn.log_softmax(logits / drawing.temperature, axis=-1).reshape(total.shape)
+    return Candidates(best, beam, ids, jnp.take_along_axis(scaled, at, axis=1))
+
+
+def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Beams) -> tuple[Search, Status]:
+    state, count = found.decoding, beams.count
+    length = state.count + 1  # of the candidates
+    ended = (chosen.ids[..., None] == stops.eos).any(axis=-1) | (length >= stops.max_new) | (chosen.ids < 0)
+
+    def of_candidates(rows: jax.Array, new: jax.Array) -> jax.Array:
+        """What candidates have, `[B, K, T]`, from what beams have, `[B x N, T]`."""
+        rows = jnp.take_along_axis(rows.reshape(-1, count, rows.shape[1]), chosen.beam[..., None], axis=1)
+        return rows.at[:, :, state.count].set(new.astype(rows.dtype))
+
+    tokens = of_candidates(state.tokens, chosen.ids)
+    logps = None if state.logps is None else of_candidates(state.logps, chosen.logps)
+
+    # The beams that go on.
+    running, at = jax.lax.top_k(chosen.scores + ended * jnp.float32(_NEVER), count)
+    beam = jnp.take_along_axis(chosen.beam, at, axis=1)
+    decoding = _reordered(state, beam)._replace(
+        tokens=_taken(tokens, at).reshape(state.tokens.shape),
+        logps=None if logps is None else _taken(logps, at).reshape(state.tokens.shape),
+        count=length,
+    )
+
+    # The best finished ones, old and new.
+    just = ended & (jnp.arange(ended.shape[1]) < count)
+    scores = chosen.scores / length.astype(jnp.float32) ** beams.length_penalty
+    full = found.finished.all(axis=1, keepdims=True) & (beams.early_stopping is True)
+    for excluded in (full, ~found.open[:, None], ~just):
+        scores = scores + excluded * jnp.float32(_NEVER)
+    lengths = jnp.full(ended.shape, length)
+    old = found.tokens, found.logps, found.lengths, found.finished_scores, found.finished
+    both = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), old, (tokens, logps, lengths, scores, just))
+    best = jax.lax.top_k(both[3], count)[1]
+    finished = jax.tree.map(lambda values: _taken(values, best), both)
+
+    penalized = beams.length_penalty > 0 and beams.early_stopping == "never"
+    reached = (stops.max_new if penalized else length).astype(jnp.float32) ** beams.length_penalty
+    worst = jnp.where(finished[4], finished[3].min(axis=1, keepdims=True), _NEVER)
+    is_open = found.open & (running[:, :1] / reached > worst).any(axis=1)
+    goes_on = is_open.any() & ~ended.all()
+    if beams.early_stopping is True:
+        goes_on &= ~finished[4].all()
+    return Search(decoding, running, *finished, is_open), Status(goes_on, is_open.sum())
+
+
+def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
+    """`values` `[B, K, ...]` at `at` `[B, N]`."""
+    return jnp.take_along_axis(values, at.reshape(*at.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
+def _reordered(state: Decoding, beam: jax.Array) -> Decoding:
+    """The state with the cache of beam `beam` `[B, N]` of each completion in its rows."""
+    prompts = len(state.cache.places.prompt_lengths)
+    first = jnp.arange(len(beam))[:, None] * beam.shape[1]
+    members = (first + beam).reshape(prompts, -1) % (len(state.tokens) // prompts)
+
+    def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
+        return array[(slice(None),) * axis + (jnp.arange(prompts)[:, None], members)] if each else array
+
+    return state._replace(cache=state.cache._replace(parts=[part.selected(select) for part in state.cache.parts]))
