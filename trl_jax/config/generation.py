@@ -279,8 +279,8 @@ class OnlineArguments(LanguageModelArguments):
     # Logging of completions
     max_tool_calling_iterations: int | None = arg(
         None,
-        help="Maximum number of turns that call tools. If unset, no limit.",
-        rule=rules.whole(1, optional=True),
+        help="Maximum number of turns that call tools; 0 calls none. If unset, no limit.",
+        rule=rules.whole(0, optional=True),
     )
     log_completions: bool = arg(False, help="Print completions in a table and save them in output_dir/completions.")
     num_completions_to_print: int | None = arg(
