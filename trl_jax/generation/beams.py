@@ -1,4 +1,4 @@
-"""Beam search and beam sampling, as in transformers: several beams for each completion, of which the best one is given.
+"""Beam search and beam sampling, as in transformers: each completion has several beams, and the best one is returned.
 
 Each beam is a completion of its prompt in the cache. After a step, beams take the rows of the candidates that go on.
 Suffixes of array names: B completions, N beams, K candidates, V vocabulary, T tokens.
@@ -41,7 +41,7 @@ class Beams:
     """Options of a search, as in transformers' GenerationConfig.
 
     count: beams of each completion.
-    returned: how many of the best are given; each is then a completion of its own.
+    returned: how many of the best beams are returned, each as a separate completion.
     length_penalty: exponent of the length that a beam's log-probability is divided by.
     early_stopping: True ends a search with `count` finished beams, False if no beam is likely to become better, "never"
         if none can.
@@ -76,9 +76,7 @@ def search(
     """
     _check(weights, request)
     wide = replace(request, group=request.group * beams.count)
-    inputs, stops = wide.drawing(), Stops(
-        np.asarray(request.eos or (-1,), np.int32), np.int32(request.pad), np.int32(request.max_new_tokens)
-    )  # fmt: skip
+    inputs, stops = wide.drawing(), request.stops()
     longest = max(map(len, request.texts))
     lengths = {"max_tokens": padded_length(longest, "auto") + places(request.max_new_tokens)}
     logits, found = _begun(weights, wide, beams, longest, **lengths)
@@ -111,8 +109,8 @@ def _check(weights: Weights, request: Request) -> None:
     if turn is not None and shortest <= turn < longest + request.max_new_tokens:
         raise ValueError(
             f"generate: beam search of texts that become longer than {turn} tokens, from where this model's LongRoPE "
-            "rotates all tokens differently, is not in this release of trl_jax. Leave num_beams out, or lower "
-            f"max_new_tokens to {turn - longest}."
+            "rotates all tokens differently, is not in this release of trl_jax. Leave num_beams out, or keep prompts "
+            "and completions within that length."
         )
 
 
@@ -210,10 +208,10 @@ def _advanced(
     """One step of all beams.
 
     Args:
-        logits: of the first token, `[P, V]`; None computes those of the next one.
+        logits: `[P, V]`, the prompts' logits for the first token; None to run the model on the latest tokens.
         step: within the `noise` chunk.
         longest: int32 scalar, tokens of the longest text before this step.
-        kept: candidates of each completion, of which at least `beams.count` do not end.
+        kept: number of candidates per completion. It leaves at least `beams.count` that do not end.
     """
     state, new = found.decoding, None
     if logits is None:

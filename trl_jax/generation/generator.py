@@ -123,9 +123,7 @@ class _Generation:
         self._request = request = request.in_parts(parts)
         self._slots = Slots(request, -(-slots * parts // self._shards) * self._shards, done, self._shards)
         self._prompt_places = padded_length(self._longest(self._slots.members), "auto")
-        self._stops = Stops(
-            np.asarray(request.eos or (-1,), np.int32), np.int32(request.pad), np.int32(request.max_new_tokens)
-        )
+        self._stops = request.stops()
         self._inputs = request.drawing()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
         self._max_tokens = longest + places(request.max_new_tokens)  # bound on prompt + completion
@@ -604,6 +602,10 @@ class Request:
         prompts = [ids for ids in self.prompts for _ in range(number)]
         images = None if self.images is None else [text for text in self.images for _ in range(number)]
         return replace(self, prompts=prompts, images=images, group=self.group // number)
+
+    def stops(self) -> Stops:
+        """The stopping criteria."""
+        return Stops(np.asarray(self.eos or (-1,), np.int32), np.int32(self.pad), np.int32(self.max_new_tokens))
 
     def drawing(self) -> Drawing:
         """The sampling inputs of all rows."""

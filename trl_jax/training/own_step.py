@@ -89,7 +89,7 @@ class OwnStep:
         return torch_objects.batch_tensors(arrays) if self._tensors else dict(arrays)
 
     def _rows(self, inputs: dict[str, Any]) -> CutRows:
-        """By TRL's names; those of DPO and KTO without the reference's numbers that the step computes."""
+        """The batch under TRL's names; for DPO and KTO without the reference log-probabilities of the step."""
         arrays, setup = seen_by_scripts(inputs), self._setup()
         if setup.script_loss is not None:
             arrays = Comparing(setup.task, None, None).inputs(arrays, {})

@@ -937,7 +937,7 @@ class TorchLoss:
 
 
 def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The gradient of outputs, of which a script has seen the first positions."""
+    """Pad gradients with zeros to the length of the outputs: the script saw only their first positions."""
     return {
         name: np.pad(value, [(0, 0), (0, np.shape(outputs[name])[1] - value.shape[1]), (0, 0)])
         if np.ndim(value) == 3
