@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import trl
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
@@ -163,7 +169,10 @@ REFUSED = {
         lambda self, model, inputs: float(inputs["advantages"].sum()),
         r"has no values while it is.*self\._metrics",
     ),
-    "torch": (lambda self, model, inputs: inputs["advantages"].sum(dim=0), "which torch cannot take"),
+    "torch": (
+        lambda self, model, inputs: inputs["advantages"].sum(dim=0),
+        "cannot take, and which have NumPy's methods",
+    ),
     "other ids": (
         lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs | {"prompt_ids": 0}),
         "got another prompt_ids than the inputs have",
@@ -213,3 +222,142 @@ class ShorterByHand(GRPOTrainer):
 def test_a_mask_of_the_script_is_taken_by_super(trained):
     config = {"loss_type": "grpo", "rows": 6}  # the last step of the epoch is a short one
     same(trained(ShorterByHand, "by-hand", **config, max_steps=3), trained(Shorter, "super", **config, max_steps=3))
+
+
+# In torch.
+
+
+def trls_loss(kind, folder):
+    """The `_compute_loss` of TRL's trainer, from a file of its own, as in a script that copied it."""
+    module = inspect.getmodule(kind)
+    file = folder / f"{kind.__name__}_loss.py"
+    file.write_text(textwrap.dedent(inspect.getsource(kind._compute_loss)))
+    names = {name: vars(module)[name] for name in ("torch", "nanmax", "nanmin")}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    return names["_compute_loss"]
+
+
+VARIANTS = {
+    "dapo": {"beta": 0.1, "evaluated": 3, "eval_strategy": "steps", "eval_steps": 2},
+    "cispo": {"loss_type": "cispo"},
+    "vespo": {"loss_type": "vespo"},
+    "sapo": {"loss_type": "sapo", "beta": 0.1},
+    "entropy": {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+    "off-policy": {"off_policy_mask_threshold": 0.001},
+}
+
+
+@pytest.mark.parametrize("name", usually(lambda name: name in ("dapo", "off-policy"), VARIANTS))
+def test_the_loss_of_trl_in_torch_is_the_built_in_one(trained, tmp_path, name):
+    kind = type("Own", (GRPOTrainer,), {"_compute_loss": trls_loss(trl.GRPOTrainer, tmp_path)})
+    wanted, found = trained(GRPOTrainer, "built-in", **VARIANTS[name]), trained(kind, "own", **VARIANTS[name])
+    same(found, wanted, rtol=1e-4)
+    for one, other in zip(found[0].state.log_history, wanted[0].state.log_history, strict=True):
+        assert timeless(one) == pytest.approx(timeless(other), rel=1e-4, abs=1e-6)
+
+
+def test_the_loss_of_rloo_in_torch_is_the_built_in_one(trained, tmp_path):
+    kind = type("Own", (RLOOTrainer,), {"_compute_loss": trls_loss(trl.RLOOTrainer, tmp_path)})
+    same(trained(kind, "own", max_steps=1), trained(RLOOTrainer, "built-in", max_steps=1))
+
+
+class Penalized(GRPOTrainer):
+    """The built-in loss and a penalty on confident tokens, for which there is no word in jax.numpy."""
+
+    weights, steps = {"penalty": 0.01}, ()
+
+    def _compute_loss(self, model, inputs):
+        loss, mask = super()._compute_loss(model, inputs), inputs["completion_mask"]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        _, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, None, mask.size(1), compute_entropy=True)
+        mean = (entropies * mask).sum() / mask.sum()
+        if mean.item() > 0:
+            self._metrics["train"]["own/entropy"].append(mean.item())
+        self.steps = (*self.steps, self.state.global_step)
+        return loss - self.weights["penalty"] * mean / self.current_gradient_accumulation_steps
+
+
+class PenalizedInJax(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        loss, mask = super()._compute_loss(model, inputs), inputs["completion_mask"]
+        _, entropies, _ = logps_of(self, model, inputs)
+        return loss - 0.01 * (entropies * mask).sum() / mask.sum() / self.current_gradient_accumulation_steps
+
+
+def test_torch_may_add_to_the_built_in_loss(trained, caplog):
+    found, wanted = trained(Penalized, "torch"), trained(PenalizedInJax, "jax")
+    same(found, wanted)
+    logs, others = found[0].state.log_history[:-1], wanted[0].state.log_history[:-1]
+    for one, other in zip(logs, others, strict=True):
+        assert one["own/entropy"] == pytest.approx(other["entropy"], rel=1e-5)
+        assert one.keys() - {"own/entropy"} == other.keys()
+    assert found[0].steps == (0, 0, 1, 1)  # of each micro-batch
+    assert sum("is written in torch" in record.getMessage() for record in caplog.records) == 1
+
+
+def raises(self, inputs, ids):
+    raise KeyError("of the script")
+
+
+def other_advantages(self, inputs, ids):
+    return super(Failing, self)._compute_loss(self.given, inputs | {"advantages": inputs["advantages"] * 2.0})
+
+
+def other_tokens(self, inputs, ids):
+    length = inputs["completion_ids"].size(1)
+    return self._get_per_token_logps_and_entropies(self.given, ids * 0, None, length)[0].sum()
+
+
+def many_numbers(self, inputs, ids):
+    for number in range(33):
+        self._metrics["train"][f"number{number}"].append(1.0)
+    return super(Failing, self)._compute_loss(self.given, inputs)
+
+
+class Failing(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        self.given = model
+        return type(self).chosen(self, inputs, torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1))
+
+
+def test_what_a_loss_in_torch_cannot_do_is_said(checkpoint, tmp_path):
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | CONFIG | {"max_steps": 1})
+    trainer = Failing(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(4)))
+    before = read_params(trainer)
+    for chosen, error, words in (
+        (raises, KeyError, "of the script"),
+        (other_advantages, TypeError, "got another advantages than the inputs have, computed in torch"),
+        (other_tokens, TypeError, "with other token ids than prompt_ids and completion_ids"),
+        (many_numbers, ValueError, "logs more than 32 numbers"),
+        (lambda self, inputs, ids: ids.float().mean(), TypeError, "a tensor without a gradient"),
+    ):
+        Failing.chosen = staticmethod(chosen)
+        with pytest.raises(error, match=words):
+            trainer.train()
+    assert all(np.array_equal(value, before[name]) for name, value in read_params(trainer).items())
+
+
+def read_params(trainer):
+    return {name: np.asarray(value) for name, value in trainer.model.params.items()}
+
+
+def test_the_helpers_of_losses_take_arrays_and_tensors():
+    random = np.random.default_rng(0)
+    entropies, logps, sampled = random.normal(size=(3, 4, 6)).astype(np.float32)
+    mask = (np.arange(6) < random.integers(1, 7, (4, 1))).astype(np.int32)
+    advantages = np.array([[1.0], [-1.0], [-0.5], [0.0]], np.float32)
+    calls = {
+        "get_high_entropy_mask": (abs(entropies), mask, 0.8),
+        "get_off_policy_mask": (advantages, logps, sampled, mask, 0.2),
+        "get_gamma_weights": (advantages, logps - sampled, mask, np.exp(0.1 * sampled)),
+    }
+    ours, theirs = object.__new__(GRPOTrainer), object.__new__(trl.GRPOTrainer)
+    theirs.accelerator = SimpleNamespace(pad_across_processes=lambda values, **_: values, gather=lambda values: values)
+    for name, given in calls.items():
+        tensors = [torch.tensor(value) if isinstance(value, np.ndarray) else value for value in given]
+        wanted = getattr(theirs, name)(*tensors)
+        found = getattr(ours, name)(*tensors)
+        assert torch.is_tensor(found) and found.dtype == wanted.dtype
+        arrays = [jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in given]
+        for one in (found.numpy(), getattr(ours, name)(*arrays)):
+            np.testing.assert_allclose(np.asarray(one), wanted.numpy(), rtol=1e-5, atol=1e-30, err_msg=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import sys
@@ -531,6 +532,23 @@ def is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def are_tensors(*values: Any) -> bool:
+    """Whether any of these is a tensor, without importing torch."""
+    return "torch" in sys.modules and any(map(is_tensor, values))
+
+
+def also_of_tensors(function: Callable) -> Callable:
+    """A function of arrays that takes tensors, too, and then gives a tensor, without a gradient."""
+
+    @functools.wraps(function)
+    def called(*values: Any, **options: Any) -> Any:
+        if not are_tensors(*values, *options.values()):
+            return function(*values, **options)
+        return as_tensors(function(*as_arrays(list(values)), **as_arrays(options)))
+
+    return called
 
 
 def without_gradient() -> Any:

@@ -399,7 +399,7 @@ def _clip_indicators(
 
 # Ratios, and the weights and divergences computed from them
 
-_MIN_LOG, _MAX_LOG = math.log(1e-8), 20.0  # bounds of VESPO's log weights
+MIN_LOG, MAX_LOG = math.log(1e-8), 20.0  # bounds of VESPO's log weights
 
 
 def kl_k3(logps: jax.Array, ref_logps: jax.Array) -> jax.Array:
@@ -467,11 +467,11 @@ def gamma_weights(
         log_ratio: `[N]`; $w$ is the product of the token ratios.
         correction: the result of `sampler_ratio`, a further factor of $w$.
     """
-    log_w = places.total(jnp.clip(log_ratio, -_MAX_LOG, _MAX_LOG))
+    log_w = places.total(jnp.clip(log_ratio, -MAX_LOG, MAX_LOG))
     if correction is not None:
-        logs = jnp.clip(jnp.log(correction), _MIN_LOG, _MAX_LOG)
+        logs = jnp.clip(jnp.log(correction), MIN_LOG, MAX_LOG)
         log_w += logs if settings.corrects_sequences else places.total(logs)
-    log_w = jnp.clip(log_w, _MIN_LOG, _MAX_LOG)
+    log_w = jnp.clip(log_w, MIN_LOG, MAX_LOG)
     k = jnp.where(advantages >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
     decay = jnp.where(advantages >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
     decay = jnp.maximum(decay, 1e-4)

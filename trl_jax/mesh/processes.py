@@ -320,7 +320,8 @@ class Accelerator(ProcessState):
         return value
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return (value if isinstance(value, jax.Array) else np.asarray(value)) * scale
+        array = isinstance(value, jax.Array) or "torch" in type(value).__module__
+        return (value if array else np.asarray(value)) * scale
 
     def free_memory(self, *objects: Any) -> tuple:
         return objects

@@ -7,13 +7,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import also_of_tensors, are_tensors
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
-from trl_jax.losses.policy_gradient import PolicyLoss
+from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.rollout import EntropyBonus
 from trl_jax.rollout.tools import Environments
@@ -136,6 +140,68 @@ class GRPOTrainer(OnlineTrainer):
         """The current coefficient of the entropy bonus: `args.entropy_coef`, or the adapted one."""
         bonus = self._setup.rollout.bonus
         return self.args.entropy_coef if bonus is None else bonus.now
+
+    @property
+    def _entropy_bonus_enabled(self) -> bool:
+        return self._setup.rollout.bonus is not None
+
+    @property
+    def vllm_importance_sampling_correction(self) -> bool:
+        """`args.vllm_importance_sampling_correction`, for losses of a script's own."""
+        return self.args.vllm_importance_sampling_correction
+
+    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
+        """Which tokens count and have an entropy of at least the `threshold` quantile of those that do: bool `[B, C]`.
+        Here and in the next two, arguments are arrays or tensors."""
+        if not are_tensors(entropies):
+            return entropy_mask(entropies, mask, 1 - threshold)
+        entropies, counted = entropies.detach(), mask.bool()
+        return counted & (entropies >= entropies[counted].float().quantile(threshold)) if counted.any() else counted
+
+    @staticmethod
+    @also_of_tensors
+    def get_off_policy_mask(
+        advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
+    ) -> Any:
+        """1 for completions that count, 0 for others, `[B, 1]`; formula of `losses.policy_gradient.off_policy_mask`.
+
+        Args:
+            advantages: `[B, 1]`.
+        """
+        xp = jnp if isinstance(per_token_logps, jax.Array) else np
+        divergence, counted = xp.nan_to_num(sampling_per_token_logps - per_token_logps), mask.astype(xp.float32)
+        lengths = xp.maximum(xp.sum(counted, axis=1, keepdims=True), 1)
+        mean = xp.sum(divergence * counted, axis=1, keepdims=True) / lengths
+        return ((advantages >= 0) | (mean <= off_policy_threshold)).astype(mask.dtype)
+
+    @staticmethod
+    @also_of_tensors
+    def get_gamma_weights(
+        advantages: Any,
+        log_ratio_per_token: Any,
+        mask: Any,
+        importance_sampling_ratio: Any,
+        k_pos: float = 2.0,
+        lambda_pos: float = 3.0,
+        k_neg: float = 3.0,
+        lambda_neg: float = 2.0,
+    ) -> Any:
+        """VESPO's weight of each completion, `[B, 1]`; formula of `losses.policy_gradient.gamma_weights`.
+
+        Args:
+            advantages: `[B, 1]`.
+        """
+        xp = jnp if isinstance(log_ratio_per_token, jax.Array) else np
+        log_ratio = xp.clip(log_ratio_per_token, -MAX_LOG, MAX_LOG) * mask.astype(log_ratio_per_token.dtype)
+        log_w = xp.sum(log_ratio, axis=-1, keepdims=True)
+        if importance_sampling_ratio is not None:
+            logs = xp.clip(xp.log(importance_sampling_ratio), MIN_LOG, MAX_LOG)
+            log_w = log_w + xp.sum(logs, axis=-1, keepdims=True)
+        log_w = xp.clip(log_w, MIN_LOG, MAX_LOG)
+        k = xp.where(advantages >= 0, k_pos, k_neg).astype(log_w.dtype)
+        decay = xp.maximum(xp.where(advantages >= 0, lambda_pos, lambda_neg), 1e-4).astype(log_w.dtype)
+        weights = xp.nan_to_num(xp.exp(decay + k * log_w - decay * xp.exp(log_w)), nan=0.0, posinf=0.0, neginf=0.0)
+        return jax.lax.stop_gradient(weights) if xp is jnp else weights
 
     def _completions_repo(self) -> CompletionsRepo | None:
         args, name = self.args, self.args.log_completions_hub_repo

@@ -28,7 +28,6 @@ from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import batch_tensors, knows_torch
-from trl_jax.losses.policy_gradient import entropy_mask
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
@@ -551,7 +550,7 @@ class OnlineTrainer(RolloutTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> jax.Array:
-        """`_compute_loss`, as in TRL. Scripts override either, in jax.numpy.
+        """`_compute_loss`, as in TRL. Scripts override either, in jax.numpy or torch.
 
         Raises:
             ValueError: `return_outputs`, in TRL's words.
@@ -562,7 +561,8 @@ class OnlineTrainer(RolloutTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
         """The loss of a micro-batch of completions, scaled as TRL's: a step of GRPO adds up these losses, one of RLOO
-        takes their mean. A script's subclass may override it, in jax.numpy: it is compiled, gradient and all.
+        takes their mean. A script's subclass may override it: in jax.numpy it is compiled, gradient and all; in torch
+        the compiled step calls it.
 
         Args:
             model: for `_get_per_token_logps_and_entropies`; it cannot be called.
@@ -590,7 +590,8 @@ class OnlineTrainer(RolloutTrainer):
 
         Args:
             model: the one that the loss was given.
-            input_ids: `prompt_ids` and `completion_ids` of the inputs, side by side; NaN is returned for others.
+            input_ids: `prompt_ids` and `completion_ids` of the inputs, side by side; NaN is returned for others, and in
+                torch they are refused.
             attention_mask, batch_size, images: without an effect, for the step has computed the model.
         """
         del attention_mask, batch_size, images
@@ -670,10 +671,15 @@ class OnlineTrainer(RolloutTrainer):
             raise RuntimeError(f"{name} of {type(self).__name__} can be called by a method of the same name alone.")
         return self._own_methods
 
-    @staticmethod
-    def get_high_entropy_mask(entropies: jax.Array, mask: jax.Array, threshold: float) -> jax.Array:
-        """Which tokens have an entropy of at least the `threshold` quantile: bool, in the shape of `entropies`."""
-        return entropy_mask(entropies, mask, 1 - threshold)
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the run has a load-balancing loss of experts."""
+        return bool(self._setup.router_aux_loss_coef)
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """The weight of the load-balancing loss; 0 without one."""
+        return self._setup.router_aux_loss_coef
 
     @property
     def reward_funcs(self) -> list[Any]:

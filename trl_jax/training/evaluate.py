@@ -121,7 +121,10 @@ class CompletionEvaluator:
         setup = self._setup
         values = {} if setup.script_loss is None else {"values": setup.script_loss.values()}
         batch = data.placed_pass(self.arrays(rows), setup.sharding_plan)
-        return jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
+        found = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
+        if setup.script_loss is not None:
+            setup.script_loss.finish(found)
+        return found
 
 
 # Evaluation and prediction over prepared datasets.

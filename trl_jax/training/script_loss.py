@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,12 +29,12 @@ from trl_jax.training.own_step import CutRows, OwnStep
 from trl_jax.training.reference import Comparing, label_reads
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
-    NeedsValues,
     NotGiven,
     WrittenInTorch,
     may_run_in_torch,
     outputs_alone,
     torch_explained,
+    warn_of_torch,
 )
 from trl_jax.training.update import updated
 
@@ -203,9 +202,6 @@ def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
 
 
 # A script's own `compute_loss`: the model that it calls, and the sums to log with its loss.
-
-logger = logging.getLogger(__name__)
-
 
 _OF_MODEL = frozenset({"at_gradients", "name_or_path", "training", "writes"})  # of ours
 
@@ -481,13 +477,7 @@ class UserLoss:
         if not may_run_in_torch(error) or self.setup.script_loss is not None:
             raise error
         self.in_torch = True
-        logger.warning(
-            "compute_loss %s (`%s`): JAX computes the model, and its outputs go to torch and their gradient back "
-            "for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
-            "needs values" if isinstance(error, NeedsValues) else "is written in torch",
-            error.line,
-            error.instead,
-        )
+        warn_of_torch(error)
 
     def state(self) -> dict[str, np.ndarray]:
         """The step and epoch, for a compiled loss that reads `self.state`."""
@@ -656,6 +646,9 @@ class OwnMetrics:
 
     def values(self) -> tuple:
         return ()
+
+    def finish(self, results: Any) -> None:
+        """Nothing is left to be done after a step."""
 
     def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The task's, in whose computation the first value is searched that is not finite."""
@@ -898,12 +891,7 @@ class TorchLoss:
             options = options if num_items is None else torch_objects.batch_tensors(options)
         refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
         with refused, outputs_alone():
-            result = self._user_loss.compute_loss(model, tensors, **options)
-        loss = result[0] if isinstance(result, tuple) else result
-        if not torch_objects.is_tensor(loss) or loss.numel() != 1:
-            what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
-            raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
-        return loss.reshape(())
+            return torch_scalar(self._user_loss.compute_loss(model, tensors, **options))
 
     def _outputs(
         self,
@@ -934,6 +922,19 @@ class TorchLoss:
         aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
         found = [_of_texts(one, self._setup.task.head) for one in outputs]
         return self._user_loss.sums(SimpleNamespace(outputs=found, aux_losses=aux_losses), inputs)
+
+
+def torch_scalar(result: Any) -> Any:
+    """The loss that a script returned, alone or with outputs, as a tensor of one number.
+
+    Raises:
+        TypeError: it is none.
+    """
+    loss = result[0] if isinstance(result, tuple) else result
+    if not torch_objects.is_tensor(loss) or loss.numel() != 1:
+        what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
+        raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
+    return loss.reshape(())
 
 
 def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import linecache
+import logging
 import re
 import textwrap
 import traceback
@@ -20,6 +21,8 @@ from trl_jax.hub.torch_bridge import available
 
 # Errors of a script's loss, explained: torch code on JAX arrays, translated, and values that are not there yet.
 
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
 # Of lines without the word: names that torch's functions go by, and what tensors take and have that arrays do not.
@@ -112,6 +115,17 @@ def may_run_in_torch(error: WrittenInTorch) -> bool:
         return _imports(error.__cause__, "torch") and not _imports(error.__cause__, "jax")
     surely = _SAYS_TORCH.search(error.line) or _COMPLAINT.search(str(error.__cause__))
     return surely is not None or not _imports(error.__cause__, "jax")
+
+
+def warn_of_torch(error: WrittenInTorch) -> None:
+    """Say that a loss goes on in torch."""
+    logger.warning(
+        "compute_loss %s (`%s`): JAX computes the model, and its outputs go to torch and their gradient back "
+        "for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
+        "needs values" if isinstance(error, NeedsValues) else "is written in torch",
+        error.line,
+        error.instead,
+    )
 
 
 def _imports(error: BaseException, package: str) -> bool:
