@@ -74,6 +74,7 @@ OWN_METHODS = """
 import jax.numpy as jnp
 import torch
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.experimental.distillation import DistillationTrainer
 
 class Surrogate(GRPOTrainer):
     def _compute_loss(self, model, inputs):
@@ -112,6 +113,10 @@ class Pairs(DPOTrainer):
     def _compute_loss(self, model, inputs, return_outputs):
         return jnp.mean(model(**inputs).log_probs)
 
+class Taught(DistillationTrainer):
+    def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
+        return torch.zeros(1), torch.zeros(1), torch.zeros(1)
+
 trainer = Surrogate("m", None)
 trainer._calculate_rewards = None
 """
@@ -123,8 +128,9 @@ def test_methods_that_a_subclass_may_override_are_known():
         "Surrogate._compute_loss": WORKS, "Surrogate._calculate_rewards": WORKS, "Pairs._compute_loss": WORKS,
         "Surrogate.prediction_step": REFUSED, "Old.compute_loss": REFUSED,
         "Surrogate._generate_and_score_completions": WORKS, "Surrogate._generate_single_turn": REFUSED,
-        "Pairs.compute_loss": REFUSED, "Surrogate._calculate_rewards = ...": REFUSED,
-        "Recorded.compute_loss": REFUSED, "Groups.prediction_step": CHANGED, "Groups.create_optimizer": REFUSED,
+        "Pairs.compute_loss": CHANGED, "Surrogate._calculate_rewards = ...": REFUSED,
+        "Recorded.compute_loss": CHANGED, "Taught._compute_loss": REFUSED,
+        "Groups.prediction_step": CHANGED, "Groups.create_optimizer": REFUSED,
         "Groups.get_decay_parameter_names": WORKS, "Groups.training_step": WORKS, "Groups._get_train_sampler": WORKS,
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip
 

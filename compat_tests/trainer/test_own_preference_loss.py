@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import trl
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.kto_cases import kto_rows
+from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import preference_rows
 from trl_jax.trainer.dpo_trainer import DPOTrainer
@@ -164,3 +170,89 @@ def test_what_a_loss_of_preferences_cannot_do_is_said(checkpoint, tmp_path):
             trainer.train()
     with pytest.raises(ValueError, match="compute_metrics gets whole logits"):
         Own(str(checkpoint(**SMALL)), args=args, train_dataset=train, compute_metrics=dict)
+
+
+# In torch.
+
+
+def trls_loss(kind, folder):
+    """The `_compute_loss` of TRL's trainer, from a file of its own, as in a script that copied it."""
+    file = folder / f"{kind.__name__}_loss.py"
+    file.write_text(textwrap.dedent(inspect.getsource(kind._compute_loss)))
+    names = {name: value for name, value in vars(inspect.getmodule(kind)).items() if not name.startswith("__")}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    return names["_compute_loss"]
+
+
+def steps_alike(found, wanted):
+    """The logs of steps; those of an evaluation are means over batches, as in TRL. Rounding decides between equals."""
+    for one, other in zip(found[0].state.log_history[:2], wanted[0].state.log_history[:2], strict=True):
+        one, other = (
+            {name: log[name] for name in timeless(log) if name != "rewards/accuracies"} for log in (one, other)
+        )
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+DPO_VARIANTS = {
+    "weighted": {"use_weighting": True},
+    "several": {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5]},
+    "desensitized": {"ld_alpha": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", usually(lambda name: name == "weighted", DPO_VARIANTS))
+def test_the_loss_of_trls_dpo_in_torch_is_the_built_in_one(trained, tmp_path, name):
+    kind = type("Own", (DPOTrainer,), {"_compute_loss": trls_loss(trl.DPOTrainer, tmp_path)})
+    found, wanted = trained(kind, **DPO_VARIANTS[name]), trained(DPOTrainer, **DPO_VARIANTS[name])
+    compared(found, wanted)
+    steps_alike(found, wanted)
+
+
+def test_the_loss_of_trls_kto_in_torch_is_the_built_in_one(trained, tmp_path):
+    kind = type("Own", (KTOTrainer,), {"_compute_loss": trls_loss(trl.KTOTrainer, tmp_path)})
+    found, wanted = trained(kind), trained(KTOTrainer)
+    compared(found, wanted)
+    steps_alike(found, wanted)  # with numbers that only some micro-batches log
+    evaluated = found[0].state.log_history[2]
+    assert evaluated["eval_logps/rejected"] == pytest.approx(wanted[0].state.log_history[2]["eval_logps/rejected"])
+
+
+class FromLogits(DPOTrainer):
+    def _compute_loss(self, model, inputs, return_outputs):
+        ids, mask = inputs["input_ids"], inputs["completion_mask"]
+        logits = model(input_ids=ids, attention_mask=inputs["attention_mask"], use_cache=False).logits
+        logps = torch.gather(logits[:, :-1].log_softmax(-1), 2, ids[:, 1:, None])[..., 0] * mask[:, 1:]
+        assert ids.shape[1] == inputs["attention_mask"].sum(-1).max() and logits.shape[:2] == ids.shape
+        chosen, rejected = logps.sum(-1).chunk(2)
+        margin = chosen - inputs["ref_chosen_logps"] - (rejected - inputs["ref_rejected_logps"])
+        self._metrics["train" if self.model.training else "eval"]["own/margins"].append(margin.mean().item())
+        return -torch.nn.functional.logsigmoid(self.beta * margin).mean()
+
+
+class AroundTheDefault(DPOTrainer):
+    def _compute_loss(self, model, inputs, return_outputs):
+        loss, outputs = super()._compute_loss(model, inputs, return_outputs=True)
+        loss = loss * torch.tensor(1.0)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", usually(lambda kind: kind is FromLogits, [FromLogits, AroundTheDefault]))
+def test_a_loss_of_pairs_in_torch_is_the_built_in_one(trained, kind):
+    found, wanted = (trained(one, pad_to_multiple_of=None) for one in (kind, DPOTrainer))
+    compared(found, wanted)
+    if kind is AroundTheDefault:
+        steps_alike(found, wanted)
+    else:
+        assert found[0].state.log_history[0].keys() - wanted[0].state.log_history[0].keys() == {"own/margins"}
+
+
+def test_a_loss_in_torch_gets_no_other_inputs_from_super(checkpoint, tmp_path):
+    class Own(DPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            longer = torch.clamp(inputs["completion_mask"], max=1)
+            return super()._compute_loss(model, inputs | {"completion_mask": longer}, return_outputs)
+
+    args = trl_jax.DPOConfig(str(tmp_path), **BASE | CONFIG | {"eval_strategy": "no"})
+    rows = Dataset.from_list(preference_rows(4, "prompt"))
+    with pytest.raises(TypeError, match="got another completion_mask than the inputs have"):
+        Own(str(checkpoint(**SMALL)), args=args, train_dataset=rows).train()

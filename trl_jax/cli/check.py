@@ -358,10 +358,9 @@ class _Script:
             if found.kind == "works" and old:
                 found = Finding(node.lineno, what, "refused", f"It takes no num_items_in_batch{OLD_COMPUTE_LOSS}")
             elif found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
-                own = method == "compute_loss" and "_compute_loss" not in trainer._compiled_methods
-                found = Finding(
-                    node.lineno, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX
-                )
+                compiled = "_get_per_token_divergences" in dir(trainer)  # distillation
+                text = _IN_JAX if compiled else _IN_TORCH + _IN_JAX
+                found = Finding(node.lineno, what, "refused" if compiled else "changed", text)
             elif found.kind == "works" and method == "prediction_step" and _uses_torch(node, made.scope.module):
                 found = Finding(node.lineno, what, "changed", _IN_TORCH + _IN_JAX)
             elif found.kind == "works" and method == "create_optimizer" and _makes_torchs(node, made.scope.module):

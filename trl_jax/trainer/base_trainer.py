@@ -117,6 +117,7 @@ class BaseTrainer(abc.ABC):
     router_aux_loss_coef = InitOnlyArg(
         lambda trainer: trainer._setup.router_aux_loss_coef, "Set router_aux_loss_coef in the arguments."
     )
+    _total_train_tokens, _tp_size = 0, 1  # read by losses of TRL's that a script has copied
     _loss_metrics: dict[str, list[Any]] | None = None  # while a script's own loss is called
     _signature_columns: list[str] | None = None
     _ordered: ExampleLoader | None = None  # of a script's own sampler

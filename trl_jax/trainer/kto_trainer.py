@@ -6,17 +6,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
+from trl_jax.data.batch import IGNORED
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import are_tensors
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, MirroredArg
+from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, InitOnlyArg, MirroredArg
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
@@ -67,6 +70,7 @@ class KTOTrainer(ReferenceTrainer):
     _vision_collator = DataCollatorForVisionUnpairedPreference
     beta, loss_type = map(MirroredArg, ("beta", "loss_type"))
     desirable_weight, undesirable_weight = map(MirroredArg, ("desirable_weight", "undesirable_weight"))
+    calculate_KL = InitOnlyArg(lambda trainer: trainer._setup.task.objective.estimates_kl, "Set loss_type instead.")
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -91,6 +95,19 @@ class KTOTrainer(ReferenceTrainer):
             callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
             peft_config=peft_config,
         )  # fmt: skip
+
+    def _compute_kl_logps(self, model: Any, batch: dict[str, Any]) -> Any:
+        """The log-probabilities `[B]` of answers to other prompts, without a gradient, for a loss of the script's own.
+        None where the loss does not estimate the KL divergence."""
+        if not self.calculate_KL:
+            return None
+        ids, counted = batch["KL_input_ids"], batch["KL_completion_mask"]
+        outputs = model(
+            input_ids=ids, attention_mask=batch["KL_attention_mask"], labels=ids * counted + IGNORED * (1 - counted),
+            fused_lm_head=True, **{name: batch[name] for name in ("pixel_values",) if name in batch},
+        )  # fmt: skip
+        logps = outputs.log_probs.sum(-1)
+        return logps.detach() if are_tensors(logps) else jax.lax.stop_gradient(logps)
 
     def _check_images(self) -> None:
         check_image_arguments(self.args)

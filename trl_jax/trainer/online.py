@@ -672,16 +672,6 @@ class OnlineTrainer(RolloutTrainer):
         return self._own_methods
 
     @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the run has a load-balancing loss of experts."""
-        return bool(self._setup.router_aux_loss_coef)
-
-    @property
-    def router_aux_loss_coef(self) -> float:
-        """The weight of the load-balancing loss; 0 without one."""
-        return self._setup.router_aux_loss_coef
-
-    @property
     def reward_funcs(self) -> list[Any]:
         """The reward functions, as a list. Others may be put into it at any time, and count from the next generation
         on."""

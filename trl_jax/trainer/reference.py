@@ -22,6 +22,7 @@ from trl_jax.trainer.overrides import (
     NEVER_CALLED_WITH_REFERENCE,
     ONCE_CALLED_WITH_PAIRS,
     ONCE_CALLED_WITH_REFERENCE,
+    InitOnlyArg,
     check_config,
     check_lengths,
     names_of_script,
@@ -183,6 +184,11 @@ class ReferenceTrainer(BaseTrainer):
     config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
     _own_metrics: Any = None  # of a script's own loss
+    precompute_ref_logps = InitOnlyArg(
+        # Whether batches have the reference's log-probabilities: a loss of the script's own always gets them.
+        lambda trainer: trainer._in_own_loss or trainer.args.precompute_ref_log_probs,
+        "Set precompute_ref_log_probs in the arguments.",
+    )
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes that change the log-probability of a text
     _adds_logps = False  # whether `prepare_dataset` adds the reference's log-probabilities
 
@@ -229,8 +235,8 @@ class ReferenceTrainer(BaseTrainer):
         return self._compute_loss(model, inputs, return_outputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """The mean loss of a micro-batch. A script's subclass of DPOTrainer or KTOTrainer may override it in jax.numpy;
-        it is compiled with its gradient.
+        """The mean loss of a micro-batch. A script's subclass of DPOTrainer or KTOTrainer may override it: in jax.numpy
+        it is compiled with its gradient; in torch it gets the model's outputs as tensors.
 
         Args:
             model: `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` returns `log_probs` and
@@ -245,9 +251,13 @@ class ReferenceTrainer(BaseTrainer):
         return (loss, outputs) if return_outputs else loss
 
     @property
+    def _in_own_loss(self) -> bool:
+        return self._own_metrics is not None and self._own_metrics.current is not None
+
+    @property
     def ref_model(self) -> PreTrainedModel | None:
         """The current reference model; None if it is not a separate model in memory."""
-        if self._own_metrics is not None and self._own_metrics.current is not None:
+        if self._in_own_loss:
             raise TypeError(
                 "_compute_loss reads ref_model, whose weights are not part of the compiled step. The reference's "
                 f"log-probabilities are inputs[{self._setup.task.columns.optional[0]!r}] and so on."

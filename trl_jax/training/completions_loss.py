@@ -25,17 +25,17 @@ from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import TRL_LOGPS
 from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.training.forward import AUX_LOSS, with_aux_loss
-from trl_jax.training.script_loss import (
-    OWN_METRIC,
-    described,
-    own_metrics,
-    own_sums,
+from trl_jax.training.script_loss import OWN_METRIC, described, own_metrics, own_sums
+from trl_jax.training.state import Setup
+from trl_jax.training.torch_errors import (
+    WrittenInTorch,
+    may_run_in_torch,
     parameters_refused,
     read_in_jax,
+    torch_explained,
     torch_scalar,
+    warn_of_torch,
 )
-from trl_jax.training.state import Setup
-from trl_jax.training.torch_errors import WrittenInTorch, may_run_in_torch, torch_explained, warn_of_torch
 
 
 class OwnLoss:

@@ -44,7 +44,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
-from trl_jax.training.script_loss import OWN_METRIC, own_metrics
+from trl_jax.training.script_loss import OWN_METRIC, evened, own_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -464,6 +464,7 @@ def task_metrics(
     Args:
         objective: the task, or a script's own loss in its place.
     """
+    sums = evened(sums)
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
     if rollout is not None:
         return rollout.logged(objective.metrics(sums, split), step)

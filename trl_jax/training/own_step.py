@@ -24,7 +24,8 @@ class CutRows:
     def __init__(self, inputs: dict[str, Any], setup: Setup):
         tokens, multiple = inputs["input_ids"], setup.pad_to_multiple_of
         self._length = tokens.shape[1]
-        longest = max(1, int(np.max(np.sum(np.asarray(inputs["attention_mask"]), axis=1))))
+        masks = [np.asarray(value) for name, value in inputs.items() if name.endswith("attention_mask")]
+        longest = max(1, *(int(np.max(np.sum(mask, axis=1))) for mask in masks))
         multiple = multiple if isinstance(multiple, int) else 1
         self._cut = min(self._length, -(-longest // multiple) * multiple)
         self.shown = {name: self._cut_one(np.asarray(value)) for name, value in inputs.items()}
@@ -37,8 +38,9 @@ class CutRows:
             return arrays
         missing = (0, 0), (0, self._length - self._cut)
         return {
-            name: np.pad(value, missing, constant_values=self._fillers[name]) if name in self._fillers else value
+            name: np.pad(value, missing, constant_values=self._fillers[own]) if own in self._fillers else value
             for name, value in arrays.items()
+            for own in [name.removeprefix("KL_")]
         }
 
     def _cut_one(self, values: np.ndarray) -> np.ndarray:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +30,13 @@ from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
     NotGiven,
     WrittenInTorch,
+    check_same,
     may_run_in_torch,
     outputs_alone,
+    parameters_refused,
+    read_in_jax,
     torch_explained,
+    torch_scalar,
     warn_of_torch,
 )
 from trl_jax.training.update import updated
@@ -80,7 +83,7 @@ class UserLossStep:
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *evened(sums))
         return params, opt_state, stacked | {"loss": shown} | measured
 
     def in_one_program(self, options: Any) -> Any:
@@ -216,30 +219,29 @@ def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in sorted(found.items()) if type(value) in kinds)
 
 
+OUTPUTS = ("loss", "aux_loss", "logits", "log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
+_FIXED = OUTPUTS[-3:]  # without a gradient
+
+
 class Outputs:
     """The result of calling the model, by attribute, key or index: `loss`, where labels were passed, then `logits`.
 
     loss: the mean over targets, or their sum divided by `num_items_in_batch`, as transformers' causal models give it.
     aux_loss: the load-balancing loss of a mixture of experts, not weighted; None where the run adds none.
     logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's; None with `fused_lm_head`.
-    log_probs, entropy: float32 `[rows, T - 1]` of each label after the first one, 0 where it is -100; only with
-        `fused_lm_head`.
+    log_probs, entropy, mean_logits, log_sum_sq_probs: float32 `[rows, T - 1]` of each label after the first one, 0
+        where it is -100; only with `fused_lm_head`, as `is_top1`, whether the label is the most likely token. The last
+        three have no gradient.
     """
 
-    def __init__(
-        self,
-        logits: jax.Array | None,
-        loss: jax.Array | None = None,
-        aux_loss: jax.Array | None = None,
-        log_probs: jax.Array | None = None,
-        entropy: jax.Array | None = None,
-    ):
-        self.logits, self.loss, self.aux_loss, self.log_probs, self.entropy = logits, loss, aux_loss, log_probs, entropy
+    loss = aux_loss = logits = log_probs = entropy = mean_logits = log_sum_sq_probs = is_top1 = None
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
 
     def __getitem__(self, key: str | int) -> jax.Array:
-        every = {name: vars(self)[name] for name in ("loss", "aux_loss", "logits", "log_probs", "entropy")}
-        there = {name: value for name, value in every.items() if value is not None}
-        return list(there.values())[key] if isinstance(key, int) else there[key]
+        found = {name: vars(self)[name] for name in OUTPUTS if vars(self).get(name) is not None}
+        return list(found.values())[key] if isinstance(key, int) else found[key]
 
 
 class BoundModel:
@@ -333,16 +335,18 @@ class BoundModel:
             self.tokens, aux_loss = self._logits(
                 model, tokens, places, attention_mask, options | {"targets": targets, "temperature": 1.0}, reads
             )
-            log_probs, entropy = (part.reshape(len(tokens), -1) for part in (self.tokens.logps, self.tokens.entropy))
-            return Outputs(None, None, aux_loss, log_probs, entropy)
+            names = {"log_probs": "logps", "is_top1": "correct"} | {name: name for name in OUTPUTS[4:-1]}
+            found = {name: getattr(self.tokens, own).reshape(len(tokens), -1) for name, own in names.items()}
+            return Outputs(aux_loss=aux_loss, **found | {"is_top1": found["is_top1"] > 0})
         if self._head == "lm":
             logits, aux_loss = self._logits(model, tokens, places, attention_mask, options)
             self.outputs.append(logits.reshape(*tokens.shape, -1)[:, virtual.count :])
             loss = None if labels is None else mean_loss(self.outputs[-1], jnp.asarray(labels), num_items_in_batch)
-            return Outputs(self.outputs[-1], None if loss is None else self.balanced(loss, aux_loss), aux_loss)
+            loss = None if loss is None else self.balanced(loss, aux_loss)
+            return Outputs(logits=self.outputs[-1], loss=loss, aux_loss=aux_loss)
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
         self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
-        return Outputs(self.outputs[-1][:, None])
+        return Outputs(logits=self.outputs[-1][:, None])
 
     def _with_images(self, tokens: jax.Array, pixel_values: Any) -> tuple[Images, jax.Array]:
         """The batch's images with these patches, and the positions of its tokens."""
@@ -367,11 +371,7 @@ class BoundModel:
 
     def compared_loss(self, inputs: dict[str, Any]) -> tuple[jax.Array, Outputs]:
         """The task's loss of these inputs, which are those of `compared_inputs`."""
-        if other := sorted(name for name in self._shown if inputs.get(name) is not self._shown[name]):
-            raise TypeError(
-                f"super()._compute_loss got another {', '.join(other)} than the inputs have. Scale what it returns, or "
-                "write the loss in the method itself."
-            )
+        check_same(inputs, self._shown)
         outputs = self(**self.comparing.rows, fused_lm_head=True)
         loss, self.default_sums = self.comparing.loss(self.tokens)
         if outputs.aux_loss is not None:
@@ -474,7 +474,7 @@ class UserLoss:
 
     def to_torch(self, error: WrittenInTorch) -> None:
         """Go on with a loss in torch, if it can; else raise the error."""
-        if not may_run_in_torch(error) or self.setup.script_loss is not None:
+        if not may_run_in_torch(error):
             raise error
         self.in_torch = True
         warn_of_torch(error)
@@ -612,6 +612,16 @@ def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> di
     return found | means({name.removeprefix(OWN_METRIC): values / parts for name, values in totals.items()})
 
 
+def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same sums, with NaN for what a script has logged of others of them alone."""
+    names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
+
+    def missing(one: dict[str, Any], name: str) -> np.ndarray:
+        return np.full(np.shape(one.get(OWN_METRIC, 0)), 0 if name == OWN_METRIC else np.nan, np.float32)
+
+    return [{name: missing(one, name) for name in names if name not in one} | one for one in sums]
+
+
 def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
     """What a script's loss has logged, by name, as sums over micro-batches.
 
@@ -632,7 +642,8 @@ def logged_sums(model: Any) -> dict[str, jax.Array]:
     """
     if not (model.metrics or isinstance(model, BoundModel) and model.comparing is not None):
         return {}
-    return own_sums(torch_objects.as_arrays(model.metrics), jnp.bool_(True))
+    logged = {name: values for name, values in model.metrics.items() if name != "num_tokens"}  # the run counts them
+    return own_sums(torch_objects.as_arrays(logged), jnp.bool_(True))
 
 
 class OwnMetrics:
@@ -728,35 +739,6 @@ def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> ja
     return -jnp.sum(outputs.logps) / (jnp.sum(targets >= 0) if num_items is None else num_items)
 
 
-# A script's own loss cannot read the model's parameters: they would be numbers without a gradient.
-
-READ = ("_named", "get_input_embeddings")  # all other ways to the values go through these
-
-
-@contextlib.contextmanager
-def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
-    """A context in which asking for the model's parameters raises the error that is made then."""
-
-    def asked() -> Any:
-        raise error()
-
-    vars(model).update(dict.fromkeys(READ, asked))
-    try:
-        yield
-    finally:
-        for name in READ:
-            del vars(model)[name]
-
-
-def read_in_jax() -> TypeError:
-    return TypeError(
-        "compute_loss reads the model's parameters, which have no gradient there: a loss is of what model(...) gives. "
-        "For a penalty on weights set weight_decay, or return one from create_optimizer, as in "
-        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)); what a script only looks at, it can read "
-        "before train()."
-    )
-
-
 # A script's own loss in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to them,
 # and JAX continues the backward pass from there.
 
@@ -775,45 +757,65 @@ class TorchModel:
         the arrays that JAX computed.
     """
 
-    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool, rows: CutRows):
+    def __init__(
+        self, compute: Callable, model: Any, known: frozenset[str], training: bool, rows: CutRows, compares: bool
+    ):
         """
         Args:
+            compares: whether the loss compares with a reference, whose numbers belong to the rows as they are.
             rows: as the script has them.
             compute: `(kind of call, arrays, number of the call) -> (outputs by name, the way back)`.
             known: the names that a call may pass, with or without effect.
             training: False in an evaluation.
         """
         self._compute, self._model, self._known, self.training = compute, model, known, training
-        self._rows = rows
+        self._rows, self.tensors, self._compares = rows, torch_objects.batch_tensors(rows.shown), compares
         self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
 
-    def __call__(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> TorchOutputs:
+    def __call__(
+        self, input_ids: Any = None, attention_mask: Any = None, fused_lm_head: bool = False, **others: Any
+    ) -> TorchOutputs:
         """As `BoundModel`'s, of tensors."""
         if unknown := others.keys() - self._known:
             raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
         found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
         given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
-        return self._outputs("call", given)[1]
+        return self._outputs("fused" if fused_lm_head else "call", given)
 
     def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, TorchOutputs]:
         """The task's loss of a batch, and what the model gave."""
         del task  # the run's
-        return self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
+        if self._compares:
+            check_same(inputs, self.tensors)
+        found = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
+        return found.loss, found
 
-    def _outputs(self, kind: str, tensors: dict[str, Any]) -> tuple[Any, TorchOutputs]:
+    def _outputs(self, kind: str, tensors: dict[str, Any]) -> TorchOutputs:
         arrays = {name: np.asarray(value) for name, value in tensors.items()}
         outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
         length = arrays["input_ids"].shape[1]
-        seen = {name: value[:, :length] if np.ndim(value) == 3 else value for name, value in outputs.items()}
-        leaves, shown = torch_objects.asking(seen)
+        cut = {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
+        leaves, shown = torch_objects.asking({name: value for name, value in cut.items() if name not in _FIXED})
+        shown |= torch_objects.batch_tensors({name: value for name, value in cut.items() if name in _FIXED})
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
-        return shown.get("loss"), TorchOutputs(shown["logits"], shown.get("loss"), shown.get("aux_loss"))
+        return TorchOutputs(**shown)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+# How many positions of a text of T tokens these outputs have, less T.
+_POSITIONS = {"logits": 0} | dict.fromkeys(OUTPUTS[3:], -1)
+SUMS = "sums"  # of the task's loss, among the outputs of a call
+
+
+def _cut(name: str, values: Any, length: int) -> Any:
+    """Outputs of the first `length` tokens of each text; outputs of whole texts as they are."""
+    whole = name not in _POSITIONS or name == "logits" and np.ndim(values) < 3
+    return values if whole else values[:, : length + _POSITIONS[name]]
 
 
 class TorchLoss:
@@ -827,10 +829,10 @@ class TorchLoss:
         self._setup, self._user_loss = user_loss.setup, user_loss
         static = ("kind", "call", "dtype", "remat")
         outputs = without_frozen(self._outputs)
-        self._forward = jax.jit(outputs, static_argnames=static)
+        self._forward = jax.jit(lambda *given, **options: _joined(outputs(*given, **options)), static_argnames=static)
         self._both = jax.jit(partial(_with_way_back, outputs), static_argnames=static)
         self._back = jax.jit(lambda back, gradient: back(gradient)[0])
-        self._sums = jax.jit(self._task_sums)
+        self._sums, self._compared = jax.jit(self._task_sums), jax.jit(self._compared_inputs, static_argnames="dtype")
 
     def value_and_grad(
         self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
@@ -842,8 +844,8 @@ class TorchLoss:
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, Any]:
             return self._both(params, frozen, inputs, arrays, key, pass_weight, kind=kind, call=call, **options)
 
-        model = self._model(compute, inputs, training=True)
-        loss = self._loss(model, inputs, num_items)
+        model = self._model(compute, params | frozen, inputs, options["dtype"], training=True)
+        loss = self._loss(model, num_items)
         if not (loss.requires_grad and model.leaves):
             raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
         found = map(_of_whole_rows, torch_objects.gradients(loss, model.leaves), model.outputs)
@@ -855,15 +857,15 @@ class TorchLoss:
         """The sums of a batch, and what `call(model, tensors)` gives."""
         model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient(), outputs_alone():
-            found = call(model, torch_objects.batch_tensors(self._cut(inputs).shown))
+            found = call(model, model.tensors)
         return self._sums(model.outputs, inputs), found
 
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """`(sums with "loss", outputs)` of a batch."""
         model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient():
-            loss = self._loss(model, inputs, self._user_loss.num_items(inputs))
-        outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs]
+            loss = self._loss(model, self._user_loss.num_items(inputs))
+        outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs if "logits" in found]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
         return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found
 
@@ -871,27 +873,38 @@ class TorchLoss:
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
             return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
 
-        return self._model(compute, inputs, training=False)
+        return self._model(compute, params, inputs, dtype, training=False)
 
-    def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
-        known = frozenset(inputs) | BoundModel.ignored
+    def _model(self, compute: Callable, params: dict, inputs: dict, dtype: str, *, training: bool) -> TorchModel:
+        known, shown = frozenset(inputs) | BoundModel.ignored, seen_by_scripts(inputs)
+        if self._setup.script_loss is not None:
+            shown = self._compared(params, inputs, dtype=dtype)
         if self._setup.task.head == "lm":
-            known |= {"labels", "num_items_in_batch"}
-        return TorchModel(compute, self._setup.model, known, training, self._cut(inputs))
+            known |= {"labels", "num_items_in_batch", "output_router_logits"}
+        rows = CutRows(shown, self._setup)
+        compares = self._setup.script_loss is not None
+        return TorchModel(compute, self._setup.model, known | frozenset(shown), training, rows, compares)
 
-    def _cut(self, inputs: dict) -> CutRows:
-        return CutRows(seen_by_scripts(inputs), self._setup)
+    def _compared_inputs(self, params: dict, inputs: dict, *, dtype: str) -> dict[str, jax.Array]:
+        """The inputs of a loss that compares with a reference."""
+        given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+        return self._user_loss.bound(params, inputs, dtype=dtype).compared_inputs(given)
 
-    def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
+    def _loss(self, model: TorchModel, num_items: Any) -> Any:
         """The script's loss, a tensor of one number."""
-        tensors = torch_objects.batch_tensors(self._cut(inputs).shown)
-        options = {}
+        options, own = {}, self._setup.script_loss
         if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
             options = options if num_items is None else torch_objects.batch_tensors(options)
         refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
-        with refused, outputs_alone():
-            return torch_scalar(self._user_loss.compute_loss(model, tensors, **options))
+        if own is not None:
+            own.current = model
+        try:
+            with refused, outputs_alone():
+                return torch_scalar(self._user_loss.compute_loss(model, model.tensors, **options))
+        finally:
+            if own is not None:
+                own.current = None
 
     def _outputs(
         self,
@@ -905,51 +918,51 @@ class TorchLoss:
         kind: str,
         call: int,
         **options: Any,
-    ) -> dict[str, jax.Array]:
-        """The outputs of one call of the model, by name."""
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The outputs of one call of the model, by name, and those that have no gradient."""
         options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
-        bound = self._user_loss.bound(frozen | params, inputs, **options)
+        bound, sums = self._user_loss.bound(frozen | params, inputs, **options), {}
+        of_batch = {name: arrays[name] for name in seen_by_scripts(inputs) if name in arrays}
+        if bound.comparing is not None:
+            of_batch = bound.compared_inputs(
+                {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+            )
         if kind == "default":
-            of_batch = {name: arrays[name] for name in seen_by_scripts(inputs)}
             loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
+            sums = {} if bound.default_sums is None else {SUMS: bound.default_sums}
         else:
-            outputs = bound(**arrays)
+            outputs = bound(**arrays, **({"fused_lm_head": True} if kind == "fused" else {}))
             loss = outputs.loss
-        found = {"loss": loss, "aux_loss": outputs.aux_loss, "logits": outputs.logits}
-        return {name: value for name, value in found.items() if value is not None}
+        found = {name: value for name, value in (vars(outputs) | {"loss": loss}).items() if value is not None}
+        sums |= {name: found.pop(name) for name in _FIXED if name in found}
+        return found, sums
 
     def _task_sums(self, outputs: list[dict], inputs: dict) -> dict[str, jax.Array]:
         aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
-        found = [_of_texts(one, self._setup.task.head) for one in outputs]
-        return self._user_loss.sums(SimpleNamespace(outputs=found, aux_losses=aux_losses), inputs)
-
-
-def torch_scalar(result: Any) -> Any:
-    """The loss that a script returned, alone or with outputs, as a tensor of one number.
-
-    Raises:
-        TypeError: it is none.
-    """
-    loss = result[0] if isinstance(result, tuple) else result
-    if not torch_objects.is_tensor(loss) or loss.numel() != 1:
-        what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
-        raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
-    return loss.reshape(())
+        sums = next((found[SUMS] for found in reversed(outputs) if SUMS in found), None)
+        found = [_of_texts(one, self._setup.task.head) for one in outputs if "logits" in one]
+        made = SimpleNamespace(outputs=found, aux_losses=aux_losses, default_sums=sums)
+        return self._user_loss.sums(made, inputs)
 
 
 def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
     """Pad gradients with zeros to the length of the outputs: the script saw only their first positions."""
-    return {
-        name: np.pad(value, [(0, 0), (0, np.shape(outputs[name])[1] - value.shape[1]), (0, 0)])
-        if np.ndim(value) == 3
-        else value
-        for name, value in gradient.items()
-    }
+
+    def whole(name: str, value: np.ndarray) -> np.ndarray:
+        missing = np.shape(outputs[name])[1] - value.shape[1]
+        return np.pad(value, [(0, 0), (0, missing), *[(0, 0)] * (value.ndim - 2)])
+
+    return {name: whole(name, value) if name in _POSITIONS else value for name, value in gradient.items()}
 
 
 def _with_way_back(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
-    """The outputs, and the function that takes their gradient to that of the parameters."""
-    return jax.vjp(lambda params: outputs(params, *given, **options), params)
+    """The outputs, and the function that takes the gradient of those that have one to that of the parameters."""
+    found, back, fixed = jax.vjp(lambda params: outputs(params, *given, **options), params, has_aux=True)
+    return found | fixed, back
+
+
+def _joined(parts: tuple[dict, dict]) -> dict:
+    return parts[0] | parts[1]
 
 
 def _of_texts(outputs: dict[str, jax.Array], head: str) -> jax.Array:

@@ -9,14 +9,16 @@ import logging
 import re
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.hub import torch_objects
 from trl_jax.hub.torch_bridge import available
 
 # Errors of a script's loss, explained: torch code on JAX arrays, translated, and values that are not there yet.
@@ -128,6 +130,28 @@ def warn_of_torch(error: WrittenInTorch) -> None:
     )
 
 
+def torch_scalar(result: Any) -> Any:
+    """The loss that a script returned, alone or with outputs, as a tensor of one number.
+
+    Raises:
+        TypeError: it is none.
+    """
+    loss = result[0] if isinstance(result, tuple) else result
+    if not torch_objects.is_tensor(loss) or loss.numel() != 1:
+        what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
+        raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
+    return loss.reshape(())
+
+
+def check_same(inputs: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise TypeError if a script passes other inputs to `super()` than it was given."""
+    if other := sorted(name for name in given if inputs.get(name) is not given[name]):
+        raise TypeError(
+            f"super()._compute_loss got another {', '.join(other)} than the inputs have. Scale what it returns, or "
+            "write the loss in the method itself."
+        )
+
+
 def _imports(error: BaseException, package: str) -> bool:
     """Whether the script's own code in which this was raised has a module of the package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _of_script(frame.f_code.co_filename)]
@@ -149,6 +173,35 @@ def _line_of_script(error: BaseException) -> str | None:
 
 def _of_script(file: str) -> bool:
     return "site-packages" not in file and not Path(file).is_relative_to(_PACKAGE)
+
+
+# A script's own loss cannot read the model's parameters: they would be numbers without a gradient.
+
+READ = ("_named", "get_input_embeddings")  # all other ways to the values go through these
+
+
+@contextlib.contextmanager
+def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
+    """A context in which asking for the model's parameters raises the error that is made then."""
+
+    def asked() -> Any:
+        raise error()
+
+    vars(model).update(dict.fromkeys(READ, asked))
+    try:
+        yield
+    finally:
+        for name in READ:
+            del vars(model)[name]
+
+
+def read_in_jax() -> TypeError:
+    return TypeError(
+        "compute_loss reads the model's parameters, which have no gradient there: a loss is of what model(...) gives. "
+        "For a penalty on weights set weight_decay, or return one from create_optimizer, as in "
+        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)); what a script only looks at, it can read "
+        "before train()."
+    )
 
 
 # Translates a statement of torch into jax.numpy, as far as every name that it then has is one of JAX's or optax's.
