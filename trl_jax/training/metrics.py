@@ -464,7 +464,7 @@ def task_metrics(
     Args:
         objective: the task, or a script's own loss in its place.
     """
-    sums = evened(sums)
+    sums = evened(sums) if any(OWN_METRIC in step for step in sums) else sums
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
     if rollout is not None:
         return rollout.logged(objective.metrics(sums, split), step)
