@@ -43,7 +43,12 @@ def stream(values):
 
 
 def checked(dataset, name="train", **tokenizer):
-    return prompts.check_prompts(dataset, name, tiny_tokenizer(**tokenizer))
+    tokenizer = tiny_tokenizer(**tokenizer)
+    found = prompts.check_prompts(dataset, name, tokenizer)
+    assert found is dataset
+    if isinstance(found, Dataset):
+        return found
+    return prompts.checked_stream(found, name, tokenizer, images=False)
 
 
 @pytest.mark.parametrize(("good", "bad", "text"), CASES)

@@ -92,6 +92,9 @@ REFUSED = {
     ),
     "a stream without an end": (
         {"train": table().to_iterable_dataset(), "config": {"max_steps": -1}}, ValueError, "max_steps must be set"),
+    "a stream in batches of the first process": (
+        {"eval_dataset": table().to_iterable_dataset(), "config": {"accelerator_config": {"dispatch_batches": True}}},
+        ValueError, "Iterable datasets require `dispatch_batches=False`"),
     "reference without beta": (
         {"config": {"sync_ref_model": True, "beta": 0.0}}, ValueError, "nothing to synchronize"),
     "group": ({"config": {"per_device_train_batch_size": 6}}, ValueError, "must be divisible by num_generations"),
@@ -577,8 +580,9 @@ def test_a_script_reads_the_coefficient_and_the_tokenizers_of_reward_models(make
 @pytest.mark.parametrize("kind", [GRPOTrainer, thorough(RLOOTrainer)])
 def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
     config = {"shuffle_dataset": False, "max_steps": 6, "num_iterations": 2, "learning_rate": 1e-3}
-    runs = [make(kind=kind, train=rows, config=config, eval_dataset=table(2)) for rows in
-            (table(5), table(5).to_iterable_dataset())]  # fmt: skip
+    rows = table(5), table(5).to_iterable_dataset()
+    runs = [make(kind=kind, train=train, config=config, eval_dataset=table(2)) for train in rows]
+    assert runs[1].train_dataset is rows[1] and runs[1].args.accelerator_config.dispatch_batches is False
     for one in runs:
         one.train()
     wanted, found = ([timeless(log) for log in one.state.log_history[:-1]] for one in runs)
@@ -587,6 +591,12 @@ def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
     stream = {"rows": table(2).to_iterable_dataset(), "others": table(2).to_iterable_dataset()}
     metrics = runs[1].evaluate(stream)
     assert {"eval_rows_reward", "eval_others_reward"} <= metrics.keys()
+
+
+def test_a_later_row_of_a_stream_is_checked_when_it_comes(make):
+    rows = IterableDataset.from_generator(lambda: iter([*table(4).to_list(), {"prompt": ""}, *table(3).to_list()]))
+    with pytest.raises(ValueError, match="^Row 4 of train_dataset has an empty prompt"):
+        make(train=rows, config={"shuffle_dataset": False, "max_steps": 8}).train()
 
 
 def test_a_stream_with_too_few_prompts_is_told(make):

@@ -230,6 +230,8 @@ def check_token_ids(
         max_positions: number of positions that the model has; None means no limit.
     """
     where = f"the prepared {argument(name)}"
+    if not columns:  # prompts, which are not tokens yet
+        return dataset
     if isinstance(dataset, IterableDataset):
         facts = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
         return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)

@@ -33,8 +33,8 @@ def check_prompts(
 ) -> Dataset | IterableDataset:
     """Check that every row has a valid `prompt`, and return the dataset. Other columns are for reward functions.
 
-    A table is checked now; a stream is checked as its rows arrive, the first one now. Rows of a table with a transform
-    are left to `check_row`: reading one here could change what the transform returns for the next.
+    A table is checked now, and a stream's first row; `checked_stream` checks the others as they arrive. Rows of a table
+    with a transform are left to `check_row`: reading one here could change what the transform returns for the next.
 
     Args:
         images: whether rows may have images.
@@ -56,13 +56,17 @@ def check_prompts(
         )
     if not images:
         checks.check_no_images(columns or (), argument(name))
-    facts = {"name": name, "begins": _begins(tokenizer), "images": images}
     if isinstance(dataset, IterableDataset):
-        dataset = dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
-        next(iter(dataset), None)  # checks the first row; the others when they come
+        next(iter(checked_stream(dataset, name, tokenizer, images=images)), None)
     else:
-        _check_table(dataset, **facts)
+        _check_table(dataset, name, _begins(tokenizer), images)
     return dataset
+
+
+def checked_stream(dataset: IterableDataset, name: str, tokenizer: Any, *, images: bool) -> IterableDataset:
+    """A stream that checks each of its rows as it is read; arguments and errors of `check_prompts`."""
+    facts = {"name": name, "begins": _begins(tokenizer), "images": images}
+    return dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
 
 
 def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any, *, images: bool) -> None:

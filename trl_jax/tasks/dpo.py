@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import IGNORED, Batch, Columns, Example, LossBatch
 from trl_jax.data.image_rows import Encoder, prompt_with_answers
-from trl_jax.data.prompts import check_prompts
+from trl_jax.data.prompts import check_prompts, checked_stream
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.supervised import of_texts, real_examples, summed
 from trl_jax.tasks.language import REFERENCE_COLUMNS, PairTask
@@ -209,7 +209,9 @@ class OnlineDpoTask(PairTask):
     ) -> Dataset | IterableDataset:
         """The rows as they are; prompts become tokens when they are completed."""
         del limits
-        return check_prompts(dataset, name, tokenizer)
+        check_prompts(dataset, name, tokenizer)
+        is_stream = isinstance(dataset, IterableDataset)
+        return checked_stream(dataset, name, tokenizer, images=False) if is_stream else dataset
 
     def example(self, row: dict[str, Any]) -> Example:
         raise TypeError("Rows of prompts are no examples: these are made of completions.")

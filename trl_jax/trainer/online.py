@@ -194,6 +194,7 @@ class RolloutTrainer(BaseTrainer):
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are those of `BaseTrainer`."""
         spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
+        _settle_for_streams(*map(arguments.get, ("args", "train_dataset", "eval_dataset")))
         super().__init__(model, spec=spec, **arguments)
         own = "_set_signature_columns_if_needed" in names_of_script(type(self))
         if own and not self.args.keeps_columns:
@@ -478,6 +479,25 @@ class RolloutTrainer(BaseTrainer):
 
 def _with_trainer(trainer: RolloutTrainer, prompts: list) -> Mapping[str, Any]:
     return trainer.rollout_func(prompts, trainer)
+
+
+def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """Set the arguments of torch's data loader that TRL sets for streams of prompts. Here they have no effect.
+
+    Raises:
+        ValueError: `dispatch_batches`, in TRL's words.
+    """
+    sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
+    if args is None or not any(isinstance(one, IterableDataset) for one in sets):
+        return
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`. "
+            "Please set it to `False`."
+        )
+    args.accelerator_config.dispatch_batches = False
+    if isinstance(train_dataset, IterableDataset):
+        args.dataloader_num_workers = 0
 
 
 def _check_processes(trainer: str, shards: int) -> None:

@@ -35,7 +35,7 @@ from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
-from trl_jax.training.rollout import CommonNumbers, RowReader, rows_of_script
+from trl_jax.training.rollout import CommonNumbers, RowReader, readable, rows_of_script
 from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
 from trl_jax.training.state import Setup
 
@@ -91,7 +91,7 @@ class CompletionEvaluator:
         """The rows of each batch, with every prompt as often as it is completed; in TRL's order, the same each time."""
         setup, group = self._setup, self._setup.task.num_generations_eval
         if isinstance(dataset, IterableDataset):
-            order = list(dataset.shuffle(seed=setup.args.seed))
+            order = list(readable(setup, dataset, "eval").shuffle(seed=setup.args.seed))
         else:
             order = TorchGenerator(setup.args.seed).permutation(len(dataset))
         for stream in self._source.streams:

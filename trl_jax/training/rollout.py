@@ -113,7 +113,7 @@ def rollout_steps(
         parts.own.rollout, parts.own.writer, rollout.own = rollout, writer, parts.own
 
     def sampler() -> Sampler:
-        return _sampler(setup.train_dataset, setup.task.cycle, setup.args.seed, shuffle=parts.shuffle)
+        return _sampler(readable(setup, setup.train_dataset, "train"), setup.task.cycle, setup.args.seed, parts.shuffle)
 
     return RolloutSteps(
         rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
@@ -129,7 +129,14 @@ def _judge(task: RolloutTask, rewards: Rewards, logps: CompletionLogps, line: Pr
     return Judge(task, rewards, logps, in_a_thread, line)
 
 
-def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, *, shuffle: bool) -> Sampler:
+def readable(setup: Setup, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+    """A table as it is; a stream with its rows checked as they are read."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    return rows.checked_stream(dataset, name, setup.processing_class, images=setup.encoder is not None)
+
+
+def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, shuffle: bool) -> Sampler:
     sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
     if isinstance(dataset, IterableDataset):
         return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
