@@ -124,24 +124,37 @@ class GenerationApi:
         arrays, others = split_images(self, others)
         prompts = read_prompts(*_inputs(inputs, others, seeing=arrays is not None), settings, self.backend.vocab_size)
         images = None if arrays is None else images_of_rows(self, prompts.rows, arrays)
-        repeats = prompts.repeats(images)
-        text = text_of(self, settings, prompts.width)
         functions = {
             "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "streamer": streamer,
         }  # fmt: skip
         if settings.beams is not None:
             refuse_beside_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
-            repeats = 1  # each row is searched for on its own
         caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
+        return self._complete(settings, prompts, images, caller, streamer, tokenizer, _stream(seed), dtype)
+
+    def _complete(
+        self,
+        settings: Settings,
+        prompts: Prompts,
+        images: Sequence[Any] | None,
+        caller: Caller,
+        streamer: Any,
+        tokenizer: Any,
+        stream: TorchGenerator,
+        dtype: Any,
+    ) -> Any:
+        """What `generate` returns for these prompts; `images` are those of each row."""
+        text, beams = text_of(self, settings, prompts.width), settings.beams
+        repeats = prompts.repeats(images) if beams is None else 1  # with beams, each row is searched for on its own
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
-            group = repeats * (settings.completions if settings.beams is None else 1)
+            group = repeats * (settings.completions if beams is None else 1)
             request = request_of(settings, text, prompts.rows[::repeats], group, processors)
             logps = bool(settings.config.return_dict_in_generate)
             request = replace(request, logps=logps, images=None if images is None else images[::repeats])
-            drawing = drawing_of(settings, _stream(seed), dtype)
-            completions = run(self, request, drawing, dtype=dtype, watch=watch, beams=settings.beams)
+            drawing = drawing_of(settings, stream, dtype)
+            completions = run(self, request, drawing, dtype=dtype, watch=watch, beams=beams)
         if watch is not None:
             watch.end()
         return caller.result(completions)

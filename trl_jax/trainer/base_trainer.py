@@ -321,8 +321,9 @@ class BaseTrainer(abc.ABC):
 
     @property
     def _metrics(self) -> dict[str, dict[str, list[Any]]]:
-        """Numbers to log, as lists by name, of "train" and "eval": their means are in the next log. Within a script's
-        own loss, those of the batch; elsewhere, a script may append under names of its own, and set any."""
+        """Numbers to log, by mode ("train" or "eval") and name: the next log has the mean of each list. In a script's
+        own loss these are the numbers of its batch. Elsewhere a script may append to names of its own and replace any.
+        """
         if self._loss_metrics is not None:
             return dict.fromkeys(("train", "eval"), self._loss_metrics)
         return vars(self).setdefault("_script_metrics", {mode: ScriptMetrics() for mode in ("train", "eval")})

@@ -173,7 +173,7 @@ class SFTTrainer(BaseTrainer):
         """The rows as they are tokenized, with TRL's columns. A script may override it and return rows of its own.
 
         Raises:
-            ValueError: other arguments than those of the trainer.
+            ValueError: `packing` or `formatting_func` is not the trainer's.
         """
         wanted = self.args.packing if dataset_name == "train" else packing
         if formatting_func is not self._formatting_func or packing != wanted:

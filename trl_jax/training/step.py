@@ -304,7 +304,7 @@ def optimizer_with_decay(
     """The same, with weight decay on the parameters of these names.
 
     Raises:
-        ValueError: parameters of one array, of which some have it.
+        ValueError: an array holds several parameters, and only some of them are to be decayed.
     """
     wanted, decayed = set(names), {}
     for path, of_path in _names(backend, params).items():
