@@ -148,7 +148,9 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     import datasets
 
     if not mixture_config.datasets:
-        raise ValueError("The mixture has no dataset: list one or more under `datasets:`, each with its `path`.")
+        raise ValueError(
+            "No datasets were loaded from the mixture configuration: list one or more under `datasets:`, each with its `path`."
+        )
     parts = [_load(each, mixture_config.streaming) for each in mixture_config.datasets]
     fractions = [each.fraction for each in mixture_config.datasets]
     if any(fraction is not None for fraction in fractions):
@@ -176,9 +178,13 @@ def _load(config: DatasetConfig, streaming: bool) -> Any:
 
 def _shares(parts: list[Any], fractions: list[float | None], streaming: bool) -> list[Any]:
     if any(fraction is None for fraction in fractions):
-        raise ValueError(f"fraction is set for some datasets only ({fractions}). Set it for all of them or for none.")
+        raise ValueError(
+            f"`fraction` must be set for either all datasets in the mixture or none of them, got {fractions}."
+        )
     if streaming:
-        raise ValueError("fraction needs datasets with a known length: remove fraction, or turn streaming off.")
+        raise ValueError(
+            "Using a dataset `fraction` is not supported with streaming datasets: remove it, or turn streaming off."
+        )
     weights = [fraction / sum(fractions) for fraction in fractions]
     total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True) if weight > 0)
     return [part.select(range(round(weight * total))) for part, weight in zip(parts, weights, strict=True)]

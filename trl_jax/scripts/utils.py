@@ -118,7 +118,9 @@ class TrlParser(HfArgumentParser):
         dataclass_types = without_doubles(dataclass_types)
         for kind in dataclass_types:
             if "config" in kind.__dataclass_fields__:
-                raise ValueError(f"{kind.__name__} has a field 'config', but --config names the YAML file. Rename it.")
+                raise ValueError(
+                    f"{kind.__name__} has a field named 'config', but --config names the YAML file. Rename it."
+                )
         kwargs.setdefault("formatter_class", HelpFormatter)
         super().__init__(dataclass_types=dataclass_types, **kwargs)
 
