@@ -149,7 +149,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
 
     if not mixture_config.datasets:
         raise ValueError(
-            "No datasets were loaded from the mixture configuration: list one or more under `datasets:`, each with its `path`."
+            "No datasets were loaded from the mixture configuration: list one or more under `datasets:`, each with its "
+            "`path`."
         )
     parts = [_load(each, mixture_config.streaming) for each in mixture_config.datasets]
     fractions = [each.fraction for each in mixture_config.datasets]
