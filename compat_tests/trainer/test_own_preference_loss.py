@@ -249,8 +249,12 @@ def test_a_loss_of_pairs_in_torch_is_the_built_in_one(trained, kind):
 def test_a_loss_in_torch_gets_no_other_inputs_from_super(checkpoint, tmp_path):
     class Own(DPOTrainer):
         def _compute_loss(self, model, inputs, return_outputs):
-            longer = torch.clamp(inputs["completion_mask"], max=1)
-            return super()._compute_loss(model, inputs | {"completion_mask": longer}, return_outputs)
+            assert torch.relu(inputs["completion_mask"]).sum() > 0
+            same = inputs | {"attention_mask": inputs["attention_mask"] * 1}
+            loss, outputs = super()._compute_loss(model, same, return_outputs=True)
+            assert outputs.logits.shape[:2] == inputs["input_ids"].shape and not outputs.logits.requires_grad
+            inputs["completion_mask"][:] = 0  # in place
+            return loss + super()._compute_loss(model, inputs, return_outputs)
 
     args = trl_jax.DPOConfig(str(tmp_path), **BASE | CONFIG | {"eval_strategy": "no"})
     rows = Dataset.from_list(preference_rows(4, "prompt"))

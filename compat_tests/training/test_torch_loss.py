@@ -176,6 +176,7 @@ def test_a_loss_without_the_number_of_items_is_refused_before_weights_are_read(c
 REFUSED = {
     "model(inputs['input_ids'], output_hidden_states=True).logits": r"model\(...\) with output_hidden_states",
     "model(inputs['input_ids']).hidden_states[-1]": "the model's hidden_states",
+    "model(inputs['input_ids']).log_probs.sum()": "the model's log_probs",
     "sum(torch.norm(p) for p in self.model.parameters())": "the model's parameters",
 }
 
@@ -189,7 +190,7 @@ def test_what_reads_more_than_outputs_is_refused_by_the_line(folder, tmp_path, w
     exec(compile(source, str(tmp_path / "script.py"), "exec"), scope)
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": scope["own"]})
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
-    with pytest.raises(TypeError, match=rf"in torch and asks for {REFUSED[words]}, which stays in JAX: `return"):
+    with pytest.raises(TypeError, match=rf"compute_loss asks for {REFUSED[words]}, not available there: `return"):
         trainer.train()
 
 

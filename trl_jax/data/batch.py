@@ -158,8 +158,9 @@ class CompletionRows(NamedTuple):
     prompt_ids, prompt_mask: int32 `[E, P]`, padded on the left.
     completion_ids, completion_mask: int32 `[E, C]`, padded on the right; the mask is 1 for tokens that count.
     read: int32 `[E, C]`, the read that predicts each token; N where a token does not count.
-    numbers: float32 `[1]` each, by name: `generated_tokens`, `micro_batches` (of the step), `global_step`, `epoch`.
-    extras: float32 `[E]` or `[E, C]`, what a script added to the completions, by name.
+    numbers: float32 `[1]` each, by name: `generated_tokens`, `micro_batches` (of the step), `global_step`, `epoch`, and
+        `prompt_width` and `completion_width`, which P and C would be in TRL.
+    extras: `[E]` or `[E, C]`, what a script added to the completions, by name.
     """
 
     prompt_ids: np.ndarray

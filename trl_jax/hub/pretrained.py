@@ -531,6 +531,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             ValueError: rows are empty or too long, there are several rows but no `pad_token_id`, an id is outside the
                 vocabulary, or token_type_ids are not 0.
         """
+        return self._called(input_ids, attention_mask, token_type_ids)
+
+    def _called(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> ScoreOutput:
         pad = self.config.get_text_config().pad_token_id
         return score_rows(self.backend, self.arrays, pad, input_ids, attention_mask, token_type_ids)
 

@@ -519,7 +519,16 @@ def _copied(outputs: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-    """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one."""
+    """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one.
+
+    Raises:
+        TypeError: some have a gradient already.
+    """
+    if any(leaf.grad is not None for of_call in leaves for leaf in of_call.values()):
+        raise TypeError(
+            "The script's own loss calls .backward(), which trl_jax does itself with what the method returns. Leave it "
+            "out and return the loss, or take gradients with torch.autograd.grad."
+        )
     loss.backward()
     return [{name: _gradient_of(leaf) for name, leaf in of_call.items()} for of_call in leaves]
 

@@ -319,6 +319,9 @@ class Accelerator(ProcessState):
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
         return value
 
+    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        return value
+
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         array = isinstance(value, jax.Array) or "torch" in type(value).__module__
         return (value if array else np.asarray(value)) * scale

@@ -666,6 +666,7 @@ def with_rows(
     shards: int,
     longest: int,
     pad_token_id: int,
+    multiple: int,
     numbers: Mapping[str, float],
 ) -> Batch:
     """The arrays of a step with the completions as rows, for a script's own loss.
@@ -674,10 +675,11 @@ def with_rows(
         parts, generations: the step's, as of `step_examples`.
         shards: that each micro-batch is divided over.
         longest: rows have room for completions of so many tokens, at least.
+        multiple: that TRL would pad rows to.
         numbers: of the step, by name.
     """
-    every = [row for rows in parts for row in rows]
-    prompt, completion = (max(len(row[place]) for row in every) for place in (0, 1))
+    every = [row for generation in generations for row in generation.rows]
+    prompt, completion = (-(-length // multiple) * multiple for length in _longest(every))
     widths = padded_length(prompt, "auto"), padded_length(max(completion, longest), "auto")
     leading, reads = arrays.weight.shape, arrays.reads.shape[-1]
 
@@ -687,15 +689,19 @@ def with_rows(
     prompts, completions = (filled(width, pad_token_id) for width in widths)
     prompt_mask, mask, read = filled(widths[0], 0), filled(widths[1], 0), filled(widths[1], reads)
     extras = {
-        name: np.zeros((*leading, *(widths[1:] if values.ndim else ())), np.float32)
+        name: np.zeros((*leading, *(widths[1:] if values.ndim else ())), values.dtype)
         for name, values in (every[0].extras or {}).items()
     }
     scalars = {name: np.full((*leading[:-1], 1), value, np.float32) for name, value in numbers.items()}
-    scalars["generated_tokens"] = np.ones((*leading[:-1], 1), np.float32)
+    for name in ("generated_tokens", "prompt_width", "completion_width"):
+        scalars[name] = np.ones((*leading[:-1], 1), np.float32)
     scalars["micro_batches"] = np.full((*leading[:-1], 1), len(parts), np.float32)
     runs = zip(np.ndindex(leading[:-1]), by_shard(parts, shards), strict=False)  # a short step has fewer
     for number, (index, rows) in enumerate(runs):
-        scalars["generated_tokens"][index] = generations[number // shards].num_tokens
+        generation = generations[number // shards]
+        scalars["generated_tokens"][index] = generation.num_tokens
+        for name, length in zip(("prompt", "completion"), _longest(generation.rows), strict=True):
+            scalars[f"{name}_width"][index] = -(-length // multiple) * multiple
         for slot, row in enumerate(rows):
             at, length = (*index, slot), len(row.completion)
             prompts[at][widths[0] - len(row.prompt) :], prompt_mask[at][widths[0] - len(row.prompt) :] = row.prompt, 1
@@ -704,6 +710,11 @@ def with_rows(
             for name, values in (row.extras or {}).items():
                 extras[name][(*at, slice(length))[: extras[name].ndim]] = values
     return arrays._replace(completions=CompletionRows(prompts, prompt_mask, completions, mask, read, scalars, extras))
+
+
+def _longest(rows: Sequence[Completed]) -> tuple[int, int]:
+    """The lengths of the longest prompt and the longest completion."""
+    return max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
 
 
 # Entropy bonus
@@ -782,8 +793,8 @@ class Completed(NamedTuple):
         under the reference; None if not needed.
     sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
     images: of the prompt, or of the text up to the last image in the completion; None without any.
-    extras: what a script added to the outputs of `_generate_and_score_completions`, float32 scalars or one number for
-        each token of the completion, by name; None without any.
+    extras: what a script added to the outputs of `_generate_and_score_completions`, float32, int32 or bool: scalars or
+        one number for each token of the completion, by name; None without any.
     """
 
     prompt: np.ndarray
@@ -858,7 +869,7 @@ class Experience:
             arrays |= {f"{_IMAGES}{name}": array for name, array in images.items()}
         for name, values in (rows[0].extras or {}).items():
             every = [row.extras[name] for row in rows]
-            arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every, np.float32)
+            arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every)
             arrays[f"{_OF_TOKENS}{name}"] = np.bool_(values.ndim)
         return arrays if self.num_items is None else arrays | {"num_items": np.float32(self.num_items)}
 

@@ -272,7 +272,8 @@ class RolloutTrainer(BaseTrainer):
             finally:
                 self.accelerator.num_processes = world
 
-        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, averaged=self._averages_losses)
+        options = {"averaged": self._averages_losses, "functions": hooks.loss_functions}
+        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, **options)
         return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
 
     def _in_own_loss(self, name: str) -> Any:

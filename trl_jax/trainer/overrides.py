@@ -384,6 +384,22 @@ def classes_of_script(cls: type) -> list[type]:
     return [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
 
 
+def loss_functions(cls: type, passed: Callable | None) -> list[Callable]:
+    """The `compute_loss_func` that a script passed, its own methods that compute the loss, and those that they call."""
+    own, found = dict[str, list[Callable]](), [] if passed is None else [passed]
+    for kind in cls.__mro__:
+        for name, value in vars(kind).items():
+            function = inspect.unwrap(value) if isinstance(value, FunctionType | staticmethod) else None
+            if function is not None and function.__globals__.get("__name__", "").partition(".")[0] != "trl_jax":
+                own.setdefault(name, []).append(function)
+    waiting = ["compute_loss", "_compute_loss"]
+    while waiting:
+        called = own.pop(waiting.pop(0), [])
+        found += called
+        waiting += [name for function in called for name in function.__code__.co_names if name in own]
+    return found
+
+
 def names_of_script(cls: type) -> frozenset[str]:
     """Names that a script's own subclass of a trainer, or its mixins, define, and names of functions that it has set on
     a class of ours."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,9 @@ from trl_jax.training.script_loss import OWN_METRIC, described, own_metrics, own
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
     WrittenInTorch,
+    found_in_torch,
     may_run_in_torch,
+    other_values,
     parameters_refused,
     read_in_jax,
     torch_explained,
@@ -45,17 +47,25 @@ class OwnLoss:
     """
 
     def __init__(
-        self, compute_loss: Callable, setup: Callable[[], Setup], values: Callable[[], tuple], *, averaged: bool
+        self,
+        compute_loss: Callable,
+        setup: Callable[[], Setup],
+        values: Callable[[], tuple],
+        *,
+        averaged: bool,
+        functions: Sequence[Callable],
     ):
         """
         Args:
             compute_loss: `(model, inputs) -> loss` of a micro-batch, a device's part of it on several devices.
             values: returns the numbers and strings on the script's trainer; each change compiles the step again.
             averaged: whether a step's loss is the mean of these losses over its micro-batches, instead of their sum.
+            functions: the script's own that compute the loss.
         """
         self._compute_loss, self._setup, self._values, self._averaged = compute_loss, setup, values, averaged
         self.current: OwnPass | TorchPass | None = None
         self._in_torch: TorchCalls | None = None
+        self._found_in_torch = None if several() else found_in_torch(functions)
         self._last_values: tuple[tuple[str, Any], ...] = ()
 
     def values(self) -> tuple[tuple[str, Any], ...]:
@@ -73,14 +83,16 @@ class OwnLoss:
         """
         setup, numbers = self._setup(), batch.completions.numbers
         share = 1 / setup.shards / (numbers["micro_batches"][0] if self._averaged else 1)
-        if self._in_torch is None:
+        if self._in_torch is None and self._found_in_torch is None:
             try:
                 return self._compiled(OwnPass(setup, outputs, batch, share), numbers, share)
             except WrittenInTorch as error:
                 if not may_run_in_torch(error) or several():
                     raise
-                warn_of_torch(error)
-                self._in_torch = TorchCalls(self, self._compute_loss, setup)
+                self._found_in_torch = error
+        if self._in_torch is None:
+            warn_of_torch(self._found_in_torch)
+            self._in_torch = TorchCalls(self, self._compute_loss, setup)
         one = OwnPass(setup, outputs, batch, share)
         loss, sums = self._in_torch(one)
         return jnp.where(one.real, share * loss, 0), sums
@@ -146,7 +158,9 @@ class OwnPass:
         self.model, self.real = PolicyInPass(setup.model), jnp.any(batch.weight > 0)
         self.metrics: dict[str, list[Any]] = defaultdict(list)
         self.default_sums: dict[str, jax.Array] | None = None
-        self.micro_batches = batch.completions.numbers["micro_batches"][0]
+        numbers = batch.completions.numbers
+        self.micro_batches = numbers["micro_batches"][0]
+        self.widths = numbers["prompt_width"][0], numbers["completion_width"][0]
         self.inputs = self._inputs()
         self._given = dict(self.inputs)
 
@@ -337,7 +351,8 @@ class TorchCalls:
     def __call__(self, one: OwnPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The script's loss of a pass, which is being traced, and sums over micro-batches."""
         leaves, refusal = one.parts()
-        given = {"inputs": one.inputs, "micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
+        numbers = {"micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
+        given = {"inputs": one.inputs, "widths": one.widths} | numbers
         results = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, jnp.float32),
             (jnp.zeros(()), leaves, jnp.zeros(SLOTS)),
@@ -363,6 +378,9 @@ class TorchCalls:
         """
         with self._lock:
             try:
+                if not given["real"]:  # the last step of an epoch may have fewer passes than others
+                    zeros = jax.tree.map(lambda result: np.zeros(result.shape, np.float32), results)
+                    return (*zeros[:2], np.full(SLOTS, np.nan, np.float32))
                 return self._computed(model, jax.tree.map(np.asarray, leaves), given, refusal)
             except Exception as error:
                 self._error = self._error or error
@@ -372,17 +390,20 @@ class TorchCalls:
 
     def _computed(self, model: Any, leaves: dict, given: dict, refusal: str | None) -> tuple:
         setup = self._setup
-        arrays = jax.tree.map(np.asarray, given["inputs"])
+        arrays, (prompt, completion) = jax.tree.map(np.asarray, given["inputs"]), map(int, given["widths"])
+        whole, length = leaves, arrays["completion_ids"].shape[1]  # which is rounded up; in TRL it is not
+        arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
+        leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(model, arrays, leaves, int(given["micro_batches"]), refusal)
         with parameters_refused(setup.model, read_in_jax):
             loss = torch_scalar(self._compute_loss(model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:
-            gradients = one.gradients(loss)
+            gradients = {name: _padded(values, whole[name]) for name, values in one.gradients(loss).items()}
         elif setup.model.training:
             raise TypeError("The trainer's own loss returned a tensor without a gradient.")
         else:
-            gradients = jax.tree.map(np.zeros_like, leaves)
+            gradients = jax.tree.map(np.zeros_like, whole)
         self._asked |= one.asked
         return np.float32(loss.item()), gradients, self._slots(one.metrics)
 
@@ -411,6 +432,20 @@ class TorchCalls:
         return {name: value for name, value in sums.items() if name not in dropped} | own
 
 
+def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: int) -> np.ndarray:
+    """Rows of the last `prompt` tokens, or of the first `completion` ones of `length`; other arrays as they are."""
+    if name in ("prompt_ids", "prompt_mask"):
+        return values[:, -prompt:]
+    return values[:, :completion] if np.ndim(values) == 2 and values.shape[1] == length else values
+
+
+def _padded(gradient: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """A gradient with zeros up to the shape of what it is of."""
+    found = np.zeros(of.shape, np.float32)
+    found[tuple(map(slice, gradient.shape))] = gradient
+    return found
+
+
 class TorchPass:
     """A pass as a script's own loss in torch sees it; as `OwnPass`, of tensors.
 
@@ -424,8 +459,8 @@ class TorchPass:
             refusal: why there is no loss of the task's.
         """
         self.model, self.inputs, self.micro_batches = model, torch_objects.batch_tensors(arrays), micro_batches
-        self._given, self._refusal, self.asked = dict(self.inputs), refusal, False
-        self._leaves, self._shown = torch_objects.asking(leaves)
+        self._given, self._refusal, self.asked = arrays, refusal, False
+        self._leaves = torch_objects.asking(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
 
     def logps(
@@ -440,12 +475,11 @@ class TorchPass:
                 "_get_per_token_logps_and_entropies was called with other token ids than prompt_ids and completion_ids "
                 "of the inputs: the step computes each token once."
             )
-        return self._shown["logps"], self._shown["entropy"] if entropy else None, self._aux_loss() if aux_loss else None
-
-    def _aux_loss(self) -> Any:
-        if "aux_loss" not in self._shown:
+        if aux_loss and "aux_loss" not in self._leaves:
             raise TypeError("The run has no load-balancing loss. Pass compute_aux_loss=self.aux_loss_enabled.")
-        return self._shown["aux_loss"]
+        asked = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
+        # Copies, which the script may change; under torch.no_grad() they have no gradient.
+        return tuple(self._leaves[name].clone() if wanted else None for name, wanted in asked.items())
 
     def divergences(self, model: Any, beta: float) -> Any:
         """Raises TypeError: there are none in torch."""
@@ -460,13 +494,13 @@ class TorchPass:
         """
         if self._refusal is not None:
             raise TypeError(self._refusal)
-        if changed := sorted(name for name in inputs if inputs[name] is not self._given.get(name)):
+        if changed := other_values(inputs, self._given):
             raise TypeError(
                 f"super()._compute_loss got another {', '.join(changed)} than the inputs have, computed in torch. "
                 "Compute it with jax.numpy, or change it in _generate_and_score_completions."
             )
         self.asked = True
-        return self._shown["loss"]
+        return self._leaves["loss"].clone()
 
     def gradients(self, loss: Any) -> dict[str, np.ndarray]:
         """The derivative of the loss with respect to each of the leaves."""

@@ -251,6 +251,7 @@ def rows_of_script(
     return with_rows(
         arrays, parts, generations, shards=setup.shards, longest=setup.args.max_completion_length,
         pad_token_id=setup.processing_class.pad_token_id,
+        multiple=setup.pad_to_multiple_of if isinstance(setup.pad_to_multiple_of, int) else 1,
         numbers={"global_step": state.global_step, "epoch": state.epoch or 0.0},
     )  # fmt: skip
 
@@ -771,7 +772,8 @@ class OwnRollout:
                     f"{self.name}._generate_and_score_completions returned {name}, {list(values.shape)}; expected "
                     f"numbers of completions, [{shape[0]}], or of their tokens, {list(shape)}."
                 )
-        return {name: values.astype(np.float32) for name, values in extras.items()}
+        kinds = {"b": np.bool_, "i": np.int32, "u": np.int32}
+        return {name: values.astype(kinds.get(values.dtype.kind, np.float32)) for name, values in extras.items()}
 
 
 def padded(rows: Sequence[np.ndarray], filler: float, *, left: bool = False) -> np.ndarray:

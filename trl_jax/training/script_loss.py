@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from trl_jax.training.torch_errors import (
     NotGiven,
     WrittenInTorch,
     check_same,
+    found_in_torch,
     may_run_in_torch,
     outputs_alone,
     parameters_refused,
@@ -234,10 +235,25 @@ class Outputs:
         three have no gradient.
     """
 
-    loss = aux_loss = logits = log_probs = entropy = mean_logits = log_sum_sq_probs = is_top1 = None
+    loss = aux_loss = None
+    _again: Callable[[], Any] | None = None
 
     def __init__(self, **values: Any):
         vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotGiven(f"the model's {name}")
+
+    @property
+    def logits(self) -> Any:
+        if "logits" not in vars(self) and self._again is not None:
+            vars(self)["logits"] = self._again()
+        return vars(self).get("logits")
+
+    def with_logits(self, again: Callable[[], Any]) -> Outputs:
+        """The same, with logits that are computed when they are read, as TRL's `super()` returns them."""
+        self._again = again
+        return self
 
     def __getitem__(self, key: str | int) -> jax.Array:
         found = {name: vars(self)[name] for name in OUTPUTS if vars(self).get(name) is not None}
@@ -376,7 +392,10 @@ class BoundModel:
         loss, self.default_sums = self.comparing.loss(self.tokens)
         if outputs.aux_loss is not None:
             self.default_sums = self.default_sums | aux_loss_sums([outputs.aux_loss])
-        return self.balanced(loss, outputs.aux_loss), outputs
+        rows = read_by_model(inputs)
+        return self.balanced(loss, outputs.aux_loss), outputs.with_logits(
+            lambda: jax.lax.stop_gradient(self(**rows).logits)
+        )
 
     def _logits(
         self, model: Any, tokens: jax.Array, places: jax.Array, mask: Any, options: dict[str, Any], reads: Any = None
@@ -415,13 +434,18 @@ class UserLoss:
         values: Callable[[], tuple[tuple[str, Any], ...]],
         own_step: OwnStep | None = None,
         is_function: bool = False,
+        functions: Sequence[Callable] = (),
     ):
         """
         Args:
             is_function: whether the script passed a `compute_loss_func`, which always gets the number of targets.
+            functions: the script's own that compute the loss.
         """
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
         self._is_function, self.in_torch, self._own_step = is_function, False, own_step
+        if (error := found_in_torch(functions)) is not None:
+            self.in_torch = True
+            warn_of_torch(error)
 
     def __call__(
         self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
@@ -443,7 +467,7 @@ class UserLoss:
         if own is not None:
             given, own.current = bound.compared_inputs(given), bound
         try:
-            with self.setup.events.state_replaced(state), torch_explained(), refused:
+            with self.setup.events.state_replaced(state), outputs_alone(), torch_explained(), refused:
                 result = self.compute_loss(bound, given, **options)
         finally:
             if own is not None:
@@ -743,13 +767,6 @@ def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> ja
 # and JAX continues the backward pass from there.
 
 
-class TorchOutputs(Outputs):
-    """`Outputs` of torch's tensors; what else a model of torch's has is not given."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotGiven(f"the model's {name}")
-
-
 class TorchModel:
     """The model as a loss in torch calls it; each call is kept with what its gradient goes back through.
 
@@ -775,7 +792,7 @@ class TorchModel:
 
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, fused_lm_head: bool = False, **others: Any
-    ) -> TorchOutputs:
+    ) -> Outputs:
         """As `BoundModel`'s, of tensors."""
         if unknown := others.keys() - self._known:
             raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
@@ -783,15 +800,18 @@ class TorchModel:
         given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
         return self._outputs("fused" if fused_lm_head else "call", given)
 
-    def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, TorchOutputs]:
+    def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, Outputs]:
         """The task's loss of a batch, and what the model gave."""
         del task  # the run's
         if self._compares:
-            check_same(inputs, self.tensors)
+            check_same(inputs, self._rows.shown, in_torch=True)
         found = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
+        if self._compares:
+            rows = read_by_model(inputs)
+            found.with_logits(lambda: self._outputs("call", rows).logits.detach())
         return found.loss, found
 
-    def _outputs(self, kind: str, tensors: dict[str, Any]) -> TorchOutputs:
+    def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
         arrays = {name: np.asarray(value) for name, value in tensors.items()}
         outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
         length = arrays["input_ids"].shape[1]
@@ -801,7 +821,7 @@ class TorchModel:
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
-        return TorchOutputs(**shown)
+        return Outputs(**shown)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -933,7 +953,8 @@ class TorchLoss:
         else:
             outputs = bound(**arrays, **({"fused_lm_head": True} if kind == "fused" else {}))
             loss = outputs.loss
-        found = {name: value for name, value in (vars(outputs) | {"loss": loss}).items() if value is not None}
+        of_call = {name: vars(outputs).get(name) for name in OUTPUTS} | {"loss": loss}
+        found = {name: value for name, value in of_call.items() if value is not None}
         sums |= {name: found.pop(name) for name in _FIXED if name in found}
         return found, sums
 

@@ -510,7 +510,7 @@ def assemble(
     sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
     user_loss = None
     if setup.own_loss:
-        hooked = hooks.compute_loss, hooks.script_values, hooks.own_step, hooks.loss_is_function
+        hooked = hooks.compute_loss, hooks.script_values, hooks.own_step, hooks.loss_is_function, hooks.loss_functions
         user_loss = UserLoss(setup, forward, *hooked)
     if setup.rollout is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)

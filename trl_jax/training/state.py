@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,6 +96,7 @@ class Hooks(NamedTuple):
     own_step: calls the script's own `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
     loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
     own_loss: the script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
+    loss_functions: the script's own functions that compute its loss, from `overrides.loss_functions`.
     overridden: names that a script's own subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
     save_checkpoint: takes a `checkpoint.LoopProgress`.
@@ -110,6 +111,7 @@ class Hooks(NamedTuple):
     get_train_dataloader: Callable[[], Any]
     log: Callable[..., None]
     loss: Callable[[], Callable | None]
+    loss_functions: Sequence[Callable]
     loss_is_function: bool
     overridden: frozenset[str]
     prediction_step: Callable

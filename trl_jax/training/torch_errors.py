@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import linecache
 import logging
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from trl_jax.hub import torch_objects
 from trl_jax.hub.torch_bridge import available
+from trl_jax.hub.torch_objects import knows_torch, takes_tensors
 
 # Errors of a script's loss, explained: torch code on JAX arrays, translated, and values that are not there yet.
 
@@ -35,7 +38,12 @@ _OF_TORCH = re.compile(
 
 
 _COMPLAINT = re.compile(r"\bTensors?\b")  # of torch's functions, about what is none
+_OF_ARRAYS = re.compile(
+    r"Tracer\b|\b(ShapedArray|ArrayImpl|JAX arrays|jax\.Array)\b"
+)  # of JAX, about what is no tensor
 _SAYS_TORCH = re.compile(r"\btorch\b|\bF\.[a-z]|nn\.functional")
+# Methods that arrays have, too, where they mean something else.
+_DIFFERS = re.compile(r"\.(std|var|repeat|sort|transpose)\(|\.(max|min)\([^)]")
 
 
 class WrittenInTorch(TypeError):
@@ -64,7 +72,7 @@ class NeedsValues(WrittenInTorch):
 
 
 class NotGiven(AttributeError):
-    """A loss in torch asked for more than the model's outputs."""
+    """A loss asked for more than the model's outputs."""
 
 
 @contextlib.contextmanager
@@ -78,7 +86,7 @@ def torch_explained() -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JAXTypeError as error:
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         line = _line_of_script(error)
         if line is not None and _SAYS_TORCH.search(line):
             raise WrittenInTorch(line, error) from error
@@ -90,21 +98,23 @@ def torch_explained() -> Iterator[None]:
         )
         raise NeedsValues(str(error) if line is None else line, ways_out) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        line = _line_of_script(error)
-        if line is None or not (_OF_TORCH.search(line) or _COMPLAINT.search(str(error))):
+        line, text = _line_of_script(error), str(error)
+        of_arrays = _OF_ARRAYS.search(text) and not _imports(error, "jax")
+        if line is None or not (_OF_TORCH.search(line) or _COMPLAINT.search(text) or of_arrays):
             raise
         raise WrittenInTorch(line, error) from error
 
 
 @contextlib.contextmanager
 def outputs_alone() -> Iterator[None]:
-    """Name the line of a loss in torch that asks for more than the model's outputs."""
+    """Name the line of a loss that asks for more than the model's outputs."""
     try:
         yield
     except NotGiven as error:
         raise TypeError(
-            f"compute_loss is written in torch and asks for {error}, which stays in JAX: `{_line_of_script(error)}`. "
-            "It is given the outputs of model(input_ids, attention_mask): logits and, of a language model, the loss."
+            f"compute_loss asks for {error}, not available there: `{_line_of_script(error)}`. "
+            "It is given the outputs of model(input_ids, attention_mask): logits and, of a language model, the loss; "
+            "in DPO and KTO log_probs and entropy, with labels=labels, fused_lm_head=True."
         ) from error
 
 
@@ -117,6 +127,34 @@ def may_run_in_torch(error: WrittenInTorch) -> bool:
         return _imports(error.__cause__, "torch") and not _imports(error.__cause__, "jax")
     surely = _SAYS_TORCH.search(error.line) or _COMPLAINT.search(str(error.__cause__))
     return surely is not None or not _imports(error.__cause__, "jax")
+
+
+def found_in_torch(functions: Iterable[Callable]) -> WrittenInTorch | None:
+    """What says that a script's loss is written in torch, before it is called: a statement of one of these functions,
+    or of the script's own that they call. It is in a file that imports torch and not jax, and names torch, or a method
+    that arrays have with another meaning, as `.std()`."""
+    waiting, seen = [inspect.unwrap(function) for function in functions], set()
+    while waiting:
+        function = waiting.pop(0)
+        if not inspect.isfunction(function) or function in seen or not _of_script(function.__code__.co_filename):
+            continue
+        seen.add(function)
+        line = _line_in_torch(function) if knows_torch(function) and takes_tensors(function) else None
+        if line is not None:
+            return WrittenInTorch(line, TypeError(line))
+        waiting += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    return None
+
+
+def _line_in_torch(function: Callable) -> str | None:
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+        statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    except (OSError, SyntaxError):  # written elsewhere than in a file
+        return None
+    simple = [node for node in statements if "body" not in node._fields]
+    lines = [" ".join((ast.get_source_segment(text, node) or "").split()) for node in simple]
+    return next((line for line in lines if _SAYS_TORCH.search(line) or _DIFFERS.search(line)), None)
 
 
 def warn_of_torch(error: WrittenInTorch) -> None:
@@ -143,9 +181,22 @@ def torch_scalar(result: Any) -> Any:
     return loss.reshape(())
 
 
-def check_same(inputs: dict[str, Any], given: dict[str, Any]) -> None:
+def other_values(inputs: dict[str, Any], given: dict[str, np.ndarray]) -> list[str]:
+    """The names of inputs in torch that are not, or are no longer, the arrays that the script was given."""
+    arrays = {name: np.asarray(torch_objects.as_arrays(inputs.get(name))) for name in given.keys() | inputs.keys()}
+    return sorted(name for name, values in arrays.items() if not _equal(values, given.get(name)))
+
+
+def _equal(values: np.ndarray, given: np.ndarray | None) -> bool:
+    if given is None or values.shape != given.shape:
+        return False
+    return bool(np.all((values == given) | (values != values) & (given != given)))
+
+
+def check_same(inputs: dict[str, Any], given: dict[str, Any], *, in_torch: bool = False) -> None:
     """Raise TypeError if a script passes other inputs to `super()` than it was given."""
-    if other := sorted(name for name in given if inputs.get(name) is not given[name]):
+    changed = other_values({name: inputs.get(name) for name in given}, given) if in_torch else ()
+    if other := sorted(changed if in_torch else (name for name in given if inputs.get(name) is not given[name])):
         raise TypeError(
             f"super()._compute_loss got another {', '.join(other)} than the inputs have. Scale what it returns, or "
             "write the loss in the method itself."
@@ -155,9 +206,8 @@ def check_same(inputs: dict[str, Any], given: dict[str, Any]) -> None:
 def _imports(error: BaseException, package: str) -> bool:
     """Whether the script's own code in which this was raised has a module of the package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _of_script(frame.f_code.co_filename)]
-    modules = (
-        [value.__name__ for value in frames[-1].f_globals.values() if isinstance(value, ModuleType)] if frames else []
-    )
+    names = frames[-1].f_globals | frames[-1].f_locals if frames else {}
+    modules = [value.__name__ for value in names.values() if isinstance(value, ModuleType)]
     return any(name.partition(".")[0] == package for name in modules)
 
 
@@ -182,16 +232,24 @@ READ = ("_named", "get_input_embeddings")  # all other ways to the values go thr
 
 @contextlib.contextmanager
 def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
-    """A context in which asking for the model's parameters raises the error that is made then."""
+    """A context in which asking for the model's parameters raises the error that is made then, and calling it one that
+    says what to call."""
 
     def asked() -> Any:
         raise error()
 
-    vars(model).update(dict.fromkeys(READ, asked))
+    def called(*given: Any) -> Any:
+        raise TypeError(
+            "compute_loss calls self.model, whose outputs have no gradient there. Call the model that the method is "
+            "given: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
+        )
+
+    refused = dict.fromkeys(READ, asked) | {"_called": called}
+    vars(model).update(refused)
     try:
         yield
     finally:
-        for name in READ:
+        for name in refused:
             del vars(model)[name]
 
 
