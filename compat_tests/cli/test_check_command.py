@@ -113,6 +113,18 @@ class Pairs(DPOTrainer):
     def _compute_loss(self, model, inputs, return_outputs):
         return jnp.mean(model(**inputs).log_probs)
 
+class Calling(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return torch.mean(model(inputs["prompt_ids"]).logits)
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        torch.zeros(1).backward()
+
+class Compared(DPOTrainer):
+    def _compute_loss(self, model, inputs, return_outputs):
+        return torch.mean(self.ref_model(**inputs).logits)
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return sum(one.sum() for one in self.model.parameters())
+
 class Taught(DistillationTrainer):
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         return torch.zeros(1), torch.zeros(1), torch.zeros(1)
@@ -129,7 +141,8 @@ def test_methods_that_a_subclass_may_override_are_known():
         "Surrogate.prediction_step": REFUSED, "Old.compute_loss": REFUSED,
         "Surrogate._generate_and_score_completions": WORKS, "Surrogate._generate_single_turn": REFUSED,
         "Pairs.compute_loss": CHANGED, "Surrogate._calculate_rewards = ...": REFUSED,
-        "Recorded.compute_loss": CHANGED, "Taught._compute_loss": REFUSED,
+        "Calling._compute_loss": REFUSED, "Calling.compute_loss": REFUSED, "Compared._compute_loss": REFUSED,
+        "Compared.compute_loss": REFUSED, "Recorded.compute_loss": CHANGED, "Taught._compute_loss": REFUSED,
         "Groups.prediction_step": CHANGED, "Groups.create_optimizer": REFUSED,
         "Groups.get_decay_parameter_names": WORKS, "Groups.training_step": WORKS, "Groups._get_train_sampler": WORKS,
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip

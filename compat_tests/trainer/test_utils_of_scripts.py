@@ -13,6 +13,7 @@ from trl_jax.trainer import utils
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("trl.trainer.utils")
 DICE = np.random.default_rng(0)
+ON_TENSORS = ("selective_log_softmax", "entropy_from_logits", "nanstd", "nanmin", "nanmax")
 
 
 def both(name, *arrays, **options):
@@ -23,6 +24,9 @@ def both(name, *arrays, **options):
 
     ours = getattr(utils, name)(*map(jnp.asarray, arrays), **options)
     trls = getattr(theirs, name)(*map(torch.tensor, arrays), **options)
+    if name in ON_TENSORS:
+        found = getattr(utils, name)(*map(torch.tensor, arrays), **options)
+        torch.testing.assert_close(found, trls, atol=1e-6, rtol=1e-5, equal_nan=True)
     return plain(ours), plain(trls)
 
 
@@ -52,6 +56,13 @@ def test_log_probabilities_and_entropies():
     wanted = theirs.selective_log_softmax(torch.tensor(logits), torch.tensor(index), row_mask=torch.tensor(mask))
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     assert (np.asarray(found) == 0).tolist() == (mask == 0).tolist()
+    given = torch.tensor(logits, requires_grad=True)
+    found = utils.selective_log_softmax(given, torch.tensor(index), row_mask=torch.tensor(mask))
+    torch.testing.assert_close(found.detach(), wanted)
+    found.sum().backward()
+    assert given.grad.abs().sum() > 0
+    rows = [torch.arange(2), torch.arange(4)]
+    torch.testing.assert_close(utils.pad(rows, 9, "left"), theirs.pad(rows, 9, "left"))
     ours, trls = both("entropy_from_logits", logits, chunk_size=4)
     np.testing.assert_allclose(ours[0], trls[0], atol=1e-6)
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):

@@ -357,6 +357,8 @@ class _Script:
             old = method == "compute_loss" and names.config in _PASS_ITEMS and not _takes_items(node)
             if found.kind == "works" and old:
                 found = Finding(node.lineno, what, "refused", f"It takes no num_items_in_batch{OLD_COMPUTE_LOSS}")
+            elif found.kind == "works" and method in _LOSSES and (text := _stops_in_loss(node, trainer)):
+                found = Finding(node.lineno, what, "refused", text)
             elif found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
                 compiled = "_get_per_token_divergences" in dir(trainer)  # distillation
                 text = _IN_JAX if compiled else _IN_TORCH + _IN_JAX
@@ -526,6 +528,31 @@ def _makes_torchs(node: ast.AST, module: Module) -> bool:
 _OF_TENSORS = frozenset(
     "clamp contiguous cpu cuda detach item long masked_fill new_tensor numel permute scatter_ unsqueeze".split()
 )
+
+
+_LOSSES = ("compute_loss", "_compute_loss")
+
+
+def _stops_in_loss(node: ast.AST, trainer: type) -> str:
+    """What a trainer's own loss calls that stops it there; "" for nothing."""
+    called = [ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
+    if any(name.endswith(".backward") for name in called):
+        return "It calls .backward(): trl_jax takes the gradient of what the method returns."
+    if any(
+        name in (f"{of}.{read}" for of in _MODELS for read in ("parameters", "named_parameters")) for name in called
+    ):
+        return "It reads the model's parameters, which have no gradient in a loss. For a penalty set weight_decay."
+    if "_get_per_token_logps_and_entropies" in dir(trainer) and "_get_per_token_divergences" not in dir(trainer):
+        stops, instead = _MODELS, "self._get_per_token_logps_and_entropies(model, ...)"
+    elif any(isinstance(one, ast.Attribute) and one.attr == "precompute_ref_logps" for one in ast.walk(node)):
+        return ""  # as TRL's own: it calls the reference only where this is false
+    else:
+        stops, instead = ("self.model", "self.ref_model"), "model(...), and inputs for what the reference gives"
+    found = next((name for name in called if name in stops), None)
+    return "" if found is None else f"It calls {found}(...), which a loss here cannot. Use {instead}."
+
+
+_MODELS = ("model", "self.model", "self.ref_model")
 
 
 def _uses_torch(node: ast.AST, module: Module) -> bool:

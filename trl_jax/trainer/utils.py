@@ -1,4 +1,4 @@
-"""Small things that scripts import from `trl.trainer.utils`, on JAX or NumPy arrays."""
+"""Small things that scripts import from `trl.trainer.utils`, on JAX or NumPy arrays, and, for losses, on tensors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_bridge import peft_available
+from trl_jax.hub.torch_objects import are_tensors, as_arrays, batch_tensors
 from trl_jax.trainer.model_config import ModelConfig
 
 # Other names that TRL had in this module once.
@@ -116,6 +117,9 @@ def pad(
     """
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
+    if are_tensors(*tensors):
+        arrays = as_arrays(list(tensors))
+        return batch_tensors({"": pad(arrays, padding_value, padding_side, pad_to_multiple_of)})[""]
     shape = np.max([np.shape(one) for one in tensors], axis=0)
     if pad_to_multiple_of is not None:
         shape[0] = -(-shape[0] // pad_to_multiple_of) * pad_to_multiple_of
@@ -150,6 +154,12 @@ def selective_log_softmax(
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     one = index.ndim == logits.ndim - 1
+    if are_tensors(logits):
+        logps = (logits / temperature).log_softmax(-1).gather(-1, index[..., None] if one else index)
+        logps = logps[..., 0] if one else logps
+        if row_mask is None:
+            return logps
+        return logps.masked_fill(~(row_mask if row_mask.ndim == logps.ndim else row_mask[..., None]).bool(), 0)
     logps = jax.nn.log_softmax(logits / temperature, axis=-1)
     chosen = jnp.take_along_axis(logps, index[..., None] if one else index, axis=-1)
     chosen = chosen[..., 0] if one else chosen
@@ -160,6 +170,9 @@ def selective_log_softmax(
 
 def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
     """Shannon entropy of each row of logits `[..., C]`, in nats: `[...]`. `chunk_size` rows at a time."""
+    if are_tensors(logits):
+        logps = logits.log_softmax(-1)
+        return -(logps.exp() * logps).sum(-1)
     rows = logits.reshape(-1, logits.shape[-1])
 
     def entropy(row: jax.Array) -> jax.Array:
@@ -171,17 +184,25 @@ def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
 
 def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> jax.Array:
     """Sample standard deviation (n - 1) of the values that are not NaN; NaN for fewer than two."""
+    if are_tensors(tensor):
+        count, mean = (~tensor.isnan()).sum(dim, keepdim=True), tensor.nanmean(dim, keepdim=True)
+        found = ((tensor - mean).square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
+        found = found.masked_fill(count < 2, float("nan"))
+        return found if keepdim else found.reshape(tensor.nansum(dim).shape)
     return jnp.nanstd(tensor, axis=dim, ddof=1, keepdims=keepdim)
 
 
 def nanmin(tensor: jax.Array) -> jax.Array:
     """The least of the values that are not NaN; NaN if all are."""
+    if are_tensors(tensor):
+        found = tensor[~tensor.isnan()]
+        return found.min() if len(found) else tensor.sum()
     return jnp.nanmin(tensor)
 
 
 def nanmax(tensor: jax.Array) -> jax.Array:
     """The greatest of the values that are not NaN; NaN if all are."""
-    return jnp.nanmax(tensor)
+    return -nanmin(-tensor) if are_tensors(tensor) else jnp.nanmax(tensor)
 
 
 def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
