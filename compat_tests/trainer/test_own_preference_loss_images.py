@@ -8,6 +8,7 @@ import pytest
 
 import trl_jax
 from compat_tests.effort import only_thorough, usually
+from compat_tests.trainer.test_own_preference_loss import trls_loss
 from compat_tests.trainer.vision_models import TEXT_ONLY, logged, pairs, tiny_llava, tiny_tiled, trainer, unpaired
 
 NOT_READ = {"completion_mask", "label", "ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps"}
@@ -112,6 +113,16 @@ def test_positions_on_three_axes_and_a_frozen_tower_are_trls(kind, frozen, tmp_p
     theirs = run(pytest.importorskip("trl"), kind, str(tmp_path / "model"), tmp_path / "trl", **options)
     own = Sigmoid if kind == "DPO" else Kto
     ours = run(trl_jax, kind, str(tmp_path / "model"), tmp_path / "ours", own, **options)
+    assert_same(ours, theirs)
+
+
+@only_thorough
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_loss_of_trl_in_torch_is_trls(kind, llava, tmp_path):
+    trl = pytest.importorskip("trl")
+    own = {"_compute_loss": trls_loss(getattr(trl, f"{kind}Trainer"), tmp_path)}
+    theirs = run(trl, kind, llava, tmp_path / "trl")
+    ours = run(trl_jax, kind, llava, tmp_path / "ours", type("Own", (getattr(trl_jax, f"{kind}Trainer"),), own))
     assert_same(ours, theirs)
 
 
