@@ -9,11 +9,13 @@ import trl
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same
 from compat_tests.rollout.stub_server import StubServer
 from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
+from compat_tests.trainer.test_own_policy_loss import trls_loss
 from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.tools import Environments
 from trl_jax.training.rollout import PolicyWriter
@@ -137,6 +139,18 @@ def test_a_run_is_trls(runs):
     for own, other in zip(logs, numbers, strict=True):
         assert other["tools/call_frequency"] == 1.0 and other["tools/failure_frequency"] == 0.25
         assert_same(own, other, same_order=True)
+
+
+@only_thorough
+def test_a_run_with_the_loss_of_trl_in_torch_is_trls(runs, monkeypatch, tmp_path):
+    """The answers of tools do not count in the script's masks."""
+    own = {"_compute_loss": trls_loss(trl.GRPOTrainer, tmp_path)}
+    monkeypatch.setattr(trl_jax, "GRPOTrainer", type("Own", (trl_jax.GRPOTrainer,), own))
+    (seen, logs), (wanted, numbers) = runs.ours(), runs.theirs()
+    assert seen == wanted
+    for found, other in zip(logs, numbers, strict=True):
+        for name in other.keys() - {"epoch", "step_time"}:
+            assert found[name] == pytest.approx(other[name], rel=2e-4, abs=2e-4), name
 
 
 def test_environments_are_trls(runs):

@@ -23,6 +23,7 @@ import trl_jax
 from compat_tests import tiny
 from compat_tests.effort import THOROUGH, only_thorough, usually
 from compat_tests.rollout.stub_server import StubServer
+from compat_tests.trainer.test_own_policy_loss import trls_loss
 from compat_tests.trainer.vision_models import (
     PATCH,
     SIZE,
@@ -112,6 +113,20 @@ def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
         assert {"loss", "grad_norm", "learning_rate"} <= names <= own.keys()
         for name in names:
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
+
+
+@only_thorough
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_the_loss_of_trl_in_torch_is_trls(kind, llava, tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl")
+    _, options, adapter = KINDS[kind]
+    theirs = logged(trainer(trl, kind, llava, tmp_path / "trl", prompts(), adapter, **options))
+    own = {"_compute_loss": trls_loss(getattr(trl, f"{kind}Trainer"), tmp_path)}
+    monkeypatch.setattr(trl_jax, f"{kind}Trainer", type("Own", (getattr(trl_jax, f"{kind}Trainer"),), own))
+    ours = logged(trainer(trl_jax, kind, llava, tmp_path / "ours", prompts(), adapter, **options))
+    for found, other in zip(ours, theirs, strict=True):
+        for name in other.keys() - {"epoch", "step_time"}:
+            assert found[name] == pytest.approx(other[name], rel=2e-4, abs=2e-4), name
 
 
 @pytest.mark.parametrize("name", usually(lambda name: False, ("gemma3", "llava_next", "mistral3", "smolvlm")))
