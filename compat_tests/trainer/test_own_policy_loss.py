@@ -360,6 +360,30 @@ def test_torch_may_add_to_the_built_in_loss(trained, caplog):
     assert sum("is written in torch" in record.getMessage() for record in caplog.records) == 1
 
 
+class Clamped(GRPOTrainer):
+    """Old log-probabilities so far away that the built-in loss has no finite gradient; the script's ratio has."""
+
+    def _generate_and_score_completions(self, inputs):
+        outputs = super()._generate_and_score_completions(inputs)
+        return outputs | {"old_per_token_logps": outputs["old_per_token_logps"] - 200}
+
+    def _compute_loss(self, model, inputs):
+        ids, mask = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), inputs["completion_mask"]
+        logps = self._get_per_token_logps_and_entropies(model, ids, None, mask.size(1))[0]
+        ratio = torch.exp((logps - inputs["old_per_token_logps"]).clamp(max=300.0) - 200)
+        if self.state.global_step > 0:
+            self._metrics["train"]["own/ratio"].append((ratio * mask).sum().item() / mask.sum().item())
+        return -(ratio * inputs["advantages"][:, None] * mask).sum() / mask.sum()
+
+
+def test_a_built_in_loss_that_is_not_asked_for_changes_nothing(trained):
+    trainer, _ = trained(Clamped)
+    first, second = trainer.state.log_history[:2]
+    assert np.isfinite(first["grad_norm"]) and first["grad_norm"] > 0
+    assert "own/ratio" not in first and second["own/ratio"] == pytest.approx(1, abs=0.3)
+    assert not {"clip_ratio/low_mean", "entropy"} & first.keys()
+
+
 def raises(self, inputs, ids):
     raise KeyError("of the script")
 

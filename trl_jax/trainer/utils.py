@@ -196,7 +196,7 @@ def nanmin(tensor: jax.Array) -> jax.Array:
     """The least of the values that are not NaN; NaN if all are."""
     if are_tensors(tensor):
         found = tensor[~tensor.isnan()]
-        return found.min() if len(found) else tensor.sum()
+        return found.min() if len(found) else tensor.new_tensor(float("nan"))
     return jnp.nanmin(tensor)
 
 

@@ -6,6 +6,7 @@ A loss in jax.numpy is compiled; one in torch is called by the compiled step, an
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class OwnLoss:
         self._compute_loss, self._setup, self._values, self._averaged = compute_loss, setup, values, averaged
         self.current: OwnPass | TorchPass | None = None
         self._in_torch: TorchCalls | None = None
-        self._found_in_torch = None if several() else found_in_torch(functions)
+        self._found_in_torch = found_in_torch(functions)
         self._last_values: tuple[tuple[str, Any], ...] = ()
 
     def values(self) -> tuple[tuple[str, Any], ...]:
@@ -87,9 +88,11 @@ class OwnLoss:
             try:
                 return self._compiled(OwnPass(setup, outputs, batch, share), numbers, share)
             except WrittenInTorch as error:
-                if not may_run_in_torch(error) or several():
+                if not may_run_in_torch(error):
                     raise
                 self._found_in_torch = error
+        if several():
+            raise self._found_in_torch
         if self._in_torch is None:
             warn_of_torch(self._found_in_torch)
             self._in_torch = TorchCalls(self, self._compute_loss, setup)
@@ -111,18 +114,14 @@ class OwnLoss:
         check_bonus(setup, asked=one.default_sums is not None)
         return jnp.where(one.real, share * loss.astype(jnp.float32), 0), one.sums()
 
-    def finish(self, results: Any) -> None:
-        """Wait for the results of a step whose loss is in torch, which reads the trainer's state meanwhile, and raise
-        what the script raised."""
-        if self._in_torch is not None:
-            jax.block_until_ready(results)
-            self._in_torch.check()
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """The results of a step, with the numbers that a loss in torch has logged by their names. Waits for the step,
+        because such a loss reads the trainer's state meanwhile, and raises what the script raised."""
+        return results if self._in_torch is None else self._in_torch.finished(jax.block_until_ready(results))
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """What `super()._compute_loss` logs, if the script calls it, and then what the script logs: the mean of each
         over the micro-batches where it is not NaN."""
-        if self._in_torch is not None:
-            sums = list(map(self._in_torch.named, sums))
         return own_metrics(self._setup().task, sums, split)
 
 
@@ -239,6 +238,12 @@ class OwnPass:
             refusal = str(error)
         return {name: part for name, part in parts.items() if part is not None}, refusal
 
+    def only_where(self, used: jax.Array) -> OwnPass:
+        """The pass with outputs that get a gradient only where it is used: a loss that is computed in vain may have
+        infinite derivatives, and 0 times those is NaN."""
+        outputs = jax.tree.map(lambda array: jnp.where(used, array, 0), self._outputs)
+        return OwnPass(self._setup, outputs, self._batch, self._share)
+
     def divergences(self, model: Any, beta: float) -> TokenDivergences:
         """Numbers of tokens `[B, C]`, for the loss of a distillation."""
         if model is not self.model:
@@ -345,12 +350,13 @@ class TorchCalls:
         self._lock = threading.Lock()  # devices call it at the same time
         self._error: Exception | None = None
         self._names: list[str] = []  # what the script has logged so far, in the order of its slots
-        self._asked = False  # whether the script has called super()
-        self._task_sums: frozenset[str] = frozenset()
+        self._asked = False  # whether the script has called super() in this step
+        self._task_sums: set[str] = set()
 
     def __call__(self, one: OwnPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The script's loss of a pass, which is being traced, and sums over micro-batches."""
         leaves, refusal = one.parts()
+        model = one.model
         numbers = {"micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
         given = {"inputs": one.inputs, "widths": one.widths} | numbers
         results = jax.tree.map(
@@ -359,7 +365,7 @@ class TorchCalls:
         )
 
         def call(leaves: dict[str, Any], given: dict[str, Any]) -> tuple:
-            return self._call(one.model, leaves, given, refusal, results)
+            return self._call(model, leaves, given, refusal, results)
 
         def of_device(*given: Any) -> tuple:
             return jax.pure_callback(call, results, *given)
@@ -368,8 +374,12 @@ class TorchCalls:
         called = undivided(of_device, everywhere, everywhere)
         loss, gradients, logged = called(jax.lax.stop_gradient(leaves), given)
         one.metrics |= {f"{number}": [logged[number]] for number in range(SLOTS)}
-        self._task_sums = frozenset(one.default_sums or ())
-        return _continued(loss, leaves, gradients), one.sums()
+        self._task_sums |= set(one.default_sums or ())
+        sums = one.sums()
+        if "loss" in leaves:
+            used = one.only_where(gradients["loss"] != 0)
+            leaves["loss"] = used.default_loss(used.inputs)
+        return _continued(loss, leaves, gradients), sums
 
     def _call(self, model: Any, leaves: dict, given: dict, refusal: str | None, results: Any) -> tuple:
         """The loss, its gradient with respect to the leaves, and the numbers that the script logs, NaN in free slots.
@@ -378,12 +388,14 @@ class TorchCalls:
         """
         with self._lock:
             try:
+                if self._error is not None:
+                    return jax.tree.map(lambda result: np.full(result.shape, np.nan, np.float32), results)
                 if not given["real"]:  # the last step of an epoch may have fewer passes than others
                     zeros = jax.tree.map(lambda result: np.zeros(result.shape, np.float32), results)
                     return (*zeros[:2], np.full(SLOTS, np.nan, np.float32))
                 return self._computed(model, jax.tree.map(np.asarray, leaves), given, refusal)
             except Exception as error:
-                self._error = self._error or error
+                self._error = error
                 return jax.tree.map(lambda result: np.full(result.shape, np.nan, np.float32), results)
             finally:
                 self._owner.current = None
@@ -395,13 +407,17 @@ class TorchCalls:
         arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(model, arrays, leaves, int(given["micro_batches"]), refusal)
-        with parameters_refused(setup.model, read_in_jax):
+        evaluates = contextlib.nullcontext() if setup.model.training else torch_objects.without_gradient()
+        with parameters_refused(setup.model, read_in_jax), evaluates:
             loss = torch_scalar(self._compute_loss(model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:
             gradients = {name: _padded(values, whole[name]) for name, values in one.gradients(loss).items()}
         elif setup.model.training:
-            raise TypeError("The trainer's own loss returned a tensor without a gradient.")
+            raise TypeError(
+                "The trainer's own loss returned a tensor without a gradient; expected one that is computed from "
+                "_get_per_token_logps_and_entropies, outside of torch.no_grad()."
+            )
         else:
             gradients = jax.tree.map(np.zeros_like, whole)
         self._asked |= one.asked
@@ -417,25 +433,27 @@ class TorchCalls:
                 found[self._names.index(name)] = np.mean(np.asarray(values, np.float32))
         return found
 
-    def check(self) -> None:
-        """Raise what the script raised in a step."""
+    def finished(self, results: dict[str, Any]) -> dict[str, Any]:
+        """The results of a step, with what the script has logged under its names, and without the sums of the task's
+        loss if the script did not call `super()`.
+
+        Raises:
+            Exception: what the script raised.
+        """
         error, self._error = self._error, None
+        asked, self._asked = self._asked, False
         if error is not None:
             raise error
-
-    def named(self, sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The sums of a step with what the script logs under its names, and those of the task's loss if the script
-        calls `super()`."""
-        free = {f"{OWN_METRIC}{number}" for number in range(SLOTS)}
-        own = {OWN_METRIC + name: sums[f"{OWN_METRIC}{slot}"] for slot, name in enumerate(self._names)}
-        dropped = free if self._asked else free | self._task_sums
-        return {name: value for name, value in sums.items() if name not in dropped} | own
+        dropped = {f"{OWN_METRIC}{number}" for number in range(SLOTS)} | (set() if asked else self._task_sums)
+        slots = {name: results[f"{OWN_METRIC}{slot}"] for slot, name in enumerate(self._names)}
+        own = {OWN_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
+        return {name: value for name, value in results.items() if name not in dropped} | own
 
 
 def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: int) -> np.ndarray:
     """Rows of the last `prompt` tokens, or of the first `completion` ones of `length`; other arrays as they are."""
     if name in ("prompt_ids", "prompt_mask"):
-        return values[:, -prompt:]
+        return values[:, values.shape[1] - prompt :]
     return values[:, :completion] if np.ndim(values) == 2 and values.shape[1] == length else values
 
 
@@ -470,7 +488,7 @@ class TorchPass:
         given = self._given
         ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
         check_asked(self.model, model, ids, input_ids, given["completion_ids"].shape[1], logits_to_keep)
-        if not np.array_equal(ids, np.asarray(input_ids)):
+        if not np.array_equal(ids, torch_objects.as_arrays(input_ids)):
             raise TypeError(
                 "_get_per_token_logps_and_entropies was called with other token ids than prompt_ids and completion_ids "
                 "of the inputs: the step computes each token once."

@@ -123,7 +123,7 @@ class CompletionEvaluator:
         batch = data.placed_pass(self.arrays(rows), setup.sharding_plan)
         found = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
         if setup.script_loss is not None:
-            setup.script_loss.finish(found)
+            found = setup.script_loss.finish(found)
         return found
 
 

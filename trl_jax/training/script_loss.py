@@ -621,6 +621,7 @@ class ScriptMetrics(defaultdict):
 
 
 OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
+_PARTS = "parts/"
 
 
 def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
@@ -631,9 +632,14 @@ def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> di
     found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
     if not names:
         return found
-    totals = joined(sums, dict.fromkeys(names, np.sum), count=OWN_METRIC)
-    parts = totals.pop(OWN_METRIC)  # devices that share a micro-batch
-    return found | means({name.removeprefix(OWN_METRIC): values / parts for name, values in totals.items()})
+    logged = [name for name in names if name != OWN_METRIC]
+    parts = [  # a micro-batch's parts, on the devices that share it, where each number was logged
+        step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[OWN_METRIC]) for name in logged} for step in sums
+    ]
+    totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=OWN_METRIC)
+    with np.errstate(invalid="ignore"):  # 0 of 0: logged in no part
+        shares = {name.removeprefix(OWN_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
+    return found | means(shares)
 
 
 def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -682,8 +688,9 @@ class OwnMetrics:
     def values(self) -> tuple:
         return ()
 
-    def finish(self, results: Any) -> None:
-        """Nothing is left to be done after a step."""
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """The results of a step, which are complete."""
+        return results
 
     def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The task's, in whose computation the first value is searched that is not finite."""

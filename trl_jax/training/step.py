@@ -247,7 +247,7 @@ class TrainStep:
                 setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
             )
             if setup.script_loss is not None:
-                setup.script_loss.finish(metrics)
+                metrics = setup.script_loss.finish(metrics)
             compilation.done(shape)
             if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
                 # Where the next gradient is taken: of a schedule-free optimizer, these are not the averages.

@@ -152,9 +152,14 @@ def _line_in_torch(function: Callable) -> str | None:
         statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
     except (OSError, SyntaxError):  # written elsewhere than in a file
         return None
-    simple = [node for node in statements if "body" not in node._fields]
+    simple = [node for node in statements if "body" not in node._fields and not _is_text(node)]
     lines = [" ".join((ast.get_source_segment(text, node) or "").split()) for node in simple]
     return next((line for line in lines if _SAYS_TORCH.search(line) or _DIFFERS.search(line)), None)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """Whether it is a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def warn_of_torch(error: WrittenInTorch) -> None:
@@ -183,7 +188,7 @@ def torch_scalar(result: Any) -> Any:
 
 def other_values(inputs: dict[str, Any], given: dict[str, np.ndarray]) -> list[str]:
     """The names of inputs in torch that are not, or are no longer, the arrays that the script was given."""
-    arrays = {name: np.asarray(torch_objects.as_arrays(inputs.get(name))) for name in given.keys() | inputs.keys()}
+    arrays = {name: np.asarray(torch_objects.as_arrays(inputs.get(name))) for name in given.keys() & inputs.keys()}
     return sorted(name for name, values in arrays.items() if not _equal(values, given.get(name)))
 
 
