@@ -549,7 +549,7 @@ def _stops_in_loss(node: ast.AST, trainer: type) -> str:
     else:
         stops, instead = ("self.model", "self.ref_model"), "model(...), and inputs for what the reference gives"
     found = next((name for name in called if name in stops), None)
-    return "" if found is None else f"It calls {found}(...), which a loss here cannot. Use {instead}."
+    return "" if found is None else f"It calls {found}(...), which is not available inside a loss. Use {instead}."
 
 
 _MODELS = ("model", "self.model", "self.ref_model")

@@ -313,7 +313,7 @@ class Accelerator(ProcessState):
         return model
 
     def gather(self, value: Any) -> Any:
-        """The value itself: it already covers all devices."""
+        """The value itself: outside of a loss it covers all devices, within one those rows that the loss was given."""
         return value
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:

@@ -308,7 +308,8 @@ def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int,
     if model is not own:
         raise TypeError(
             "_get_per_token_logps_and_entropies was called with another model than the one that the loss is given. "
-            "The reference's log-probabilities are inputs['ref_per_token_logps'] (where beta is not 0)."
+            "Pass that argument, not self.model. The reference's log-probabilities are inputs['ref_per_token_logps'] "
+            "(where beta is not 0)."
         )
     if np.shape(input_ids) != np.shape(ids) or int(logits_to_keep) != completion:
         raise TypeError(
@@ -514,8 +515,8 @@ class TorchPass:
             raise TypeError(self._refusal)
         if changed := other_values(inputs, self._given):
             raise TypeError(
-                f"super()._compute_loss got another {', '.join(changed)} than the inputs have, computed in torch. "
-                "Compute it with jax.numpy, or change it in _generate_and_score_completions."
+                f"super()._compute_loss got another {', '.join(changed)} than the inputs have. In torch it takes them "
+                "unmodified: write the loss in jax.numpy, or change them in _generate_and_score_completions."
             )
         self.asked = True
         return self._leaves["loss"].clone()
