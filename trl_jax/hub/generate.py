@@ -144,7 +144,7 @@ class GenerationApi:
         stream: TorchGenerator,
         dtype: Any,
     ) -> Any:
-        """What `generate` returns for these prompts; `images` are those of each row."""
+        """Complete the prompts; returns the result of `generate`. `images` has one entry per row."""
         text, beams = text_of(self, settings, prompts.width), settings.beams
         repeats = prompts.repeats(images) if beams is None else 1  # with beams, each row is searched for on its own
         with caller.processors(*processors_of(settings, text)) as processors:

@@ -894,8 +894,8 @@ def _tell(path: Path, kind: str) -> None:
 
 
 class RandomState:
-    """The random generators of a run as they were when this object was made: Python's and NumPy's global generators,
-    the one that samples tokens, and those of online training, `streams`."""
+    """A snapshot of a run's random state: Python's and NumPy's global generators, the token sampler's, and `streams`,
+    the generators that online training uses."""
 
     def __init__(self, streams: Sequence[TorchGenerator] = ()):
         self._streams = default_generator(), *streams

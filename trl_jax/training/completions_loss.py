@@ -390,14 +390,13 @@ class TorchCalls:
         with self._lock:
             try:
                 if self._error is not None:
-                    return jax.tree.map(lambda result: np.full(result.shape, np.nan, np.float32), results)
+                    return _filled(results, np.nan)
                 if not given["real"]:  # the last step of an epoch may have fewer passes than others
-                    zeros = jax.tree.map(lambda result: np.zeros(result.shape, np.float32), results)
-                    return (*zeros[:2], np.full(SLOTS, np.nan, np.float32))
+                    return (*_filled(results[:2], 0), *_filled(results[2:], np.nan))
                 return self._computed(model, jax.tree.map(np.asarray, leaves), given, refusal)
             except Exception as error:
                 self._error = error
-                return jax.tree.map(lambda result: np.full(result.shape, np.nan, np.float32), results)
+                return _filled(results, np.nan)
             finally:
                 self._owner.current = None
 
@@ -449,6 +448,11 @@ class TorchCalls:
         slots = {name: results[f"{OWN_METRIC}{slot}"] for slot, name in enumerate(self._names)}
         own = {OWN_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
         return {name: value for name, value in results.items() if name not in dropped} | own
+
+
+def _filled(results: Any, value: float) -> Any:
+    """Results of these shapes that have this value everywhere."""
+    return jax.tree.map(lambda result: np.full(result.shape, value, np.float32), results)
 
 
 def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: int) -> np.ndarray:

@@ -777,7 +777,7 @@ def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> ja
 class TorchModel:
     """The model as a loss in torch calls it; each call is kept with what its gradient goes back through.
 
-    leaves, backwards, outputs: of the calls, in order: tensors that take up a gradient, the way back from them, and
+    leaves, backwards, outputs: of the calls, in order: leaf tensors that collect gradients, their VJP functions, and
         the arrays that JAX computed.
     """
 
@@ -788,7 +788,7 @@ class TorchModel:
         Args:
             compares: whether the loss compares with a reference, whose numbers belong to the rows as they are.
             rows: as the script has them.
-            compute: `(kind of call, arrays, number of the call) -> (outputs by name, the way back)`.
+            compute: `(kind of call, arrays, number of the call) -> (outputs by name, their VJP function)`.
             known: the names that a call may pass, with or without effect.
             training: False in an evaluation.
         """
@@ -857,7 +857,7 @@ class TorchLoss:
         static = ("kind", "call", "dtype", "remat")
         outputs = without_frozen(self._outputs)
         self._forward = jax.jit(lambda *given, **options: _joined(outputs(*given, **options)), static_argnames=static)
-        self._both = jax.jit(partial(_with_way_back, outputs), static_argnames=static)
+        self._both = jax.jit(partial(_with_vjp, outputs), static_argnames=static)
         self._back = jax.jit(lambda back, gradient: back(gradient)[0])
         self._sums, self._compared = jax.jit(self._task_sums), jax.jit(self._compared_inputs, static_argnames="dtype")
 
@@ -983,8 +983,8 @@ def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> 
     return {name: whole(name, value) if name in _POSITIONS else value for name, value in gradient.items()}
 
 
-def _with_way_back(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
-    """The outputs, and the function that takes the gradient of those that have one to that of the parameters."""
+def _with_vjp(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
+    """The outputs, and the VJP function: it maps gradients of the differentiable outputs to those of the parameters."""
     found, back, fixed = jax.vjp(lambda params: outputs(params, *given, **options), params, has_aux=True)
     return found | fixed, back
 
