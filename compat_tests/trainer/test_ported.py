@@ -190,9 +190,11 @@ def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
         model.decoder.requires_grad_(False)
     assert model.score and not hasattr(model.score, "_other")
     adapted = make(trl_jax, folder, tmp_path / "b", peft_config=trl_jax.LoraConfig(r=2)).model
-    adapted.requires_grad_(True)
-    with pytest.raises(ValueError, match="on a model with an adapter. Use target_modules"):
-        adapted.requires_grad_(False)
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad = ".lora_" in name or name.startswith("base_model.model.score.")
+    for wanted in (True, False):
+        with pytest.raises(ValueError, match="on a model with an adapter. Use target_modules"):
+            adapted.requires_grad_(wanted)
 
 
 def test_a_torch_model_whose_code_would_be_passed_over_is_refused(folder, tmp_path):

@@ -109,9 +109,17 @@ class Backend(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each tensor with its name on disk, in float32."""
 
-    def named(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each parameter with its name in PyTorch, in float32; by default the same as `on_disk`."""
-        return self.on_disk(params)
+    def named(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each parameter with its name in PyTorch, in float32; by default the same as `on_disk`.
+
+        Args:
+            arrays: all arrays of the model, trained and frozen.
+        """
+        return self.on_disk(arrays)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter, by its name in PyTorch, is trained unless a script freezes it."""
+        return True
 
     def torch_param_layout(self) -> TorchParamLayout:
         """Where trained arrays are located in torch's tensors."""

@@ -57,14 +57,18 @@ logger = logging.getLogger(__name__)
 def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]) -> dict[str, np.ndarray]:
     """The content of adapter_model.safetensors, by name. Everything is float32 except `tables`, the arrays of
     `plan.saved_tables` by path."""
+    tensors = trained_tensors(plan, params) | {name: tables[path] for name, path in plan.saved_tables.items()}
+    return tensors | {name: tensors[source] for name, source in plan.copies.items()}
+
+
+def trained_tensors(plan: AdapterPlan, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The adapters and the model's own trained parameters, by name in adapter_model.safetensors; float32."""
     tensors = {
         name: np.asarray(params[leaf(one.adapter.name, kind)][at], np.float32)
         for one in plan.modules
         for name, kind, at in one.tensors()
     }
-    tensors |= {name: tables[path] for name, path in plan.saved_tables.items()}
-    tensors |= full_tensors(plan, params) | plan.carried
-    return tensors | {name: tensors[source] for name, source in plan.copies.items()}
+    return tensors | full_tensors(plan, params) | plan.carried
 
 
 def full_tensors(plan: AdapterPlan, params: dict[str, Any]) -> dict[str, np.ndarray]:

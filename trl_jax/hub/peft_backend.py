@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +18,21 @@ from safetensors.numpy import save_file
 from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
-from trl_jax.hub.checkpoint import Placement, shard_array
+from trl_jax.hub.checkpoint import IndexedEntry, Placement, read_tensor, shard_array
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft_adapters import AdapterPlan, arrays_of, read_tables, read_tensors, tensors_of, wanted_shapes
+from trl_jax.hub.peft_adapters import (
+    PREFIX,
+    WRAPPED,
+    AdapterPlan,
+    arrays_of,
+    read_tables,
+    read_tensors,
+    tensors_of,
+    trained_tensors,
+    wanted_shapes,
+)
 from trl_jax.hub.peft_config import WEIGHTS
-from trl_jax.hub.peft_targets import of_vision
+from trl_jax.hub.peft_targets import TENSOR, module_name, of_vision
 from trl_jax.models.adapters import AdaptedGraph, adapted_graph, leaf
 from trl_jax.nn.linear import HALVES
 
@@ -53,8 +65,49 @@ class AdaptedBackend(Backend):
         return self.base.main_dtype
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """Names only, because a script cannot freeze parameters of an adapter."""
-        return dict.fromkeys(self.dtypes, [])
+        """Names in PEFT only, because a script cannot freeze parameters of a model with an adapter."""
+        del params
+        return {name: [] for name in (*self._base_tensors, *self.trained_names)}
+
+    def named(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the base model's parameters and then the trained ones, under PEFT's names. Of modules that are trained
+        fully, the original weights are not kept and thus left out."""
+        weight = lru_cache(maxsize=4)(partial(self.base.weight, arrays))  # adjacent tensors are in the same arrays
+        for name, entries in self._base_tensors.items():
+            yield name, read_tensor({entry.path: weight(entry.path) for entry, _ in entries}, entries)
+        yield from self.trained(arrays)
+
+    def is_trained(self, name: str) -> bool:
+        return name in self.trained_names
+
+    @property
+    @abc.abstractmethod
+    def trained_names(self) -> frozenset[str]:
+        """PEFT's names of the trained parameters."""
+
+    @abc.abstractmethod
+    def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the trained parameters under PEFT's names."""
+
+    @abc.abstractmethod
+    def in_peft(self, module: str, parameter: str) -> str | None:
+        """PEFT's name of a frozen parameter of the base model; None if it is trained."""
+
+    @cached_property
+    def _base_tensors(self) -> dict[str, list[IndexedEntry]]:
+        """PEFT's name of each frozen parameter -> the entries stored in it. Each expert has its name on disk."""
+        config, tensors = self.base.source.config, {}
+        shapes = config.untied().abstract[1]
+        for entry in self.base.source.tensor_map:
+            owner = module_name(entry, config)
+            for tensor, index in entry.tensors(shapes[entry.path].shape):
+                module, _, parameter = tensor.rpartition(".")
+                if entry.stacked < 2:
+                    module = owner.format(*(layer + entry.first for layer in index))
+                name = self.in_peft(module, parameter)
+                if name is not None and entry.path not in self.base.buffers:
+                    tensors.setdefault(name, []).append((entry, index))
+        return tensors
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)
@@ -110,7 +163,38 @@ class LoraBackend(AdaptedBackend):
         self.graph = _graph_of(base, plan)
         self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
         self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self._wrapped = _wrapped(plan)
         self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
+
+    @cached_property
+    def trained_names(self) -> frozenset[str]:
+        return frozenset(self._in_memory(name) for name in (*self.dtypes, *self.plan.carried))
+
+    def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        tensors = trained_tensors(self.plan, arrays)
+        return ((self._in_memory(name), values) for name, values in tensors.items())
+
+    def in_peft(self, module: str, parameter: str) -> str | None:
+        if f"{PREFIX}{module}.{parameter}" in self.dtypes:
+            return None
+        name = f"{PREFIX}{module}{self._wrapped.get(module, '')}.{parameter}"
+        return None if name in self.dtypes else name
+
+    def _in_memory(self, name: str) -> str:
+        """PEFT's name of a parameter for its name on disk."""
+        if name in self.plan.full.tensors and not name.endswith(TENSOR):
+            return self._saved_module(name)
+        name = _ADAPTER.sub(r"\1.default", name)
+        return f"{name}.weight" if name.endswith("lora_magnitude_vector.default") else name
+
+    def _saved_module(self, name: str) -> str:
+        """The name of a fully trained parameter, which PEFT puts into a module of its own if `modules_to_save` asks for
+        it."""
+        wanted, parts = tuple(self.plan.config.modules_to_save or ()), name.split(".")
+        for at in range(PREFIX.count(".") + 1, len(parts)):
+            if wanted and ".".join(parts[:at]).endswith(wanted):
+                return ".".join([*parts[:at], "modules_to_save.default", *parts[at:]])
+        return name
 
     def torch_param_layout(self) -> TorchParamLayout:
         whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
@@ -166,6 +250,17 @@ class LoraBackend(AdaptedBackend):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         tensors = tensors_of(self.plan, params, self._tables_on_disk())
         return ((name, np.ascontiguousarray(tensors[name])) for name in sorted(tensors))
+
+
+_ADAPTER = re.compile(r"(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|tokens_delta)(?=\.|$)")
+
+
+def _wrapped(plan: AdapterPlan) -> dict[str, str]:
+    """Module -> what PEFT inserts between its name and its weight."""
+    adapted = (name for one in plan.modules for name, rank in zip(one.names, one.ranks, strict=True) if rank)
+    tables = (name.removesuffix(f".{TENSOR}") for name in plan.full.tensors if name.endswith(TENSOR))
+    wrapped = dict.fromkeys(adapted, WRAPPED[1])
+    return wrapped | {name.removeprefix(PREFIX): WRAPPED[3] for name in tables}
 
 
 def _narrowed(table: np.ndarray, kind: np.dtype) -> np.ndarray:

@@ -333,15 +333,19 @@ def modules_of(config: NativeConfig) -> list[Module]:
             if path not in entries:
                 continue
             entry = entries[path]
-            owner = _owner(entry.tensor)
-            name = config.vision.module(owner) if of_vision(entry) else current_name(owner, config.family)
-            group = groups.setdefault((name, entry.first), [])
+            group = groups.setdefault((module_name(entry, config), entry.first), [])
             if entry not in group:
                 group.append(entry)
     made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
     if config.family.linear_router:
         made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
     return made
+
+
+def module_name(entry: TensorEntry, config: NativeConfig) -> str:
+    """transformers' name of the module that owns an array; `{}` stands for the layer."""
+    owner = _owner(entry.tensor)
+    return config.vision.module(owner) if of_vision(entry) else current_name(owner, config.family)
 
 
 def of_vision(entry: TensorEntry) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -203,7 +204,7 @@ class Parameter(np.ndarray):
 
     @property
     def requires_grad(self) -> bool:
-        return self._model is not None and self._name not in self._model.frozen_names
+        return self._model is not None and self._model.is_trained(self._name)
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
@@ -320,6 +321,9 @@ class Submodule:
         return len([number for number in numbers if number.isdigit()])
 
 
+_OUTPUT_EMBEDDINGS = re.compile(r"(lm_head|embed_out)(\.base_layer|\.modules_to_save\.default)?\.weight$")
+
+
 class TransformersModelApi:
     """Mixin that needs `backend`, `params`, `arrays`, `config`, `name_or_path` and `save_pretrained`."""
 
@@ -332,20 +336,24 @@ class TransformersModelApi:
     accepts_loss_kwargs: bool | None = None  # as of transformers' models, for its Trainer; None: as the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter with its name on disk, or PEFT's name for virtual tokens. The values are copies; to
-        change the model, change `params`."""
+        """Yield each parameter with its name on disk, or PEFT's name if the model has an adapter. The values are
+        copies; to change the model, change `params`."""
         buffers = self._buffers()
         return ((name, values) for name, values in self._named() if name not in buffers)
 
     def _named(self) -> Iterator[tuple[str, Parameter]]:
-        for name, values in self.backend.named(self.readable):
+        for name, values in self.backend.named(self._readable(self.arrays)):
             parameter = np.array(values).view(Parameter)
             parameter._model, parameter._name = self, name
             yield name, parameter
 
     def names(self) -> list[str]:
         """Names of all parameters, and of the buffers that are saved with them."""
-        return list(self.backend.locations(self.params))
+        return list(self.backend.locations(self.arrays))
+
+    def is_trained(self, name: str) -> bool:
+        """Whether `train()` updates a parameter."""
+        return name not in self.frozen_names and self.backend.is_trained(name)
 
     def _buffers(self) -> set[str]:
         """Names of the arrays that are saved with the parameters but are none."""
@@ -360,13 +368,13 @@ class TransformersModelApi:
         Raises:
             ValueError: the model has an adapter, whose config decides what is trained.
         """
-        wanted = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
-        if wanted != self.frozen_names and not self.backend.can_freeze:
+        if not self.backend.can_freeze and any(self.is_trained(name) != trainable for name in names):
             raise ValueError(
                 "requires_grad cannot be set on a model with an adapter. Use target_modules, layers_to_transform and "
                 "modules_to_save of LoraConfig to choose what is trained."
             )
-        self.frozen_names = wanted
+        if self.backend.can_freeze:
+            self.frozen_names = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
 
     def submodule(self, name: str) -> Any:
         """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
@@ -407,7 +415,7 @@ class TransformersModelApi:
         they are tied; None for a score head."""
         if self.backend.head != "lm":
             return None
-        names = [name for name in self.names() if name.endswith(("lm_head.weight", "embed_out.weight"))]
+        names = [name for name in self.names() if _OUTPUT_EMBEDDINGS.search(name)]
         return _Embedding(self.get_parameter(names[0])) if names else self.get_input_embeddings()
 
     @property
@@ -682,4 +690,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     @property
     def readable(self) -> dict[str, Any]:
         """The parameters; reading one is a collective operation if several processes hold it."""
-        return self.params if self.read is None else {path: self.read(array) for path, array in self.params.items()}
+        return self._readable(self.params)
+
+    def _readable(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        return arrays if self.read is None else {path: self.read(array) for path, array in arrays.items()}

@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator, TorchParamLayout
-from trl_jax.hub.backend import Locations
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.formats import open_tensors
 from trl_jax.hub.native_backend import NativeBackend
@@ -131,12 +130,15 @@ class VirtualBackend(AdaptedBackend):
         if writes:
             save_file(arrays, folder / ENCODER, metadata={"format": "pt"})
 
-    def locations(self, params: dict[str, jax.Array]) -> Locations:
-        return {_named(path): [] for path in self.shapes}
+    @property
+    def trained_names(self) -> frozenset[str]:
+        return frozenset(map(_named, self.shapes))
 
-    def named(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the trained arrays under PEFT's names; they differ from the arrays on disk."""
-        return ((_named(path), np.asarray(params[path], np.float32)) for path in self.shapes)
+    def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        return ((_named(path), np.asarray(arrays[path], np.float32)) for path in self.shapes)
+
+    def in_peft(self, module: str, parameter: str) -> str | None:
+        return f"base_model.{module}.{parameter}"
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         arrays = {path.removeprefix(PREFIX): jnp.asarray(params[path], jnp.float32) for path in self.shapes}

@@ -77,12 +77,30 @@ def _assert_computed_and_written(theirs, tmp_path):
     before, after = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("in", "out"))
     assert set(before) == set(after)
     assert all(np.array_equal(before[tensor], after[tensor]) for tensor in before)
+    _assert_same_parameters(model, theirs)
     _assert_same_gradients(model, theirs, logits, ids, mask)
     plain = model.merge_and_unload()
     variants.assert_close(np.asarray(plain(ids, mask).logits)[seen], wanted, 1e-5, "merged")
     plain.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     variants.assert_close(np.asarray(again(ids, mask).logits)[seen], wanted, 1e-5, "merged and saved")
+
+
+def _assert_same_parameters(model, theirs):
+    """Names, values, and which are trained. PEFT also keeps the original of a module that is trained fully, and torch
+    lists tensors that are shared once, such as a head's that we separate from the embedding."""
+    every = dict(theirs.named_parameters(remove_duplicate=False))
+    wanted = {name: one for name, one in theirs.named_parameters() if ".original_module." not in name}
+    found = dict(model.named_parameters())
+    wanted |= {name: every[name] for name in found if name in every and "lm_head" in name}
+    assert found.keys() == wanted.keys() == set(model.names())
+    for name, parameter in found.items():
+        assert parameter.requires_grad == wanted[name].requires_grad, name
+        np.testing.assert_array_equal(parameter, wanted[name].detach().numpy(), name)
+    head = theirs.get_output_embeddings()
+    if not hasattr(head, "token_adapter"):  # its weight has trained rows
+        weight = getattr(head, "base_layer", head).weight.detach().numpy()
+        assert np.array_equal(model.get_output_embeddings().weight, weight)
 
 
 def _assert_same_gradients(model, theirs, logits, ids, mask):
