@@ -32,7 +32,7 @@ from trl_jax.hub.peft_adapters import (
     wanted_shapes,
 )
 from trl_jax.hub.peft_config import WEIGHTS
-from trl_jax.hub.peft_targets import TENSOR, module_name, of_vision
+from trl_jax.hub.peft_targets import TENSOR, module_and_parameter, of_vision
 from trl_jax.models.adapters import AdaptedGraph, adapted_graph, leaf
 from trl_jax.nn.linear import HALVES
 
@@ -95,16 +95,14 @@ class AdaptedBackend(Backend):
 
     @cached_property
     def _base_tensors(self) -> dict[str, list[IndexedEntry]]:
-        """PEFT's name of each frozen parameter -> the entries stored in it. Each expert has its name on disk."""
+        """PEFT's name of each frozen parameter -> the entries stored in it. Experts are not stacked, as on disk."""
         config, tensors = self.base.source.config, {}
         shapes = config.untied().abstract[1]
         for entry in self.base.source.tensor_map:
-            owner = module_name(entry, config)
-            for tensor, index in entry.tensors(shapes[entry.path].shape):
-                module, _, parameter = tensor.rpartition(".")
-                if entry.stacked < 2:
-                    module = owner.format(*(layer + entry.first for layer in index))
-                name = self.in_peft(module, parameter)
+            module, parameter = module_and_parameter(entry, config)
+            for _, index in entry.tensors(shapes[entry.path].shape):
+                layer = (entry.first + number for number in index[:1])
+                name = self.in_peft(module.format(*layer), parameter.format(*index[1:]))
                 if name is not None and entry.path not in self.base.buffers:
                     tensors.setdefault(name, []).append((entry, index))
         return tensors

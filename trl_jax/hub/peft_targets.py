@@ -333,7 +333,8 @@ def modules_of(config: NativeConfig) -> list[Module]:
             if path not in entries:
                 continue
             entry = entries[path]
-            group = groups.setdefault((module_name(entry, config), entry.first), [])
+            name, _ = module_and_parameter(entry, config)
+            group = groups.setdefault((name, entry.first), [])
             if entry not in group:
                 group.append(entry)
     made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
@@ -342,10 +343,12 @@ def modules_of(config: NativeConfig) -> list[Module]:
     return made
 
 
-def module_name(entry: TensorEntry, config: NativeConfig) -> str:
-    """transformers' name of the module that owns an array; `{}` stands for the layer."""
+def module_and_parameter(entry: TensorEntry, config: NativeConfig) -> tuple[str, str]:
+    """transformers' name of the module that owns an array, with `{}` for the layer, and the parameter's name in it,
+    with `{}` for the expert."""
     owner = _owner(entry.tensor)
-    return config.vision.module(owner) if of_vision(entry) else current_name(owner, config.family)
+    name = config.vision.module(owner) if of_vision(entry) else current_name(owner, config.family)
+    return name, entry.tensor.removeprefix(f"{owner}.")
 
 
 def of_vision(entry: TensorEntry) -> bool:
