@@ -13,13 +13,17 @@ from benchmarks import common, dpo_turns, sft_turns, turns
 
 
 def rows(task: str, model: Path, data: Path, count: int, max_length: int) -> list[dict[str, Any]]:
-    """The first conversations of the data, or pairs, that no arm cuts."""
+    """The first conversations of the data, or pairs or prompts, that no arm cuts."""
     words = sft_turns.tokenizer(model)
     if task == "SFT":
         chats = (sft_turns.messages(row["chosen"]) for row in common.read_rows(data))
         fitting = ({"messages": chat} for chat in chats if chat and len(_ids(words, chat)) <= max_length)
         return list(islice(fitting, count))
     half = max_length // 2
+    if task == "GRPO":
+        options = {"tokenize": False, "add_generation_prompt": True}
+        texts = (words.apply_chat_template(row["prompt"], **options) for row in dpo_turns.pairs(data))
+        return list(islice(({"prompt": text} for text in texts if len(words(text)["input_ids"]) <= half // 2), count))
     pairs = (row for row in dpo_turns.pairs(data) if all(len(ids) <= half for ids in _of_pair(words, row)))
     return list(islice(pairs, count))
 
@@ -37,8 +41,14 @@ def take(
         args=getattr(package, f"{task}Config")(**config),
         train_dataset=Dataset.from_list(rows),
         processing_class=sft_turns.tokenizer(model),
+        **({"reward_funcs": variety} if task == "GRPO" else {}),
     )
     turns.train(pipe, trainer, side, segment, stop, {"places": None}, compiling)
+
+
+def variety(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """The reward: the number of different characters."""
+    return [float(len(set(text))) for text in completions]
 
 
 def take_tunix(
@@ -55,19 +65,28 @@ def take_tunix(
 
     compiling, size = turns.count_compilation(), config["per_device_train_batch_size"]
     words = sft_turns.tokenizer(model)
+    if task == "GRPO":
+        size //= config["num_generations"]
     batches = [_batch(task, words, rows[at : at + size], pad) for at in range(0, len(rows), size)]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     with mesh:
-        trainer, losses = _trainer(task, model, mesh, config, stop)
-        places = [sum(_places(batch)) for batch in batches]
+        if task == "GRPO":
+            length = pad and pad // 4 or max(_in_128s(words(row["prompt"])["input_ids"]) for row in rows)
+            trainer, trained = _learner(model, mesh, words, config, length, size, stop)
+            losses, texts = [], size * config["num_generations"]
+            places = [texts * (length + config["max_completion_length"])]
+        else:
+            trainer, losses = _trainer(task, model, mesh, config, stop)
+            trained, places = trainer.model, [sum(_places(batch)) for batch in batches]
         pipe.send({"places": sum(places) / len(places)})
         facts: dict[str, Any] = {}
 
         def settle() -> None:
-            jax.block_until_ready(nnx.state(trainer.model))
+            jax.block_until_ready(nnx.state(trained))
 
         trainer.train(_taking_turns(batches, pipe, settle, segment, stop, facts))
-    logs = [{"loss": sum(losses[at : at + segment]) / segment} for at in range(0, stop, segment)]
+    segments = [losses[at : at + segment] for at in range(0, stop, segment)]
+    logs = [{"loss": sum(segment) / len(segment)} if segment else {} for segment in segments]
     pipe.send(facts | {"logs": logs, "compile s": sum(compiling), "peak MB": common.memory(), "device GB": 0.0})
 
 
@@ -92,9 +111,48 @@ def _taking_turns(
         yield batches[number % len(batches)]
 
 
+def _learner(model: Path, mesh: Any, words: Any, config: dict, length: int, prompts: int, stop: int) -> tuple[Any, Any]:
+    """Tunix's learner of GRPO with its own generator, and the model that it trains.
+
+    Args:
+        length: tokens that prompts are padded to.
+        prompts: of a step.
+    """
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo import grpo_learner
+    from tunix.rl.rollout import base_rollout
+
+    completion, role = config["max_completion_length"], rl_cluster.Role
+    cluster = rl_cluster.RLCluster(
+        actor=_model(model, mesh),
+        tokenizer=words,
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh=dict.fromkeys((role.ACTOR, role.ROLLOUT), mesh),
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=_optimizer(1e-6, stop), eval_every_n_steps=stop + 1, max_steps=stop + 1,
+                mini_batch_size=prompts, train_micro_batch_size=prompts,
+            ),
+            rollout_config=base_rollout.RolloutConfig(
+                max_tokens_to_generate=completion, max_prompt_length=length, kv_cache_size=length + completion,
+                temperature=1.0, top_p=1.0,
+            ),
+        ),
+    )  # fmt: skip
+    settings = grpo_learner.GRPOConfig(num_generations=config["num_generations"], beta=0.0)
+    learner = grpo_learner.GRPOLearner(cluster, settings, variety)
+    return learner, cluster.actor_trainer.model
+
+
+def _optimizer(rate: float, stop: int) -> Any:
+    """The optimizer that TRL's defaults give."""
+    import optax
+
+    adamw = optax.adamw(optax.linear_schedule(rate, 0.0, stop), weight_decay=0.0)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
 def _trainer(task: str, model: Path, mesh: Any, config: dict, stop: int) -> tuple[Any, list[float]]:
     """Tunix's trainer with the optimizer that TRL's defaults give, and the list that its losses come to."""
-    import optax
     from tunix.sft import hooks, peft_trainer, utils
     from tunix.sft.dpo import dpo_trainer
 
@@ -110,8 +168,7 @@ def _trainer(task: str, model: Path, mesh: Any, config: dict, stop: int) -> tupl
         def on_eval_step_start(self, train_ctx): ...
         def on_eval_step_end(self, train_ctx, eval_loss): ...
 
-    rate = optax.linear_schedule({"SFT": 2e-5, "DPO": 1e-6}[task], 0.0, stop)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.0))
+    optimizer = _optimizer({"SFT": 2e-5, "DPO": 1e-6}[task], stop)
     sizes = {"eval_every_n_steps": stop + 1, "max_steps": stop}
     if task == "DPO":
         settings = dpo_trainer.DPOTrainingConfig(**sizes, beta=0.1)
@@ -147,10 +204,13 @@ def _model(folder: Path, mesh: Any) -> Any:
 
 
 def _batch(task: str, words: Any, rows: Sequence[dict], pad: int | None) -> Any:
-    """The padded arrays that Tunix's trainer takes."""
+    """What Tunix's trainer takes: padded arrays, or prompts as texts."""
+    import numpy as np
     from tunix.sft import peft_trainer
     from tunix.sft.dpo import dpo_trainer
 
+    if task == "GRPO":
+        return {"prompts": np.array([row["prompt"] for row in rows])}
     if task == "SFT":
         ids, mask = _padded(words, [_ids(words, row["messages"]) for row in rows], pad)
         return peft_trainer.TrainingInput(input_tokens=ids, input_mask=mask)
@@ -174,13 +234,17 @@ def _places(batch: Any) -> list[int]:
 def _padded(words: Any, texts: Sequence[Sequence[int]], length: int | None, *, left: bool = False) -> tuple[Any, Any]:
     import numpy as np
 
-    length = length or -(-max(map(len, texts)) // 128) * 128
+    length = length or max(map(_in_128s, texts))
     ids = np.full((len(texts), length), words.pad_token_id, np.int32)
     mask = np.zeros((len(texts), length), bool)
     for row, text in enumerate(texts):
         place = slice(length - len(text), length) if left else slice(len(text))
         ids[row, place], mask[row, place] = text, True
     return ids, mask
+
+
+def _in_128s(ids: Sequence[int]) -> int:
+    return -(-len(ids) // 128) * 128
 
 
 def _of_pair(words: Any, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:

@@ -1,10 +1,14 @@
 """How fast trl_jax trains, against TRL and google-tunix: live trainers in processes of their own, taking turns.
 
-All train the same qwen3 of noise on the same conversations or pairs of hh-rlhf, in the same order, in float32, with the
-same AdamW, schedule and clipping. The steps go through --batches batches again and again, so every shape is compiled in
-the warm-up. Tunix pads what it is given, and asks its caller for the lengths: "fixed" pads every text to --max_length,
-as its examples do (half of it for the prompt and half for the answer in DPO), "in 128s" pads a batch to its longest
-text, rounded up to a multiple of 128. Rows longer than that are left out for all.
+All train the same qwen3 of noise on the same conversations, pairs or prompts of hh-rlhf, in the same order, in float32,
+with the same AdamW, schedule and clipping. The steps go through --batches batches again and again, so every shape is
+compiled in the warm-up. Tunix pads what it is given, and asks its caller for the lengths: "fixed" pads every text to
+--max_length, as its examples do (half of it for the prompt and half for the answer in DPO, a quarter for the prompt in
+GRPO), "in 128s" pads a batch to its longest text, rounded up to a multiple of 128. Rows longer than that are left out
+for all.
+
+GRPO has Tunix's default loss (`loss_type="grpo"` in TRL) and no reference. TRL and trl_jax generate the same
+completions and Tunix others; nearly all have --completion tokens, because the model has random weights.
 
 Tunix needs an environment of its own, whose jax is another: --python names its interpreter. Unset, one is made in a
 temporary folder with pip, which downloads about a gigabyte.
@@ -26,6 +30,7 @@ from typing import Any
 from benchmarks import common, lanes, peer_turns, sft_turns, turns
 
 PACKAGE = "google-tunix==0.1.7"
+TASKS = ("SFT", "DPO", "GRPO")
 ARMS = ("TRL", "trl_jax", "Tunix fixed", "Tunix in 128s")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,8 +46,9 @@ def main() -> None:
         model = folder / "qwen3"
         common.in_child(sft_turns.build_model, model, args.data, args.layers, args.width, turns.VOCABULARY, "qwen3")
         for task in args.tasks:
-            rows = common.in_child(peer_turns.rows, task, model, args.data, args.batches * args.batch, args.max_length)
-            print(f"{task}: {args.batch} rows a step, {args.steps} steps measured", flush=True)
+            size = args.prompts if task == "GRPO" else args.batch
+            rows = common.in_child(peer_turns.rows, task, model, args.data, args.batches * size, args.max_length)
+            print(f"{task}: {size} rows a step, {args.steps} steps measured", flush=True)
             report[task] = _raced(args, task, rows, model, folder, python)
             common.show(report[task])
     common.write_json(args.json, report)
@@ -52,13 +58,16 @@ def _arguments() -> Any:
     options = common.parser(__doc__)
     options.add_argument("--data", type=Path, required=True, help="jsonl of chosen and rejected dialogues")
     options.add_argument("--python", type=Path, help=f"interpreter of an environment with {PACKAGE}")
-    options.add_argument("--tasks", nargs="+", default=["SFT", "DPO"], choices=["SFT", "DPO"])
+    options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=256, help="a multiple of 64")
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--batches", type=int, default=1, help="different batches")
     options.add_argument("--max_length", type=int, default=1024)
+    options.add_argument("--prompts", type=int, default=4, help="of a step of GRPO")
+    options.add_argument("--completions", type=int, default=8, help="of each prompt")
+    options.add_argument("--completion", type=int, default=128, help="most tokens of a completion")
     options.add_argument("--segment", type=int, default=1, help="steps a turn")
     lanes.add_steps(options, warm_up=2, steps=5)
     return options.parse_args()
@@ -75,7 +84,7 @@ def _environment(folder: Path) -> Path:
 def _raced(args: Any, task: str, rows: list[dict], model: Path, folder: Path, python: Path) -> list[dict[str, Any]]:
     started, stop = [], args.warm_up + args.steps
     for name in args.arms:
-        config = lanes.config_of(name, args, folder)
+        config = _config(name, task, args, folder)
         if name.startswith("Tunix"):
             with _interpreter(python):
                 pad = args.max_length if name == "Tunix fixed" else None
@@ -86,8 +95,20 @@ def _raced(args: Any, task: str, rows: list[dict], model: Path, folder: Path, py
             started.append(lanes.start(name, peer_turns.take, side, task, model, rows, config, args.segment, stop))
     lanes.race(started, stop // args.segment)
     places = {lane.name: lane.facts["places"] for lane in started}
-    table = lanes.table(started, args)
+    others = [lane.name for lane in started if task == "GRPO" and lane.name.startswith("Tunix")]
+    table = lanes.table(started, args, others)
     return [row | {"places a step": places[row["arm"]]} for row in table]
+
+
+def _config(name: str, task: str, args: Any, folder: Path) -> dict[str, Any]:
+    config = lanes.config_of(name, args, folder)
+    if task != "GRPO":
+        return config
+    of_texts = ("max_length", "train_sampling_strategy")
+    return {field: value for field, value in config.items() if field not in of_texts} | {
+        "per_device_train_batch_size": args.prompts * args.completions, "num_generations": args.completions,
+        "max_completion_length": args.completion, "loss_type": "grpo", "shuffle_dataset": False,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
