@@ -22,5 +22,5 @@ def test_a_run_enters_few_files():
 
 def test_the_package_has_few_files_of_a_readable_size():
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")}
-    assert len(lines) <= 282
+    assert len(lines) <= 290
     assert {path.name: count for path, count in lines.items() if count > 1_000} == {}

@@ -14,7 +14,7 @@ from compat_tests.effort import only_thorough, thorough
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.training.forward import check_noise, random_options, run_key
-from trl_jax.training.script_loss import BoundModel
+from trl_jax.training.script_model import BoundModel
 
 
 @pytest.fixture(scope="module")

@@ -469,6 +469,11 @@ def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
     return as_tensors({name: _as_long(np.array(values)) for name, values in arrays.items()})
 
 
+def batch_tensor(values: Any) -> Any:
+    """One array as a tensor of a batch."""
+    return batch_tensors({"": values})[""]
+
+
 def as_arrays(values: Any) -> Any:
     """A tensor, or the tensors in mappings and lists, as NumPy arrays; other values as they are."""
     if isinstance(values, Mapping):
@@ -512,6 +517,14 @@ def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Leaf tensors of these arrays that record gradients, and the tensors for the script, which may modify them."""
     leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
     return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
+
+
+def padded_gradient(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Pad a gradient with zeros at the end of its axes: the script saw only the first positions of an output of this
+    shape."""
+    found = np.zeros(shape, np.float32)
+    found[tuple(map(slice, gradient.shape))] = gradient
+    return found
 
 
 def _copied(outputs: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -62,7 +62,9 @@ from trl_jax.training.logging import tell_saved
 from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.own_step import OwnStep
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
-from trl_jax.training.script_loss import BoundModel, ScriptMetrics, read_by_model, script_values
+from trl_jax.training.script_loss import script_values
+from trl_jax.training.script_metrics import ScriptMetrics
+from trl_jax.training.script_model import BoundModel, read_by_model
 from trl_jax.training.state import OWN_STEP, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 

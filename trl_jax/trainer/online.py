@@ -27,7 +27,7 @@ from trl_jax.data.checks import has_transform
 from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import batch_tensors, knows_torch
+from trl_jax.hub.torch_objects import batch_tensor, batch_tensors, knows_torch
 from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
@@ -646,7 +646,7 @@ class OnlineTrainer(RolloutTrainer):
             inputs: the rows of the dataset, one for each completion.
         """
         rewards = self._calls_rewards(inputs, prompts, completions, completion_ids_list)
-        return batch_tensors({"": rewards})[""] if self._overridden_in_torch("_calculate_rewards") else rewards
+        return batch_tensor(rewards) if self._overridden_in_torch("_calculate_rewards") else rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's outputs for the prompts of a generation, as NumPy arrays: `prompt_ids`, `prompt_mask` `[N, P]`,

@@ -16,7 +16,7 @@ from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_bridge import peft_available
-from trl_jax.hub.torch_objects import are_tensors, as_arrays, batch_tensors
+from trl_jax.hub.torch_objects import are_tensors, as_arrays, batch_tensor
 from trl_jax.trainer.model_config import ModelConfig
 
 # Other names that TRL had in this module once.
@@ -119,7 +119,7 @@ def pad(
         raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
     if are_tensors(*tensors):
         arrays = as_arrays(list(tensors))
-        return batch_tensors({"": pad(arrays, padding_value, padding_side, pad_to_multiple_of)})[""]
+        return batch_tensor(pad(arrays, padding_value, padding_side, pad_to_multiple_of))
     shape = np.max([np.shape(one) for one in tensors], axis=0)
     if pad_to_multiple_of is not None:
         shape[0] = -(-shape[0] // pad_to_multiple_of) * pad_to_multiple_of

@@ -26,7 +26,8 @@ from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import TRL_LOGPS
 from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.training.forward import AUX_LOSS, with_aux_loss
-from trl_jax.training.script_loss import OWN_METRIC, described, own_metrics, own_sums
+from trl_jax.training.script_loss import described
+from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, own_sums
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
     WrittenInTorch,
@@ -412,7 +413,10 @@ class TorchCalls:
             loss = torch_scalar(self._compute_loss(model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:
-            gradients = {name: _padded(values, whole[name]) for name, values in one.gradients(loss).items()}
+            gradients = {
+                name: torch_objects.padded_gradient(values, np.shape(whole[name]))
+                for name, values in one.gradients(loss).items()
+            }
         elif setup.model.training:
             raise TypeError(
                 "The trainer's own loss returned a tensor without a gradient; expected one that is computed from "
@@ -460,13 +464,6 @@ def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: in
     if name in ("prompt_ids", "prompt_mask"):
         return values[:, values.shape[1] - prompt :]
     return values[:, :completion] if np.ndim(values) == 2 and values.shape[1] == length else values
-
-
-def _padded(gradient: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """A gradient with zeros up to the shape of what it is of."""
-    found = np.zeros(of.shape, np.float32)
-    found[tuple(map(slice, gradient.shape))] = gradient
-    return found
 
 
 class TorchPass:

@@ -36,7 +36,8 @@ from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_su
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.rollout import CommonNumbers, RowReader, readable, rows_of_script
-from trl_jax.training.script_loss import BoundModel, UserLoss, UserLossEvaluation, UserPrediction, inputs_of, task_loss
+from trl_jax.training.script_loss import UserLoss, UserLossEvaluation, UserPrediction, inputs_of
+from trl_jax.training.script_model import BoundModel, task_loss
 from trl_jax.training.state import Setup
 
 

@@ -44,7 +44,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
-from trl_jax.training.script_loss import OWN_METRIC, evened, own_metrics
+from trl_jax.training.script_metrics import OWN_METRIC, evened, own_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -71,9 +71,9 @@ class OwnStep:
 
         def compute(given: Any) -> Any:
             made.append(computed(self._taken(inputs, rows, given)))
-            return self._as_given({"": np.asarray(made[0][0])})[""]
+            return self._as_given({"loss": np.asarray(made[0][0])})["loss"]
 
-        count = None if num_items is None else self._as_given({"": np.int64(num_items)})[""]
+        count = None if num_items is None else self._as_given({"count": np.int64(num_items)})["count"]
         loss = self._call(compute, self._as_given(rows.shown), count, last)
         if len(made) != 1:
             raise RuntimeError(

@@ -1,0 +1,112 @@
+"""What a script's own loss logs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.tasks.policy import means
+from trl_jax.tasks.task import STEP_SUMS, Task, joined
+from trl_jax.training.state import Setup
+
+
+class ScriptMetrics(defaultdict):
+    """Numbers that a script logs outside of its own loss, as lists by name, as TRL's trainers keep them."""
+
+    def __init__(self):
+        super().__init__(list)
+        self._appended = set()
+
+    def __missing__(self, name: str) -> list:
+        self._appended.add(name)
+        return super().__missing__(name)
+
+    def taken(self, logs: dict[str, Any], before: str) -> dict[str, float]:
+        """The mean of each by its name with `before`, which are forgotten.
+
+        Raises:
+            ValueError: a number was appended to one that `logs` has.
+        """
+        found = {before + name: float(sum(values) / len(values)) for name, values in self.items() if values}
+        if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
+            raise ValueError(
+                f"A script appended to _metrics[mode][{own[0]!r}] outside of its loss, and trl_jax logs {own[0]!r} "
+                "itself. Use another name, or replace it: self._metrics[mode][name] = [value]."
+            )
+        self.clear()
+        self._appended.clear()
+        return found
+
+
+OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
+_PARTS = "parts/"
+
+
+def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+    """The task's metrics, where the sums have those of its loss, and those of `own_sums`: the mean of each over the
+    micro-batches where it is not NaN."""
+    names = [name for name in (sums[0] if sums else ()) if name.startswith(OWN_METRIC)]
+    of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
+    found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
+    if not names:
+        return found
+    logged = [name for name in names if name != OWN_METRIC]
+    parts = [  # a micro-batch's parts, on the devices that share it, where each number was logged
+        step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[OWN_METRIC]) for name in logged} for step in sums
+    ]
+    totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=OWN_METRIC)
+    with np.errstate(invalid="ignore"):  # 0 of 0: logged in no part
+        shares = {name.removeprefix(OWN_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
+    return found | means(shares)
+
+
+def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same sums, with NaN for what a script has logged of others of them alone."""
+    names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
+
+    def missing(one: dict[str, Any], name: str) -> np.ndarray:
+        return np.full(np.shape(one.get(OWN_METRIC, 0)), 0 if name == OWN_METRIC else np.nan, np.float32)
+
+    return [{name: missing(one, name) for name in names if name not in one} | one for one in sums]
+
+
+def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
+    """What a script's loss has logged, by name, as sums over micro-batches.
+
+    Args:
+        members: bool `[M]`, whether the pass is of a micro-batch; or a scalar, where it is a micro-batch itself.
+    """
+    own = {OWN_METRIC: members.astype(jnp.float32)}
+    for name, values in metrics.items():
+        value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
+        own[OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
+    return own
+
+
+class OwnMetrics:
+    """What a script's own loss of DPO or KTO logs; the loss itself is computed by `UserLoss`.
+
+    current: the `BoundModel` of the loss that is being traced; None outside.
+    """
+
+    def __init__(self, setup: Callable[[], Setup]):
+        self._setup, self.current = setup, None
+
+    def values(self) -> tuple:
+        return ()
+
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """The results of a step, which are complete."""
+        return results
+
+    def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The task's, in whose computation the first value is searched that is not finite."""
+        return self._setup().task.loss(outputs, batch)
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+        return own_metrics(self._setup().task, sums, split)

@@ -1,0 +1,240 @@
+"""A script's own loss in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to them,
+and JAX continues the backward pass from there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.hub import torch_objects
+from trl_jax.training.data import seen_by_scripts
+from trl_jax.training.own_step import CutRows
+from trl_jax.training.script_model import FIXED, OUTPUTS, BoundModel, Outputs, default_loss, logged_sums, read_by_model
+from trl_jax.training.torch_errors import NotGiven, check_same, outputs_alone, parameters_refused, torch_scalar
+
+
+class TorchModel:
+    """The model as a loss in torch calls it; each call is kept with what its gradient goes back through.
+
+    leaves, backwards, outputs: of the calls, in order: leaf tensors that collect gradients, their VJP functions, and
+        the arrays that JAX computed.
+    """
+
+    def __init__(
+        self, compute: Callable, model: Any, known: frozenset[str], training: bool, rows: CutRows, compares: bool
+    ):
+        """
+        Args:
+            compares: whether the loss compares with a reference, whose numbers belong to the rows as they are.
+            rows: as the script has them.
+            compute: `(kind of call, arrays, number of the call) -> (outputs by name, their VJP function)`.
+            known: the names that a call may pass, with or without effect.
+            training: False in an evaluation.
+        """
+        self._compute, self._model, self._known, self.training = compute, model, known, training
+        self._rows, self.tensors, self._compares = rows, torch_objects.batch_tensors(rows.shown), compares
+        self.metrics = defaultdict(list)
+        self.leaves, self.backwards, self.outputs = [], [], []
+
+    def __call__(
+        self, input_ids: Any = None, attention_mask: Any = None, fused_lm_head: bool = False, **others: Any
+    ) -> Outputs:
+        """As `BoundModel`'s, of tensors."""
+        if unknown := others.keys() - self._known:
+            raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
+        found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
+        given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
+        return self._outputs("fused" if fused_lm_head else "call", given)
+
+    def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, Outputs]:
+        """The task's loss of a batch, and what the model gave."""
+        del task  # the run's
+        if self._compares:
+            check_same(inputs, self._rows.shown, in_torch=True)
+        found = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
+        if self._compares:
+            rows = read_by_model(inputs)
+            found.with_logits(lambda: self._outputs("call", rows).logits.detach())
+        return found.loss, found
+
+    def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
+        arrays = {name: np.asarray(value) for name, value in tensors.items()}
+        outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
+        length = arrays["input_ids"].shape[1]
+        cut = {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
+        leaves, shown = torch_objects.asking({name: value for name, value in cut.items() if name not in FIXED})
+        shown |= torch_objects.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
+        self.leaves.append(leaves)
+        self.backwards.append(back)
+        self.outputs.append(outputs)
+        return Outputs(**shown)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+# How many positions of a text of T tokens these outputs have, less T.
+_POSITIONS = {"logits": 0} | dict.fromkeys(OUTPUTS[3:], -1)
+SUMS = "sums"  # of the task's loss, among the outputs of a call
+
+
+def _cut(name: str, values: Any, length: int) -> Any:
+    """Outputs of the first `length` tokens of each text; outputs of whole texts as they are."""
+    whole = name not in _POSITIONS or name == "logits" and np.ndim(values) < 3
+    return values if whole else values[:, : length + _POSITIONS[name]]
+
+
+class TorchLoss:
+    """Computes a script's loss in torch, and its gradient by the parameters; as `UserLoss` in a compiled step."""
+
+    def __init__(self, user_loss: Any, without_frozen: Callable = lambda loss: loss):
+        """
+        Args:
+            user_loss: the same loss in JAX, a `script_loss.UserLoss`.
+            without_frozen: turns a function of the parameters into one without gradients of frozen ones.
+        """
+        self._setup, self._user_loss = user_loss.setup, user_loss
+        static = ("kind", "call", "dtype", "remat")
+        outputs = without_frozen(self._outputs)
+        self._forward = jax.jit(lambda *given, **options: _joined(outputs(*given, **options)), static_argnames=static)
+        self._both = jax.jit(partial(_with_vjp, outputs), static_argnames=static)
+        self._back = jax.jit(lambda back, gradient: back(gradient)[0])
+        self._sums, self._compared = jax.jit(self._task_sums), jax.jit(self._compared_inputs, static_argnames="dtype")
+
+    def value_and_grad(
+        self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
+    ) -> tuple[tuple[Any, dict], dict]:
+        """`((loss, sums), gradient)` of a micro-batch, as of the compiled loss."""
+        args = self._setup.args
+        options = {"dtype": args.compute_dtype, "remat": args.remats[-1]}
+
+        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, Any]:
+            return self._both(params, frozen, inputs, arrays, key, pass_weight, kind=kind, call=call, **options)
+
+        model = self._model(compute, params | frozen, inputs, options["dtype"], training=True)
+        loss = self._loss(model, num_items)
+        if not (loss.requires_grad and model.leaves):
+            raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
+        found = map(_of_whole_rows, torch_objects.gradients(loss, model.leaves), model.outputs)
+        parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, found, strict=True)]
+        gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
+        return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
+
+    def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
+        """The sums of a batch, and what `call(model, tensors)` gives."""
+        model = self._evaluating(params, inputs, dtype)
+        with torch_objects.without_gradient(), outputs_alone():
+            found = call(model, model.tensors)
+        return self._sums(model.outputs, inputs), found
+
+    def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
+        """`(sums with "loss", outputs)` of a batch."""
+        model = self._evaluating(params, inputs, dtype)
+        with torch_objects.without_gradient():
+            loss = self._loss(model, self._user_loss.num_items(inputs))
+        outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs if "logits" in found]
+        found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
+        return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found
+
+    def _evaluating(self, params: dict, inputs: dict, dtype: str) -> TorchModel:
+        def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
+            return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
+
+        return self._model(compute, params, inputs, dtype, training=False)
+
+    def _model(self, compute: Callable, params: dict, inputs: dict, dtype: str, *, training: bool) -> TorchModel:
+        known, shown = frozenset(inputs) | BoundModel.ignored, seen_by_scripts(inputs)
+        if self._setup.script_loss is not None:
+            shown = self._compared(params, inputs, dtype=dtype)
+        if self._setup.task.head == "lm":
+            known |= {"labels", "num_items_in_batch", "output_router_logits"}
+        rows = CutRows(shown, self._setup)
+        compares = self._setup.script_loss is not None
+        return TorchModel(compute, self._setup.model, known | frozenset(shown), training, rows, compares)
+
+    def _compared_inputs(self, params: dict, inputs: dict, *, dtype: str) -> dict[str, jax.Array]:
+        """The inputs of a loss that compares with a reference."""
+        given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+        return self._user_loss.bound(params, inputs, dtype=dtype).compared_inputs(given)
+
+    def _loss(self, model: TorchModel, num_items: Any) -> Any:
+        """The script's loss, a tensor of one number."""
+        options, own = {}, self._setup.script_loss
+        if self._setup.task.head == "lm":
+            options = {"num_items_in_batch": num_items}
+            options = options if num_items is None else torch_objects.batch_tensors(options)
+        refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
+        if own is not None:
+            own.current = model
+        try:
+            with refused, outputs_alone():
+                return torch_scalar(self._user_loss.compute_loss(model, model.tensors, **options))
+        finally:
+            if own is not None:
+                own.current = None
+
+    def _outputs(
+        self,
+        params: dict,
+        frozen: dict,
+        inputs: dict,
+        arrays: dict,
+        key: Any,
+        pass_weight: Any,
+        *,
+        kind: str,
+        call: int,
+        **options: Any,
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The outputs of one call of the model, by name, and those that have no gradient."""
+        options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
+        bound, sums = self._user_loss.bound(frozen | params, inputs, **options), {}
+        of_batch = {name: arrays[name] for name in seen_by_scripts(inputs) if name in arrays}
+        if bound.comparing is not None:
+            of_batch = bound.compared_inputs(
+                {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+            )
+        if kind == "default":
+            loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
+            sums = {} if bound.default_sums is None else {SUMS: bound.default_sums}
+        else:
+            outputs = bound(**arrays, **({"fused_lm_head": True} if kind == "fused" else {}))
+            loss = outputs.loss
+        of_call = {name: vars(outputs).get(name) for name in OUTPUTS} | {"loss": loss}
+        found = {name: value for name, value in of_call.items() if value is not None}
+        sums |= {name: found.pop(name) for name in FIXED if name in found}
+        return found, sums
+
+    def _task_sums(self, outputs: list[dict], inputs: dict) -> dict[str, jax.Array]:
+        aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
+        sums = next((found[SUMS] for found in reversed(outputs) if SUMS in found), None)
+        found = [_of_texts(one, self._setup.task.head) for one in outputs if "logits" in one]
+        made = SimpleNamespace(outputs=found, aux_losses=aux_losses, default_sums=sums)
+        return self._user_loss.sums(made, inputs)
+
+
+def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Pad gradients with zeros to the length of the outputs: the script saw only their first positions."""
+
+    return {name: torch_objects.padded_gradient(value, np.shape(outputs[name])) for name, value in gradient.items()}
+
+
+def _with_vjp(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
+    """The outputs, and the VJP function: it maps gradients of the differentiable outputs to those of the parameters."""
+    found, back, fixed = jax.vjp(lambda params: outputs(params, *given, **options), params, has_aux=True)
+    return found | fixed, back
+
+
+def _joined(parts: tuple[dict, dict]) -> dict:
+    return parts[0] | parts[1]
+
+
+def _of_texts(outputs: dict[str, jax.Array], head: str) -> jax.Array:
+    return outputs["logits"] if head == "lm" else outputs["logits"][:, 0]
