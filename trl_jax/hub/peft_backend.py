@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,22 @@ class AdaptedBackend(Backend):
     def named(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the base model's parameters and then the trained ones, under PEFT's names. Of modules that are trained
         fully, the original weights are not kept and thus left out."""
-        weight = lru_cache(maxsize=4)(partial(self.base.weight, arrays))  # adjacent tensors are in the same arrays
+
+        @lru_cache(maxsize=4)  # experts of a layer are in the same arrays
+        def of_layer(path: str, *layer: int) -> jax.Array:
+            at = slice(layer[0], layer[0] + 1) if layer else ()
+            return self.base.weight({name: array[at] for name, array in self._stored(arrays, path)}, path)
+
         for name, entries in self._base_tensors.items():
-            yield name, read_tensor({entry.path: weight(entry.path) for entry, _ in entries}, entries)
+            layers = {entry.path: of_layer(entry.path, *index[:1]) for entry, index in entries}
+            yield name, read_tensor(layers, [(entry, (0, *index[1:]) if index else ()) for entry, index in entries])
         yield from self.trained(arrays)
+
+    def _stored(self, arrays: dict[str, Any], path: str) -> list[tuple[str, Any]]:
+        """The array at a path; if it is quantized or kept as bits, the arrays that it is made of."""
+        form = self.base.formats.get(path)
+        names = [path] if form is None else [f"{path}.{name}" for name in form.leaves()]
+        return [(name, arrays[name]) for name in names]
 
     def is_trained(self, name: str) -> bool:
         return name in self.trained_names

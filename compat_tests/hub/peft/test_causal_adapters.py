@@ -156,6 +156,14 @@ def test_a_frozen_head_keeps_its_sixteen_bits_and_gets_no_gradient(tie, bases, t
     ids, mask = causal.rows()
     variants.assert_close(halves(ids, mask).logits, np.asarray(plain(ids, mask).logits), 1e-5)
     assert few.frozen["decoder.layers.attention.q.weight.codes"].dtype == jnp.uint8
+    for model, same in ((halves, plain), (few, few.merge_and_unload())):  # B is zero
+        frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+        names = [name.removeprefix("base_model.model.").replace(".base_layer", "") for name in frozen]
+        wanted = dict(same.named_parameters())
+        assert wanted.keys() <= set(names) and set(names) - wanted.keys() <= {"lm_head.weight"}
+        for name, values in zip(names, frozen.values(), strict=True):
+            if name in wanted:
+                np.testing.assert_array_equal(values, wanted[name], name)
 
 
 @pytest.mark.parametrize(
