@@ -193,7 +193,9 @@ def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad = ".lora_" in name or name.startswith("base_model.model.score.")
     for wanted in (True, False):
-        with pytest.raises(ValueError, match="on a model with an adapter. Use target_modules"):
+        with pytest.raises(
+            ValueError, match=rf"requires_grad cannot be set to {wanted} on a model with an adapter. Use target_modules"
+        ):
             adapted.requires_grad_(wanted)
 
 

@@ -109,13 +109,16 @@ class Backend(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each tensor with its name on disk, in float32."""
 
-    def named(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+    def named(
+        self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each parameter with its name in PyTorch, in float32; by default the same as `on_disk`.
 
         Args:
             arrays: all arrays of the model, trained and frozen.
+            wanted: the only names to yield; None means all.
         """
-        return self.on_disk(arrays)
+        return (one for one in self.on_disk(arrays) if wanted is None or one[0] in wanted)
 
     def is_trained(self, name: str) -> bool:
         """Whether a parameter, by its name in PyTorch, is trained unless a script freezes it."""
@@ -126,7 +129,7 @@ class Backend(abc.ABC):
         return TorchParamLayout()
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """Name on disk -> the paths of the arrays that hold the tensor, each with the tensor's index in that array."""
+        """Name in PyTorch -> the paths of the arrays that hold the tensor, each with the tensor's index there."""
         return {name: [(name, ())] for name in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:

@@ -212,9 +212,15 @@ class NativeBackend(Backend):
         return NativeBackend(resized_source(self.source, rows), self.formats)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        params = self.weights(params) if self.formats else params
-        for tensor, entries in entries_of(params, self.source).items():
-            yield tensor, read_tensor(params, entries)
+        return self.named(params)
+
+    def named(
+        self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        arrays = self.weights(arrays) if self.formats else arrays
+        for tensor, entries in entries_of(arrays, self.source).items():
+            if wanted is None or tensor in wanted:
+                yield tensor, read_tensor(arrays, entries)
 
 
 def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | jax.ShapeDtypeStruct:

@@ -65,23 +65,28 @@ class AdaptedBackend(Backend):
         return self.base.main_dtype
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """Names in PEFT only, because a script cannot freeze parameters of a model with an adapter."""
+        """PEFT's names, without locations: a script cannot freeze parameters of a model with an adapter."""
         del params
-        return {name: [] for name in (*self._base_tensors, *self.trained_names)}
+        return {name: [] for name in (*self._frozen_tensors, *self.trained_names)}
 
-    def named(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+    def named(
+        self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the base model's parameters and then the trained ones, under PEFT's names. Of modules that are trained
         fully, the original weights are not kept and thus left out."""
 
-        @lru_cache(maxsize=4)  # experts of a layer are in the same arrays
+        @lru_cache(maxsize=8)  # experts of a layer are in the same arrays
         def of_layer(path: str, *layer: int) -> jax.Array:
             at = slice(layer[0], layer[0] + 1) if layer else ()
             return self.base.weight({name: array[at] for name, array in self._stored(arrays, path)}, path)
 
-        for name, entries in self._base_tensors.items():
+        for name, entries in self._frozen_tensors.items():
+            if wanted is not None and name not in wanted:
+                continue
             layers = {entry.path: of_layer(entry.path, *index[:1]) for entry, index in entries}
             yield name, read_tensor(layers, [(entry, (0, *index[1:]) if index else ()) for entry, index in entries])
-        yield from self.trained(arrays)
+        if wanted is None or not self.trained_names.isdisjoint(wanted):
+            yield from (one for one in self.trained(arrays) if wanted is None or one[0] in wanted)
 
     def _stored(self, arrays: dict[str, Any], path: str) -> list[tuple[str, Any]]:
         """The array at a path; if it is quantized or kept as bits, the arrays that it is made of."""
@@ -102,19 +107,20 @@ class AdaptedBackend(Backend):
         """Yield the trained parameters under PEFT's names."""
 
     @abc.abstractmethod
-    def in_peft(self, module: str, parameter: str) -> str | None:
+    def peft_name(self, module: str, parameter: str) -> str | None:
         """PEFT's name of a frozen parameter of the base model; None if it is trained."""
 
     @cached_property
-    def _base_tensors(self) -> dict[str, list[IndexedEntry]]:
-        """PEFT's name of each frozen parameter -> the entries stored in it. Experts are not stacked, as on disk."""
+    def _frozen_tensors(self) -> dict[str, list[IndexedEntry]]:
+        """PEFT's name of each frozen parameter -> the entries stored in it. Experts are listed one by one,
+        as on disk; transformers stacks them."""
         config, tensors = self.base.source.config, {}
         shapes = config.untied().abstract[1]
         for entry in self.base.source.tensor_map:
             module, parameter = module_and_parameter(entry, config)
             for _, index in entry.tensors(shapes[entry.path].shape):
                 layer = (entry.first + number for number in index[:1])
-                name = self.in_peft(module.format(*layer), parameter.format(*index[1:]))
+                name = self.peft_name(module.format(*layer), parameter.format(*index[1:]))
                 if name is not None and entry.path not in self.base.buffers:
                     tensors.setdefault(name, []).append((entry, index))
         return tensors
@@ -178,19 +184,21 @@ class LoraBackend(AdaptedBackend):
 
     @cached_property
     def trained_names(self) -> frozenset[str]:
-        return frozenset(self._in_memory(name) for name in (*self.dtypes, *self.plan.carried))
+        return frozenset(self._peft_name_of(name) for name in (*self.dtypes, *self.plan.carried))
 
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         tensors = trained_tensors(self.plan, arrays)
-        return ((self._in_memory(name), values) for name, values in tensors.items())
+        return ((self._peft_name_of(name), values) for name, values in tensors.items())
 
-    def in_peft(self, module: str, parameter: str) -> str | None:
+    def peft_name(self, module: str, parameter: str) -> str | None:
         if f"{PREFIX}{module}.{parameter}" in self.dtypes:
             return None
-        name = f"{PREFIX}{module}{self._wrapped.get(module, '')}.{parameter}"
+        while module in self._wrapped:  # nested if several parameters of a module have adapters
+            module += self._wrapped[module]
+        name = f"{PREFIX}{module}.{parameter}"
         return None if name in self.dtypes else name
 
-    def _in_memory(self, name: str) -> str:
+    def _peft_name_of(self, name: str) -> str:
         """PEFT's name of a parameter for its name on disk."""
         if name in self.plan.full.tensors and not name.endswith(TENSOR):
             return self._saved_module(name)

@@ -348,7 +348,10 @@ def module_and_parameter(entry: TensorEntry, config: NativeConfig) -> tuple[str,
     with `{}` for the expert."""
     owner = _owner(entry.tensor)
     name = config.vision.module(owner) if of_vision(entry) else current_name(owner, config.family)
-    return name, entry.tensor.removeprefix(f"{owner}.")
+    parameter, last = entry.tensor.removeprefix(f"{owner}."), owner.rpartition(".")[2]
+    if name.endswith(".experts") and last != "experts":  # several modules on disk are one in transformers
+        parameter = f"{last}.{parameter}"
+    return name, parameter
 
 
 def of_vision(entry: TensorEntry) -> bool:

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -321,7 +321,9 @@ class Submodule:
         return len([number for number in numbers if number.isdigit()])
 
 
-_OUTPUT_EMBEDDINGS = re.compile(r"(lm_head|embed_out)(\.base_layer|\.modules_to_save\.default)?\.weight$")
+_OUTPUT_EMBEDDINGS = re.compile(
+    r"(lm_head|embed_out)((\.token_adapter)?\.base_layer|\.modules_to_save\.default)?\.weight$"
+)
 
 
 class TransformersModelApi:
@@ -336,13 +338,16 @@ class TransformersModelApi:
     accepts_loss_kwargs: bool | None = None  # as of transformers' models, for its Trainer; None: as the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter with its name on disk, or PEFT's name if the model has an adapter. The values are
-        copies; to change the model, change `params`."""
+        """Yield each parameter with its name on disk. The values are copies; to change the model, change `params`.
+
+        With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Those that are
+        trained fully have one copy, where PEFT also keeps the original.
+        """
         buffers = self._buffers()
         return ((name, values) for name, values in self._named() if name not in buffers)
 
-    def _named(self) -> Iterator[tuple[str, Parameter]]:
-        for name, values in self.backend.named(self._readable(self.arrays)):
+    def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
+        for name, values in self.backend.named(self._readable(self.arrays), wanted):
             parameter = np.array(values).view(Parameter)
             parameter._model, parameter._name = self, name
             yield name, parameter
@@ -356,7 +361,7 @@ class TransformersModelApi:
         return name not in self.frozen_names and self.backend.is_trained(name)
 
     def _buffers(self) -> set[str]:
-        """Names of the arrays that are saved with the parameters but are none."""
+        """Names of the arrays that are saved with the parameters but not trained."""
         if not self.backend.buffers:
             return set()
         located = self.backend.locations(self.params)
@@ -368,10 +373,11 @@ class TransformersModelApi:
         Raises:
             ValueError: the model has an adapter, whose config decides what is trained.
         """
-        if not self.backend.can_freeze and any(self.is_trained(name) != trainable for name in names):
+        changed = [name for name in names if self.is_trained(name) != trainable]
+        if changed and not self.backend.can_freeze:
             raise ValueError(
-                "requires_grad cannot be set on a model with an adapter. Use target_modules, layers_to_transform and "
-                "modules_to_save of LoraConfig to choose what is trained."
+                f"{changed[0]}: requires_grad cannot be set to {trainable} on a model with an adapter. Use "
+                "target_modules, layers_to_transform and modules_to_save of LoraConfig to choose what is trained."
             )
         if self.backend.can_freeze:
             self.frozen_names = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
@@ -380,7 +386,7 @@ class TransformersModelApi:
         """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
         AttributeError if none exists."""
         if name in (names := self.names()):
-            return next(values for other, values in self._named() if other == name)
+            return next(values for _, values in self._named([name]))
         if not any(other.startswith(f"{name}.") for other in names):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return Submodule(self, name)
@@ -395,9 +401,8 @@ class TransformersModelApi:
 
     def get_parameter(self, name: str) -> Parameter:
         """The parameter with this name. Raises KeyError if there is none."""
-        for other, parameter in self.named_parameters():  # one at a time because all may not fit into host memory
-            if other == name:
-                return parameter
+        for _, parameter in self._named([name]):
+            return parameter
         raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
 
     def state_dict(self) -> dict[str, Parameter]:

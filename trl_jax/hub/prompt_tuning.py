@@ -132,12 +132,12 @@ class VirtualBackend(AdaptedBackend):
 
     @property
     def trained_names(self) -> frozenset[str]:
-        return frozenset(map(_named, self.shapes))
+        return frozenset(map(_peft_name, self.shapes))
 
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        return ((_named(path), np.asarray(arrays[path], np.float32)) for path in self.shapes)
+        return ((_peft_name(path), np.asarray(arrays[path], np.float32)) for path in self.shapes)
 
-    def in_peft(self, module: str, parameter: str) -> str | None:
+    def peft_name(self, module: str, parameter: str) -> str | None:
         return f"base_model.{module}.{parameter}"
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -162,7 +162,7 @@ class VirtualBackend(AdaptedBackend):
         return {PREFIX + name: owned(array) for name, array in arrays.items()}
 
 
-def _named(path: str) -> str:
+def _peft_name(path: str) -> str:
     return f"{PREFIX}default.{path.removeprefix(PREFIX)}"
 
 

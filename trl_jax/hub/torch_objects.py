@@ -470,7 +470,7 @@ def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch_tensor(values: Any) -> Any:
-    """One array as a tensor of a batch."""
+    """Like `batch_tensors`, for a single array."""
     return batch_tensors({"": values})[""]
 
 

@@ -196,7 +196,7 @@ def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
     return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
 
 
-# A script's own `compute_loss`: the model that it calls, and the sums to log with its loss.
+# Calling a script's own `compute_loss`
 
 _OF_MODEL = frozenset({"at_gradients", "name_or_path", "training", "writes"})  # of ours
 

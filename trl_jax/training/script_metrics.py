@@ -66,7 +66,7 @@ def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> di
 
 
 def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same sums, with NaN for what a script has logged of others of them alone."""
+    """Give each of these the same names, with NaN where a script logged nothing."""
     names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
 
     def missing(one: dict[str, Any], name: str) -> np.ndarray:
@@ -105,7 +105,7 @@ class OwnMetrics:
         return results
 
     def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's, in whose computation the first value is searched that is not finite."""
+        """The task's loss, used to locate the first non-finite value."""
         return self._setup().task.loss(outputs, batch)
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:

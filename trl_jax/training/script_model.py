@@ -212,7 +212,7 @@ class BoundModel:
         return logits, self.aux_losses[-1]
 
     def default_loss(self, task: Task, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Outputs]:
-        """The task's loss of a batch, and what the model gave; arguments as of `default_loss.default_loss`."""
+        """The task's loss of a batch, and what the model gave; arguments as in the function `default_loss`."""
         return default_loss(task, self, inputs, num_items)
 
     def balanced(self, loss: jax.Array, aux_loss: jax.Array | None) -> jax.Array:

@@ -95,7 +95,8 @@ class Hooks(NamedTuple):
     loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
     own_step: calls the script's own `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
     loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
-    own_loss: the script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
+    own_loss: the script's own loss, in the place of the task's (`completions_loss.OwnLoss` or
+        `script_metrics.OwnMetrics`); None without one.
     loss_functions: the script's own functions that compute its loss, from `overrides.loss_functions`.
     overridden: names that a script's own subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
@@ -146,7 +147,8 @@ class Setup:
     rollout: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples of rows with images; None for rows of text.
     features: of images under a tower that does not train; None for rows of text and on several devices.
-    script_loss: a script's own loss, in the place of the task's (`script_loss.OwnLoss`); None without one.
+    script_loss: a script's own loss, in the place of the task's (`completions_loss.OwnLoss` or
+        `script_metrics.OwnMetrics`); None without one.
     """
 
     editable: Editable

@@ -92,7 +92,8 @@ def _cut(name: str, values: Any, length: int) -> Any:
 
 
 class TorchLoss:
-    """Computes a script's loss in torch, and its gradient by the parameters; as `UserLoss` in a compiled step."""
+    """Computes a script's loss in torch, and its gradient with respect to the parameters, like a
+    compiled `UserLoss`."""
 
     def __init__(self, user_loss: Any, without_frozen: Callable = lambda loss: loss):
         """

@@ -88,7 +88,7 @@ def _assert_computed_and_written(theirs, tmp_path):
 
 def _assert_same_parameters(model, theirs):
     """Names, values, and which are trained. PEFT also keeps the original of a module that is trained fully, and torch
-    lists tensors that are shared once, such as a head's that we separate from the embedding."""
+    lists shared tensors only once, such as a head's that we separate from the embedding."""
     every = dict(theirs.named_parameters(remove_duplicate=False))
     wanted = {name: one for name, one in theirs.named_parameters() if ".original_module." not in name}
     found = dict(model.named_parameters())
@@ -140,6 +140,21 @@ def test_a_new_adapter_is_drawn_as_pefts(tie, bases):
     assert set(mine) == set(theirs)
     for name, values in theirs.items():
         np.testing.assert_allclose(mine[name], values.detach().numpy(), rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@usual("granitemoehybrid", "gpt_oss", "qwen3_moe")
+@pytest.mark.parametrize("family", causal.DECODERS)
+def test_every_parameter_has_one_name(family, tmp_path):
+    folder = causal.build(tmp_path, family, tie=False)
+    unread = ["out_proj"] if family in ("falcon_h1", "nemotron_h") else None  # PEFT refuses those of Mamba
+    lora = LoraConfig(r=2, target_modules="all-linear", exclude_modules=unread, task_type="CAUSAL_LM")
+    model = find_checkpoint(str(folder), head="lm").load_adapted(lora, 0)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    buffers = sum(array.size for path, array in model.frozen.items() if path in model.backend.base.buffers)
+    assert sum(sizes.values()) == model.num_parameters() - buffers
+    assert sum(size for name, size in sizes.items() if ".lora_" in name) == model.num_parameters(only_trainable=True)
+    for name in list(sizes)[:: len(sizes) // 3]:
+        assert model.get_parameter(name).numel() == sizes[name]
 
 
 @pytest.mark.parametrize("tie", [False, True])
