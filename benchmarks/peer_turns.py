@@ -1,4 +1,4 @@
-"""The far side of `peers`: a trainer of TRL, of trl_jax or of Tunix in a process of its own that takes turns."""
+"""The far side of `peers`: a trainer of TRL, trl_jax, Tunix or EasyDeL in a process of its own that takes turns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common, dpo_turns, sft_turns, turns
+
+_RATES = {"SFT": 2e-5, "DPO": 1e-6, "GRPO": 1e-6}  # TRL's defaults
 
 
 def rows(task: str, model: Path, data: Path, count: int, max_length: int) -> list[dict[str, Any]]:
@@ -90,6 +92,69 @@ def take_tunix(
     pipe.send(facts | {"logs": logs, "compile s": sum(compiling), "peak MB": common.memory(), "device GB": 0.0})
 
 
+def take_easydel(
+    pipe: Connection, task: str, model: Path, rows: list[dict], config: dict, segment: int, stop: int
+) -> None:
+    """The same with EasyDeL, whose interpreter this is. Every text is padded to `max_length`."""
+    import easydel
+    import jax
+    from datasets import Dataset
+
+    compiling, size, length = turns.count_compilation(), config["per_device_train_batch_size"], config["max_length"]
+    seconds: list[float] = []
+    losses: list[float] = []
+
+    class Turns(getattr(easydel, f"{task}Trainer")):
+        def on_step_start(self, state, step):
+            if len(losses) % segment == 0:
+                pipe.recv()
+                self.start = time.perf_counter()
+            return state
+
+        def on_step_end(self, state, metrics, step):
+            jax.block_until_ready(state.graphstate)
+            losses.append(float(metrics.loss))
+            if len(losses) == 1:
+                seconds.append(time.perf_counter() - self.start)
+            if len(losses) % segment == 0:
+                pipe.send(time.perf_counter() - self.start)
+            return state, metrics
+
+    arguments = {
+        "save_directory": config["output_dir"], "total_batch_size": size, "max_training_steps": stop,
+        "num_train_epochs": stop, "max_length": length, "learning_rate": _RATES[task], "learning_rate_end": 0.0,
+        "scheduler": "linear", "optimizer": "adamw", "weight_decay": 0.0, "clip_grad": 1.0, "do_last_save": False,
+        "save_steps": None, "use_wandb": False, "shuffle_train_dataset": False, "log_steps": stop,
+        "progress_bar_type": "json",
+    }  # fmt: skip
+    arguments |= {"max_prompt_length": length // 2, "max_completion_length": length // 2} if task == "DPO" else {}
+    trainer = Turns(
+        arguments=getattr(easydel, f"{task}Config")(**arguments),
+        model=_easydel_model(model),
+        processing_class=sft_turns.tokenizer(model),
+        train_dataset=Dataset.from_list([row for _ in range(stop) for row in rows]),
+        **({"reference_model": _easydel_model(model)} if task == "DPO" else {}),
+    )
+    pipe.send({"places": size * length * (2 if task == "DPO" else 1)})
+    trainer.train()
+    logs = [{"loss": sum(losses[at : at + segment]) / segment} for at in range(0, stop, segment)]
+    facts = {"first step s": seconds[0], "compile s": sum(compiling), "peak MB": common.memory(), "device GB": 0.0}
+    pipe.send(facts | {"logs": logs})
+
+
+def _easydel_model(folder: Path) -> Any:
+    """EasyDeL's model with the weights of the folder, in float32."""
+    import easydel
+    import jax
+    import jax.numpy as jnp
+
+    return easydel.AutoEasyDeLModelForCausalLM.from_pretrained(
+        str(folder), dtype=jnp.float32, param_dtype=jnp.float32, precision=jax.lax.Precision.DEFAULT,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+        config_kwargs={"attn_mechanism": easydel.AttentionMechanisms.SDPA, "attn_dtype": jnp.float32},
+    )  # fmt: skip
+
+
 def _taking_turns(
     batches: Sequence[Any], pipe: Connection, settle: Any, segment: int, stop: int, facts: dict
 ) -> Iterator[Any]:
@@ -129,7 +194,7 @@ def _learner(model: Path, mesh: Any, words: Any, config: dict, length: int, prom
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh=dict.fromkeys((role.ACTOR, role.ROLLOUT), mesh),
             training_config=rl_cluster.RLTrainingConfig(
-                actor_optimizer=_optimizer(1e-6, stop), eval_every_n_steps=stop + 1, max_steps=stop + 1,
+                actor_optimizer=_optimizer(_RATES["GRPO"], stop), eval_every_n_steps=stop + 1, max_steps=stop + 1,
                 mini_batch_size=prompts, train_micro_batch_size=prompts,
             ),
             rollout_config=base_rollout.RolloutConfig(
@@ -168,7 +233,7 @@ def _trainer(task: str, model: Path, mesh: Any, config: dict, stop: int) -> tupl
         def on_eval_step_start(self, train_ctx): ...
         def on_eval_step_end(self, train_ctx, eval_loss): ...
 
-    optimizer = _optimizer({"SFT": 2e-5, "DPO": 1e-6}[task], stop)
+    optimizer = _optimizer(_RATES[task], stop)
     sizes = {"eval_every_n_steps": stop + 1, "max_steps": stop}
     if task == "DPO":
         settings = dpo_trainer.DPOTrainingConfig(**sizes, beta=0.1)

@@ -1,4 +1,4 @@
-"""How fast trl_jax trains, against TRL and google-tunix: live trainers in processes of their own, taking turns.
+"""How fast trl_jax trains, against TRL, google-tunix and EasyDeL: live trainers in processes of their own take turns.
 
 All train the same qwen3 of noise on the same conversations, pairs or prompts of hh-rlhf, in the same order, in float32,
 with the same AdamW, schedule and clipping. The steps go through --batches batches again and again, so every shape is
@@ -10,8 +10,10 @@ for all.
 GRPO has Tunix's default loss (`loss_type="grpo"` in TRL) and no reference. TRL and trl_jax generate the same
 completions and Tunix others; nearly all have --completion tokens, because the model has random weights.
 
-Tunix needs an environment of its own, whose jax is another: --python names its interpreter. Unset, one is made in a
-temporary folder with pip, which downloads about a gigabyte.
+EasyDeL pads every text to --max_length, too; its trainers of SFT and DPO are compared, with its attention "sdpa".
+
+Tunix and EasyDeL need environments of their own, whose jax is another: --python and --easydel name their interpreters.
+Unset, one is made in a temporary folder with pip, which downloads about a gigabyte.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common, lanes, peer_turns, sft_turns, turns
 
-PACKAGE = "google-tunix==0.1.7"
+TUNIX = ("google-tunix==0.1.7",)
+EASYDEL = ("easydel==0.3.0", "pillow", "torch==2.13.0")  # torch reads the weights
 TASKS = ("SFT", "DPO", "GRPO")
-ARMS = ("TRL", "trl_jax", "Tunix fixed", "Tunix in 128s")
+ARMS = ("TRL", "trl_jax", "Tunix fixed", "Tunix in 128s", "EasyDeL")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -42,14 +45,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
-        python = args.python or _environment(folder / "environment")
+        pythons = {
+            library: python or _environment(folder / library, packages)
+            for library, python, packages in (("Tunix", args.python, TUNIX), ("EasyDeL", args.easydel, EASYDEL))
+            if any(arm.startswith(library) for arm in args.arms)
+        }
         model = folder / "qwen3"
         common.in_child(sft_turns.build_model, model, args.data, args.layers, args.width, turns.VOCABULARY, "qwen3")
         for task in args.tasks:
             size = args.prompts if task == "GRPO" else args.batch
             rows = common.in_child(peer_turns.rows, task, model, args.data, args.batches * size, args.max_length)
             print(f"{task}: {size} rows a step, {args.steps} steps measured", flush=True)
-            report[task] = _raced(args, task, rows, model, folder, python)
+            report[task] = _raced(args, task, rows, model, folder, pythons)
             common.show(report[task])
     common.write_json(args.json, report)
 
@@ -57,7 +64,8 @@ def main() -> None:
 def _arguments() -> Any:
     options = common.parser(__doc__)
     options.add_argument("--data", type=Path, required=True, help="jsonl of chosen and rejected dialogues")
-    options.add_argument("--python", type=Path, help=f"interpreter of an environment with {PACKAGE}")
+    options.add_argument("--python", type=Path, help=f"interpreter of an environment with {TUNIX[0]}")
+    options.add_argument("--easydel", type=Path, help=f"interpreter of an environment with {', '.join(EASYDEL)}")
     options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     options.add_argument("--layers", type=int, default=8)
@@ -73,23 +81,31 @@ def _arguments() -> Any:
     return options.parse_args()
 
 
-def _environment(folder: Path) -> Path:
-    """The interpreter of a new environment with Tunix in it."""
+def _environment(folder: Path, packages: Sequence[str]) -> Path:
+    """The interpreter of a new environment with these packages."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", PACKAGE], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
     return python
 
 
-def _raced(args: Any, task: str, rows: list[dict], model: Path, folder: Path, python: Path) -> list[dict[str, Any]]:
+def _raced(
+    args: Any, task: str, rows: list[dict], model: Path, folder: Path, pythons: dict[str, Path]
+) -> list[dict[str, Any]]:
     started, stop = [], args.warm_up + args.steps
     for name in args.arms:
+        if name == "EasyDeL" and task == "GRPO":
+            continue
         config = _config(name, task, args, folder)
         if name.startswith("Tunix"):
-            with _interpreter(python):
+            with _interpreter(pythons["Tunix"]):
                 pad = args.max_length if name == "Tunix fixed" else None
                 work = (task, model, rows, config, pad, args.segment, stop)
                 started.append(lanes.start(name, peer_turns.take_tunix, *work))
+        elif name == "EasyDeL":
+            with _interpreter(pythons[name]):
+                work = (task, model, rows, config, args.segment, stop)
+                started.append(lanes.start(name, peer_turns.take_easydel, *work))
         else:
             side = "trl_jax" if name == "trl_jax" else "trl"
             started.append(lanes.start(name, peer_turns.take, side, task, model, rows, config, args.segment, stop))
