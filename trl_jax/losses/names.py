@@ -1,7 +1,5 @@
 """The names that choose a loss or a variant of one, in TRL's spelling. Imports no JAX, so that configs may use them."""
 
-from collections.abc import Iterable
-
 DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
@@ -12,8 +10,3 @@ CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 SFT_LOSSES = ("nll", "dft")
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
-
-def losses_of(loss_type: str | Iterable[str]) -> list[str]:
-    """The names in DPOConfig's `loss_type`, which may be a single one, or a tuple."""
-    return [loss_type] if isinstance(loss_type, str) else list(loss_type)

@@ -1,6 +1,6 @@
 """DPOConfig."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,15 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.rules import must_be
 from trl_jax.config.shared import shared, warn_about_keep_end, warn_about_prompt_length
-from trl_jax.losses.names import DIVERGENCES, DPO_LOSSES, losses_of
+from trl_jax.losses.names import DIVERGENCES, DPO_LOSSES
 
 _OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}
+
+
+def losses_of(loss_type: str | Iterable[str]) -> list[str]:
+    """The names in `loss_type`, which may be a single one."""
+    return [loss_type] if isinstance(loss_type, str) else list(loss_type)
 
 
 def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
