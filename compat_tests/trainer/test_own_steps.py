@@ -109,6 +109,29 @@ def test_what_sft_scripts_do_around_a_step_is_as_in_trl(checkpoint, tmp_path):
         assert values == pytest.approx(expected[name].float().numpy(), abs=1e-4), name
 
 
+def test_parameters_of_an_adapter_that_decay_have_pefts_names(checkpoint, tmp_path):
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(6))
+
+    def make(package, out):
+        class Own(package.SFTTrainer):
+            def get_decay_parameter_names(self, model):
+                trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+                self.names = trained.intersection(super().get_decay_parameter_names(model))
+                return [name for name in self.names if ".lora_A." not in name]
+
+        args = package.SFTConfig(str(out), **CONFIG | {"weight_decay": 9.0})
+        lora = (trl_jax if package is trl_jax else peft).LoraConfig(r=2, target_modules=["q_proj"])
+        return Own(model=str(folder), args=args, train_dataset=rows, peft_config=lora)
+
+    theirs, ours = both(make, tmp_path)
+    assert ours.names == theirs.names and any(".lora_A." in name for name in ours.names)
+    expected = dict(theirs.model.named_parameters())
+    found = dict(ours.model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert values == pytest.approx(expected[name].detach().float().numpy(), abs=1e-4), name
+
+
 def test_training_steps_of_dpo_see_the_batch_and_leave_it(checkpoint, tmp_path):
     folder, rows = checkpoint(**CAUSAL), Dataset.from_list(preference_rows(8, "prompt"))
 

@@ -65,9 +65,9 @@ class AdaptedBackend(Backend):
         return self.base.main_dtype
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """PEFT's names, without locations: a script cannot freeze parameters of a model with an adapter."""
+        """PEFT's names, with the locations of trained parameters only."""
         del params
-        return {name: [] for name in (*self._frozen_tensors, *self.trained_names)}
+        return {name: [] for name in (*self._frozen_tensors, *self.trained_names)} | self.trained_locations()
 
     def named(
         self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
@@ -101,6 +101,10 @@ class AdaptedBackend(Backend):
     @abc.abstractmethod
     def trained_names(self) -> frozenset[str]:
         """PEFT's names of the trained parameters."""
+
+    @abc.abstractmethod
+    def trained_locations(self) -> Locations:
+        """As `locations`, of the trained parameters that are computed."""
 
     @abc.abstractmethod
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -185,6 +189,17 @@ class LoraBackend(AdaptedBackend):
     @cached_property
     def trained_names(self) -> frozenset[str]:
         return frozenset(self._peft_name_of(name) for name in (*self.dtypes, *self.plan.carried))
+
+    def trained_locations(self) -> Locations:
+        plan, full = self.plan, self.plan.full
+        of_adapters = {
+            name: [(leaf(one.adapter.name, kind), at)] for one in plan.modules for name, kind, at in one.tensors()
+        }
+        of_model = {
+            name: [(full.array_of(entry.path), full.index_of(entry.path, at)) for entry, at in entries]
+            for name, entries in full.tensors.items()
+        }
+        return {self._peft_name_of(name): places for name, places in (of_adapters | of_model).items()}
 
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         tensors = trained_tensors(self.plan, arrays)

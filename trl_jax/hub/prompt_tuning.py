@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator, TorchParamLayout
+from trl_jax.hub.backend import Locations
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.formats import open_tensors
 from trl_jax.hub.native_backend import NativeBackend
@@ -133,6 +134,9 @@ class VirtualBackend(AdaptedBackend):
     @property
     def trained_names(self) -> frozenset[str]:
         return frozenset(map(_peft_name, self.shapes))
+
+    def trained_locations(self) -> Locations:
+        return {_peft_name(path): [(path, ())] for path in self.shapes}
 
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         return ((_peft_name(path), np.asarray(arrays[path], np.float32)) for path in self.shapes)

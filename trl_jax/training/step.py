@@ -341,7 +341,7 @@ def _decayed(backend: Backend) -> dict[str, bool]:
 
 
 def _names(backend: Backend, params: dict[str, jax.Array]) -> dict[str, list[str]]:
-    """The names on disk of what each path's array holds."""
+    """The names of the parameters in each path's array, as in `named_parameters()`."""
     found: dict[str, list[str]] = {path: [] for path in backend.tensors}
     for name, places in backend.locations(params).items():
         for path, _ in places:
