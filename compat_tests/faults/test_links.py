@@ -52,10 +52,7 @@ def test_a_checkpoint_that_is_a_link_is_passed_over_by_all(run_dir, elsewhere, t
     assert find(True, str(run_dir)).state.global_step == 4
     assert (tmp_path / "moved/checkpoint-1/model.safetensors").exists() and (elsewhere / "precious").exists()
     told = [record.message for record in caplog.records]
-    assert (
-        told.count(f"{run_dir / 'checkpoint-9'} is a link: it is left alone, and neither read, pushed nor removed.")
-        == 1
-    )
+    assert told.count(f"{run_dir / 'checkpoint-9'} is a link, so it is ignored: neither read, pushed nor removed.") == 1
     assert len([text for text in told if "checkpoint-7 is neither a file nor a folder: it is left alone" in text]) == 1
     assert find(run_dir / "checkpoint-1", str(run_dir)).state.global_step == 1  # asked for by name
 

@@ -71,7 +71,7 @@ def test_a_groups_completions_are_searched_for_one_by_one(ours, theirs):  # noqa
         ({"typical_p": 0.5, "do_sample": True}, "typical_p with num_beams=2 is not in this release"),
         ({"stopping_criteria": [lambda ids, scores: False]}, "stopping_criteria with num_beams=2"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate with num_beams=2"),
-        ({"num_beam_groups": 2}, "there are no groups of beams"),
+        ({"num_beam_groups": 2}, "beam groups are not supported"),
     ],
 )
 def test_what_beams_do_not_go_with_is_named(asked, words, ours):  # noqa: F811

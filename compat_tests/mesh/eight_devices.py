@@ -338,7 +338,7 @@ def test_refused(said, text, checkpoint, tmp_path):
 
 def test_whole_texts_are_refused_where_they_would_be_divided(checkpoint, tmp_path):
     args, data = RewardConfig(str(tmp_path), **BASE, mesh_shape="data:4,sequence:2"), Dataset.from_list(ROWS)
-    with pytest.raises(ValueError, match="mesh: sequence 2 deals .* only native decoders can read .* is none"):
+    with pytest.raises(ValueError, match="mesh: sequence 2 divides .* requires a native decoder .* is not one"):
         RewardTrainer(str(checkpoint("bert")), args, train_dataset=data)
 
     class Own(RewardTrainer):

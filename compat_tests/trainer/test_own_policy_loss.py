@@ -163,16 +163,16 @@ REFUSED = {
     "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "another model"),
     "a call": (
         lambda self, model, inputs: model(inputs["prompt_ids"]).logits.sum(),
-        "logits are never there as a whole",
+        "which never computes whole logits",
     ),
     "no scalar": (lambda self, model, inputs: logps_of(self, model, inputs)[0], r"an array \[4, 32\]; expected a JAX"),
     "a number": (
         lambda self, model, inputs: float(inputs["advantages"].sum()),
-        r"has no values while it is.*self\._metrics",
+        r"arrays have no values when it is called.*self\._metrics",
     ),
     "torch": (
         lambda self, model, inputs: inputs["advantages"].sum(dim=0),
-        "cannot take, and which have NumPy's methods",
+        "torch does not accept and whose methods are NumPy's",
     ),
     "other ids": (
         lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs | {"prompt_ids": 0}),

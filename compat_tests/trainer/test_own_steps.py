@@ -215,7 +215,7 @@ def test_a_step_of_ones_own_gets_no_virtual_tokens(checkpoint, tmp_path):
 
     folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(4))
     adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(TypeError, match="The trainer's own training_step would be given logits of the texts alone"):
+    with pytest.raises(TypeError, match="The trainer's own training_step would get logits of the texts only"):
         Own(str(folder), trl_jax.SFTConfig(str(tmp_path), **CONFIG), train_dataset=rows, peft_config=adapter)
 
 

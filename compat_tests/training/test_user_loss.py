@@ -411,7 +411,7 @@ def test_a_class_of_torchs_is_its_counterpart(folder, tmp_path):
     named.train(), given.train()
     assert losses(given) == losses(named)
     wanted = {
-        (torch.optim.LBFGS, (("lr", 1.0),)): "torch.optim.lbfgs.LBFGS has no counterpart here; those of torch",
+        (torch.optim.LBFGS, (("lr", 1.0),)): "torch.optim.lbfgs.LBFGS is not supported; supported optimizers of torch",
         (torch.optim.AdamW, (("weight_decay", 0.3),)): "weight_decay=0.3, but the trainer groups parameters by",
         (torch.optim.AdamW, (("decay", 0.3),)): "AdamW does not take decay here.",
         (dict, ()): "optimizers: a builtins.dict cannot update JAX arrays; pass an optax transformation",

@@ -307,7 +307,7 @@ def _both(new: str, whole: str, config: Any) -> None:
 # Unsupported arguments of transformers' `generate`, each with an alternative
 
 
-_BEAMS = "there are no groups of beams. Leave it out, and search with num_beams alone."
+_BEAMS = "beam groups are not supported. Leave it out and use num_beams only."
 _ASSISTED = "there is no assisted decoding, which only affects speed. Leave it out."
 _CONSTRAINED = "there is no constrained beam search. Pass your own logits_processor or prefix_allowed_tokens_fn."
 _GUIDANCE = "there is no guidance, which runs the model twice. Leave it out."

@@ -155,7 +155,7 @@ def merged(
     if plan.carried and plain.source.config.vision_arch is None:
         raise ValueError(
             f"merge_and_unload: the adapter also has {len(plan.carried)} tensors of the vision tower or its connector, "
-            f"such as {min(plan.carried)}, and this model was loaded for texts alone. Save the adapter, load its "
+            f"such as {min(plan.carried)}, and this model was loaded for text only. Save the adapter, load its "
             "folder with AutoModelForImageTextToText.from_pretrained, and merge that model."
         )
     arrays = backend.base.weights(frozen)

@@ -119,7 +119,7 @@ def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> Adapte
 
     kept = [number for number, one in enumerate(plan.modules) if is_there(one)]
     if len(kept) < len(plan.modules):
-        logger.warning("%s was trained on text alone: it leaves the vision tower as it is.", path)
+        logger.warning("%s was trained on text only: the vision tower stays as it is.", path)
     order = tuple((layer, kept.index(number)) for layer, number in plan.order if number in kept)
     plan = replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order)
     return carrying(folder, plan, lambda name: name.partition(".lora_")[0] in unread)

@@ -85,7 +85,7 @@ class DistillationTrainer(RolloutTrainer):
         if teacher_model is None:
             raise ValueError(
                 "teacher_model is missing: pass a checkpoint's folder or Hub name, or a loaded model, of the student's "
-                "vocabulary. args.teacher_model_name_or_path is read by the command `trl-jax distillation` alone."
+                "vocabulary. Only the command `trl-jax distillation` reads args.teacher_model_name_or_path."
             )
         self.tools, self._teacher = list(tools or ()), teacher_model
         if any(inspect.iscoroutinefunction(tool) for tool in self.tools):

@@ -66,7 +66,7 @@ class GKDConfig(SFTConfig):
         None,
         help="Accepted without effect: the teacher is GKDTrainer's argument teacher_model.",
         how="warned",
-        why="as in TRL, GKDTrainer reads its argument teacher_model alone.",
+        why="as in TRL, GKDTrainer only reads its argument teacher_model.",
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = arg(
         None, help="Other arguments of from_pretrained for the teacher, as a dict or JSON.", rule=rules.a_dict

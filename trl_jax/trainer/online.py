@@ -199,7 +199,7 @@ class RolloutTrainer(BaseTrainer):
         own = "_set_signature_columns_if_needed" in names_of_script(type(self))
         if own and not self.args.keeps_columns:
             raise ValueError(
-                f"remove_unused_columns=True keeps the prompts alone, whatever {type(self).__name__}."
+                f"remove_unused_columns=True keeps only the prompts, whatever {type(self).__name__}."
                 "_set_signature_columns_if_needed adds. Leave it out, and reward functions get all columns."
             )
 
@@ -689,7 +689,7 @@ class OnlineTrainer(RolloutTrainer):
 
     def _own_method(self, name: str) -> OwnRollout:
         if self._own_methods is None:
-            raise RuntimeError(f"{name} of {type(self).__name__} can be called by a method of the same name alone.")
+            raise RuntimeError(f"{name} of {type(self).__name__} can only be called by a method of the same name.")
         return self._own_methods
 
     @property

@@ -68,7 +68,9 @@ def check_not_experimental(name: str) -> None:
     `except ImportError` imports it from there."""
     for package, names in EXPERIMENTAL.items():
         if package not in TRAINERS and name in (names.trainer, names.config):
-            raise ImportError(f"{name} is in trl_jax.experimental.{package}, as TRL has it in trl.experimental alone.")
+            raise ImportError(
+                f"{name} is in trl_jax.experimental.{package}, because TRL only has it in trl.experimental."
+            )
     module, near = _EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"), (None, None))
     if module is not None and name.endswith(("Config", "Trainer")):
         raise ImportError(
@@ -434,7 +436,7 @@ def check_set(
         raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
     if compiled := sorted(cls._compiled_methods & names):
         raise TypeError(
-            f"{compiled[0]} was set on the trainer itself, where it would be passed over: its class's is called. "
+            f"{compiled[0]} was set on the trainer itself, but the method of its class is the one that is called. "
             f"Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
         )
 

@@ -887,7 +887,7 @@ def _mode(path: Path) -> int:
 
 @cache
 def _tell(path: Path, kind: str) -> None:
-    logger.warning("%s is %s: it is left alone, and neither read, pushed nor removed.", path, kind)
+    logger.warning("%s is %s, so it is ignored: neither read, pushed nor removed.", path, kind)
 
 
 # Takes callbacks, their state and the random generators back to an earlier moment.

@@ -328,7 +328,7 @@ class PolicyInPass:
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         raise TypeError(
-            "The model was called in a loss of completions, where logits are never there as a whole. Their "
+            "The model was called in a loss of completions, which never computes whole logits. Their "
             "log-probabilities and entropies are those of self._get_per_token_logps_and_entropies(model, input_ids, "
             "attention_mask, logits_to_keep, compute_entropy=True), or in a distillation of "
             "self._get_per_token_divergences(model)."

@@ -299,7 +299,7 @@ def _limit() -> int | None:
 # A folder that only this user can write to, for programs that this process will run.
 
 
-_WHY = "and this process would run what they put there. Take a folder that is yours alone, as `chmod 700` makes it."
+_WHY = "and this process would run what they put there. Take a folder that only you can access, as after `chmod 700`."
 
 
 def own_folder(path: str | Path) -> Path:

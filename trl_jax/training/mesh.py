@@ -79,8 +79,8 @@ def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str
     ways = "Give these devices to data or fsdp instead."
     if not model.backend.takes_stripes:
         raise ValueError(
-            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read whose "
-            f"layers all attend; {model.name_or_path} is none ({model.backend.name} backend). {ways}"
+            f"mesh: sequence {size} divides the tokens of a text over devices, which requires a native decoder with "
+            f"attention in every layer; {model.name_or_path} is not one ({model.backend.name} backend). {ways}"
         )
     if overridden:
         raise ValueError(

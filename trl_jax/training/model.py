@@ -253,7 +253,7 @@ def _check_trains(model: PreTrainedModel) -> None:
     if isinstance(model.backend, VirtualBackend) and not model.backend.trains:
         raise ValueError(
             "Cannot set a prompt learning adapter to trainable when loading pretrained adapter: of P-tuning, PEFT "
-            f"saves the vectors of the virtual tokens alone, and not the network that makes them ({ENCODER}). Pass "
+            f"saves only the vectors of the virtual tokens, not the network that computes them ({ENCODER}). Pass "
             "peft_config with the base model to start over."
         )
 

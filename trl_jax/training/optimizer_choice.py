@@ -159,7 +159,7 @@ def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> OptimizerCh
         return OptimizerChoice(args.learning_rate or 1.0, tx=made)
     if cls.__name__ not in _CLASSES or (cls.__name__ == "Adam" and args.weight_decay):
         raise ValueError(
-            f"optimizer_cls_and_kwargs: {_full_name(cls)} has no counterpart here; those of torch that have: "
+            f"optimizer_cls_and_kwargs: {_full_name(cls)} is not supported; supported optimizers of torch: "
             f"{', '.join(_CLASSES)} (Adam without weight decay). Or pass an optax factory and its arguments."
         )
     name, options = _CLASSES[cls.__name__], {key: value for key, value in kwargs.items() if key not in _KERNELS}

@@ -147,7 +147,7 @@ def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) ->
     state = tx.init(params)
     if point.model_only:
         logger.warning(
-            "%s holds the model alone (save_only_model=True): the step and the place in the data go on, while the "
+            "%s holds only the model (save_only_model=True): the step and the place in the data continue, while the "
             "optimizer, its learning-rate schedule and the random numbers%s begin again, as in TRL.",
             point.folder,
             ", and the reference that follows the policy" if setup.moving_reference else "",
@@ -319,9 +319,9 @@ def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
         return
     told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
     raise ValueError(
-        f"{saved.folder} is in the middle of an epoch whose rows came in the order of {told}. This run's {found} make "
-        "another order, in which some rows would come twice and others never. Pass the same (data_seed is that of "
-        "seed where it is None), or ignore_data_skip=True to restart the epoch in the new order."
+        f"{saved.folder} is in the middle of an epoch in the order of {told}. {found} of this run give another order, "
+        "in which some rows would be repeated and others skipped. Pass the same values (data_seed=None means seed's), "
+        "or ignore_data_skip=True to restart the epoch in the new order."
     )
 
 
@@ -331,7 +331,7 @@ def _log_libraries(folder: Path, then: dict[str, str]) -> None:
     if changes:
         logger.warning(
             "Resuming with other versions than %s was written with: %s. The numbers may differ in their last digits "
-            "from those of a run that was not broken.",
+            "from those of an uninterrupted run.",
             folder,
             "; ".join(changes),
         )

@@ -685,7 +685,7 @@ class OwnRollout:
     def _within(self, name: str) -> tuple[int, str]:
         if self._now is None:
             raise RuntimeError(
-                f"{name} of {self.name} can be called by the method of the same name alone, as super()'s."
+                f"{name} of {self.name} can only be called as super()'s, by the method of the same name."
             )
         return self._now
 
@@ -725,7 +725,7 @@ class OwnRollout:
         where = f"{self.name}._generate_and_score_completions returned"
         if not isinstance(outputs, Mapping) or given.keys() - outputs.keys():
             missing = sorted(given.keys() - outputs.keys()) if isinstance(outputs, Mapping) else brief(outputs)
-            raise TypeError(f"{where} outputs without {missing}; expected those of super(), with changes.")
+            raise TypeError(f"{where} outputs without {missing}; expected all outputs of super(), possibly changed.")
         found = {name: np.asarray(value) for name, value in as_arrays(outputs).items() if value is not None}
         free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.whole else ())}
         for name in given.keys() - free:

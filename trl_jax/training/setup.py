@@ -470,7 +470,7 @@ def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel
     names = " and ".join(sorted(own_loss))
     if own_loss and policy.backend.virtual.count:
         raise TypeError(
-            f"The trainer's own {names} would be given logits of the texts alone, and the "
+            f"The trainer's own {names} would get logits of the texts only, and the "
             "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
         )
     if own_loss and task.head == "lm" and task.axis == "read":

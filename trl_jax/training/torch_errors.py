@@ -58,7 +58,7 @@ class WrittenInTorch(TypeError):
         self.line = line
         self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
         super().__init__(
-            f"compute_loss runs on JAX arrays, which torch cannot take, and which have NumPy's methods: `{line}`; "
+            f"compute_loss gets JAX arrays, which torch does not accept and whose methods are NumPy's: `{line}`; "
             f"{self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
         )
 
@@ -68,7 +68,9 @@ class NeedsValues(WrittenInTorch):
 
     def __init__(self, line: str, ways_out: str):
         self.line, self.instead = line, "choose with jnp.where, bound with jnp.minimum"
-        TypeError.__init__(self, f"compute_loss is compiled once and has no values while it is: `{line}`. {ways_out}")
+        TypeError.__init__(
+            self, f"compute_loss is compiled, so arrays have no values when it is called: `{line}`. {ways_out}"
+        )
 
 
 class NotGiven(AttributeError):
@@ -165,8 +167,8 @@ def _is_text(node: ast.stmt) -> bool:
 def warn_of_torch(error: WrittenInTorch) -> None:
     """Say that a loss goes on in torch."""
     logger.warning(
-        "compute_loss %s (`%s`): JAX computes the model, and its outputs go to torch and their gradient back "
-        "for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
+        "compute_loss %s (`%s`), so for each batch the model's outputs are copied to torch and their gradients "
+        "back to JAX. A loss in jax.numpy is compiled with the model and faster: %s.",
         "needs values" if isinstance(error, NeedsValues) else "is written in torch",
         error.line,
         error.instead,
@@ -260,10 +262,10 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
 
 def read_in_jax() -> TypeError:
     return TypeError(
-        "compute_loss reads the model's parameters, which have no gradient there: a loss is of what model(...) gives. "
-        "For a penalty on weights set weight_decay, or return one from create_optimizer, as in "
-        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)); what a script only looks at, it can read "
-        "before train()."
+        "compute_loss reads the model's parameters, which have no gradient there; compute the loss from the outputs of "
+        "model(...). For a penalty on weights, set weight_decay, or return it from create_optimizer, as in "
+        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To look at parameters, read them before "
+        "train()."
     )
 
 
