@@ -98,6 +98,14 @@ def test_what_is_saved_is_what_was_read(family, name, built):
     assert (folder / "saved" / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("family", ["bert", "electra", "modernbert", "deberta"])
+def test_parameters_have_the_names_of_transformers(family, built):
+    folder = built(family)
+    wanted = {name: one.detach().numpy() for name, one in variants.reference(folder).named_parameters()}
+    found = dict(load(folder).named_parameters())
+    assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in found)
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "deberta-v2"])
 def test_calling_the_model(family, built):
     """With pads that only fill a row, with those the caller hides, and with none hidden."""

@@ -17,7 +17,6 @@ import trl_jax
 from compat_tests.effort import only_thorough, usual
 from compat_tests.models import causal, towers, variants
 from trl_jax.hub.auto import AutoModelForCausalLM, with_adapter
-from trl_jax.hub.checkpoint import entries_of, read_tensor
 from trl_jax.hub.families import vlm_text
 from trl_jax.models.model import merge
 from trl_jax.trainer.sft_config import SFTConfig
@@ -94,7 +93,7 @@ def test_gradients(case, tmp_path):
         return jnp.sum(found.logps * pull)
 
     gradients = jax.jit(jax.grad(pulled), compiler_options=QUICKLY)(model.params)
-    found = {tensor: read_tensor(gradients, places) for tensor, places in entries_of(gradients, model.source).items()}
+    found = dict(model.backend.on_disk(gradients))
     logps = torch.log_softmax(logits, -1).reshape(-1, model.vocab_size)[reads[:-2]]
     (logps[torch.arange(len(logps)), torch.tensor(targets[:-2])] * torch.tensor(pull[:-2])).sum().backward()
     wanted = _gradients(theirs, tmp_path)

@@ -13,7 +13,6 @@ from compat_tests.effort import only_thorough, thorough
 from compat_tests.models import causal, variants
 from compat_tests.models.torch_draws import TorchDraws
 from trl_jax.hub.auto import AutoModelForCausalLM
-from trl_jax.hub.checkpoint import entries_of, read_tensor
 from trl_jax.hub.families import read_arch
 from trl_jax.losses.supervised import load_balancing_loss
 from trl_jax.models.model import merge
@@ -68,7 +67,7 @@ def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
     np.testing.assert_allclose(aux, out.aux_loss.item(), rtol=1e-5)
     ((wanted * torch.tensor(pull[:-2])).sum() + BALANCED * out.aux_loss).backward()
     theirs = variants.reference_gradients(reference, tmp_path)
-    found = {tensor: read_tensor(gradients, places) for tensor, places in entries_of(gradients, model.source).items()}
+    found = dict(model.backend.on_disk(gradients))
     assert set(found) == set(theirs)
     for tensor, values in theirs.items():
         variants.assert_close(found[tensor], values, 1e-4, tensor)

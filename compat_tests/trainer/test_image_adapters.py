@@ -11,7 +11,7 @@ from compat_tests.effort import only_thorough, usually
 from compat_tests.hub.vision.models import CASES
 from compat_tests.trainer.vision_models import assistant, completions, logged, pairs, tiny_llava, trainer, user
 from trl_jax.hub.config import read_native_config
-from trl_jax.hub.peft_targets import modules_of
+from trl_jax.hub.modules import modules_of
 from trl_jax.hub.quantization import BitsAndBytesConfig, formats
 from trl_jax.hub.vision import vision_families
 

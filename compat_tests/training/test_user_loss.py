@@ -136,7 +136,7 @@ def test_a_loss_cannot_read_parameters(folder, tmp_path, read):
     loss = {"compute_loss": lambda self, model, inputs, **how: read(model)}
     kind = type("Own", (trl_jax.RewardTrainer,), loss)
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
-    with pytest.raises(TypeError, match=r"reads the model's parameters, .* set weight_decay, or return one from"):
+    with pytest.raises(TypeError, match=r"reads the model's parameters, .* set weight_decay, or return it from"):
         trainer.train()
     assert read(trainer.model) != 0.0  # outside of a loss
 

@@ -17,7 +17,7 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.checkpoint import Placement
 from trl_jax.hub.heads import HeadName
 
-Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name on disk -> (path of our array, index in it)
+Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name in PyTorch -> (path of our array, index in it)
 
 
 class Backend(abc.ABC):
@@ -156,8 +156,8 @@ def trainable_masks(frozen: Collection[str], locations: Locations, params: Mappi
     """For each partly or fully frozen array, by path, which layers are trained: bool `[L]`, `[L, E]` or `[]`.
 
     Args:
-        frozen: names on disk.
-        locations: where our arrays hold the tensors on disk.
+        frozen: names in PyTorch.
+        locations: where our arrays hold these parameters.
     """
     masks: dict[str, np.ndarray] = {}
     for name in frozen:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -49,7 +49,7 @@ def save(
     Names, shards and config keys are those of the source, except for the config keys in `changed`. Each tensor is saved
     in the dtype it was loaded in. With `writes=False`, parameters are only read.
     """
-    entries = entries_of(params, source)
+    entries = entries_of(params, source.tensor_map)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
     shards = shard_plan(source.shards, {*entries, *source.carried}, sorted(set(entries) - known))
 
@@ -72,10 +72,10 @@ def save(
 IndexedEntry = tuple[TensorEntry, tuple[int, ...]]
 
 
-def entries_of(params: dict[str, jax.Array], source: Source) -> dict[str, list[IndexedEntry]]:
-    """Tensor on disk -> the entries stored in it, each with its index in our array."""
+def entries_of(params: dict[str, jax.Array], tensor_map: Sequence[TensorEntry]) -> dict[str, list[IndexedEntry]]:
+    """Tensor -> the entries stored in it, each with its index in our array."""
     entries: dict[str, list[IndexedEntry]] = {}
-    for entry in source.tensor_map:
+    for entry in tensor_map:
         for tensor, index in entry.tensors(params[entry.path].shape):
             entries.setdefault(tensor, []).append((entry, index))
     return entries

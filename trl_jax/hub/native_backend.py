@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
 from trl_jax.hub.checkpoint import Placement, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
+from trl_jax.hub.modules import torch_tensor_map
 from trl_jax.hub.tensor_map import TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
@@ -114,7 +115,7 @@ class NativeBackend(Backend):
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         locations: Locations = {}
-        for entry in self.source.tensor_map:
+        for entry in self._in_torch:
             if entry.path in params:  # quantized weights have no array with this name
                 for name, index in entry.tensors(params[entry.path].shape):
                     locations.setdefault(name, []).append((entry.path, index))
@@ -212,13 +213,19 @@ class NativeBackend(Backend):
         return NativeBackend(resized_source(self.source, rows), self.formats)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        return self.named(params)
+        params = self.weights(params) if self.formats else params
+        for tensor, entries in entries_of(params, self.source.tensor_map).items():
+            yield tensor, read_tensor(params, entries)
+
+    @cached_property
+    def _in_torch(self) -> list[TensorEntry]:
+        return torch_tensor_map(self.source.config)
 
     def named(
         self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
         arrays = self.weights(arrays) if self.formats else arrays
-        for tensor, entries in entries_of(arrays, self.source).items():
+        for tensor, entries in entries_of(arrays, self._in_torch).items():
             if wanted is None or tensor in wanted:
                 yield tensor, read_tensor(arrays, entries)
 

@@ -20,19 +20,16 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint import IndexedEntry, architecture, read_tensor, tables_of_tokens
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.formats import open_tensors, read_one, shape_of, tensor_names
+from trl_jax.hub.modules import Module, current_name, modules_of, of_vision
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter, refuse_beyond
 from trl_jax.hub.peft_targets import (
     TENSOR,
-    Module,
     Targets,
-    current_name,
     fully_trained,
     is_all,
     is_lm_head,
     is_meant,
-    modules_of,
-    of_vision,
     rank_and_alpha,
     settled,
     targeted,

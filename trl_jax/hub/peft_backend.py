@@ -19,6 +19,7 @@ from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
 from trl_jax.hub.checkpoint import IndexedEntry, Placement, read_tensor, shard_array
+from trl_jax.hub.modules import of_vision, torch_tensor_map
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import (
     PREFIX,
@@ -32,7 +33,7 @@ from trl_jax.hub.peft_adapters import (
     wanted_shapes,
 )
 from trl_jax.hub.peft_config import WEIGHTS
-from trl_jax.hub.peft_targets import TENSOR, module_and_parameter, of_vision
+from trl_jax.hub.peft_targets import TENSOR
 from trl_jax.models.adapters import AdaptedGraph, adapted_graph, leaf
 from trl_jax.nn.linear import HALVES
 
@@ -116,15 +117,13 @@ class AdaptedBackend(Backend):
 
     @cached_property
     def _frozen_tensors(self) -> dict[str, list[IndexedEntry]]:
-        """PEFT's name of each frozen parameter -> the entries stored in it. Experts are listed one by one,
-        as on disk; transformers stacks them."""
+        """PEFT's name of each frozen parameter -> the entries stored in it."""
         config, tensors = self.base.source.config, {}
         shapes = config.untied().abstract[1]
-        for entry in self.base.source.tensor_map:
-            module, parameter = module_and_parameter(entry, config)
-            for _, index in entry.tensors(shapes[entry.path].shape):
-                layer = (entry.first + number for number in index[:1])
-                name = self.peft_name(module.format(*layer), parameter.format(*index[1:]))
+        for entry in torch_tensor_map(config):
+            for tensor, index in entry.tensors(shapes[entry.path].shape):
+                module, _, parameter = tensor.rpartition(".")
+                name = self.peft_name(module, parameter)
                 if name is not None and entry.path not in self.base.buffers:
                     tensors.setdefault(name, []).append((entry, index))
         return tensors

@@ -333,12 +333,13 @@ class TransformersModelApi:
     params: dict
     arrays: dict
     config: Any
-    frozen_names: frozenset[str] | set[str] = frozenset()  # parameters (names on disk) that `train()` does not update
+    frozen_names: frozenset[str] | set[str] = frozenset()  # parameters, by name, that `train()` does not update
     model_tags: list[str] | None = None
     accepts_loss_kwargs: bool | None = None  # as of transformers' models, for its Trainer; None: as the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter with its name on disk. The values are copies; to change the model, change `params`.
+        """Yield each parameter with its name in transformers. The values are copies; to change the model, change
+        `params`.
 
         With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Those that are
         trained fully have one copy, where PEFT also keeps the original.

@@ -10,8 +10,9 @@ import numpy as np
 from trl_jax.config.rules import read_bools
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.heads import HeadName
+from trl_jax.hub.modules import Module, modules_of
 from trl_jax.hub.peft_config import LoraConfig
-from trl_jax.hub.peft_targets import Module, fully_trained, is_lm_head, modules_of, token_tables, with_peft_head
+from trl_jax.hub.peft_targets import fully_trained, is_lm_head, token_tables, with_peft_head
 from trl_jax.nn.linear import DYNAMIC, QUANTIZED_BLOCK, SCALES, TABLES, Format
 
 _MATRICES = ("linear", "conv1d", "embedding", "router")

@@ -19,7 +19,6 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
 from trl_jax.hub.peft_config import ENCODER, AdapterConfig, read_adapter_config
-from trl_jax.hub.peft_targets import current_name
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.prompt_tuning import VirtualBackend
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
@@ -163,30 +162,22 @@ def from_torch(
 
 
 def _freeze(model: PreTrainedModel, names: list[str]) -> None:
-    names = _on_disk(model, names)
+    names = _computed(model, names)
     if unknown := sorted(set(names) - set(model.names())):
         raise ValueError(
-            f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
-            "folder, and set the flag on trainer.model's parameters."
+            f"model: {unknown[0]} has requires_grad=False, but trl_jax has no parameter of this name. Pass the "
+            "checkpoint's folder, and set the flag on trainer.model's parameters."
         )
     model.set_trainable(*names, trainable=False)
 
 
-def _on_disk(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The names on disk of a torch model's parameters, without towers and layers that are not computed: they do not
+def _computed(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The names of a torch model's parameters without those of towers and layers that are not computed: they do not
     change."""
     if not isinstance(model.backend, NativeBackend):
         return names
-    config = model.backend.source.config
-    computed = config.vision_arch is not None
-    towers = re.compile(config.family.carried or "(?!)")
-
-    def current(name: str) -> str:
-        moved = config.vision.module(name) if computed else name
-        return current_name(name, config.family) if moved == name else moved
-
-    known = {current(name): name for name in model.names()}
-    return [known.get(name, name) for name in names if name in known or not towers.search(name)]
+    known, towers = set(model.names()), re.compile(model.backend.source.config.family.carried or "(?!)")
+    return [name for name in names if name in known or not towers.search(name)]
 
 
 def _loaded(

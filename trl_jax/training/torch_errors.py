@@ -242,7 +242,7 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
     """A context in which asking for the model's parameters raises the error that is made then, and calling it one that
     says what to call."""
 
-    def asked() -> Any:
+    def asked(*given: Any) -> Any:
         raise error()
 
     def called(*given: Any) -> Any:

@@ -15,9 +15,10 @@ from compat_tests.models.families import ABSENT, BODY_ONLY, SHAPES
 from compat_tests.tiny import SHAPE
 from trl_jax.hub.config import native_config
 from trl_jax.hub.families import families
+from trl_jax.hub.modules import modules_of
 from trl_jax.hub.peft_adapters import resolved
 from trl_jax.hub.peft_config import LoraConfig
-from trl_jax.hub.peft_targets import candidates, modules_of, rank_and_alpha
+from trl_jax.hub.peft_targets import candidates, rank_and_alpha
 
 # Beside those whose config is another's: the text parts of them are families of their own.
 FAMILIES = sorted(name for name, family in families().items() if family.carried is None)

@@ -15,8 +15,8 @@ from compat_tests.hub.vision.models import CASES, IMAGE
 from trl_jax.core.outputs import KeptFeatures, Packed
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
+from trl_jax.hub.modules import in_order, modules_of
 from trl_jax.hub.native_backend import load_native
-from trl_jax.hub.peft_targets import in_order, modules_of
 from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import layers_gathered_by
 from trl_jax.models.model import merge
@@ -146,6 +146,9 @@ def test_logits_gradients_and_files_are_those_of_transformers(case, tmp_path):
     ours = jax.jit(logits)(params)
     assert np.std(theirs) > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    in_torch = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, values in backend.named(params):
+        np.testing.assert_array_equal(values, in_torch[name].detach().numpy(), name)
     grads = jax.jit(jax.grad(lambda params: jnp.sin(logits(params)).mean()))(params)
     wanted = gradients(model, tmp_path / "gradients")
     found = dict(backend.on_disk(grads))

@@ -104,7 +104,7 @@ class VisionFamily:
     image_token: str = "image_token_id"
 
     def module(self, name: str) -> str:
-        """transformers' name of a module of the tower or connector, by its name on disk."""
+        """transformers' name of a module or parameter of the tower or connector, by its name on disk."""
         for known, current in self.modules:
             if name.startswith(known):
                 return current + name.removeprefix(known)

@@ -88,7 +88,8 @@ def _names(arch: VisionArch) -> Names:
 FAMILIES = (
     VisionFamily(
         "llava_next", _arch, _names, _patches, pixels=("pixel_values", "image_sizes"),
-        prefixes=(*clip.PREFIXES, ("image_newline", "model.image_newline")), modules=clip.MODULES,
+        prefixes=(*clip.PREFIXES, ("image_newline", "model.image_newline")),
+        modules=(*clip.MODULES, ("image_newline", "model.image_newline")),
         options=lambda config: {"do_pad": True}, image_token="image_token_index",
     ),
 )  # fmt: skip

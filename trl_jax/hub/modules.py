@@ -1,0 +1,213 @@
+"""The modules of a model, with transformers' names and order, and where our arrays belong in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from flax import nnx
+
+from trl_jax.hub.config import NativeConfig
+from trl_jax.hub.families import Family
+from trl_jax.hub.tensor_map import ExpertRows, Kernel, Rows, TensorEntry, TensorSlice, make_tensor_map
+from trl_jax.models.adapters import module_at
+from trl_jax.models.model import LmHead
+from trl_jax.nn.linear import Embedding, Linear
+
+_ROUTER = re.compile(r"\.router$")  # has its own class in transformers, so it is not a linear layer
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # tables that are not indexed by tokens
+# transformers' parameters of experts, in order, and our parameters that are concatenated in each.
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module with parameters; a `{}` in its name stands for the layer.
+
+    Attributes:
+        kind: "linear", "conv1d" (a linear layer stored as (in, out)), "embedding", "router", "experts" or "other".
+        parts: our modules whose weights form its weight, each with its slice of it.
+        tensor_map: its parameters.
+        layers: number of layers, 1 without `{}`.
+        first: number of the first layer.
+        inputs, outputs: dimensions of the full matrix; rows and columns of an embedding.
+        experts: number of matrices in one parameter; 0 for a plain matrix.
+        swapped: whether experts are stored as (in, out), which PEFT mistakes for (out, in).
+        inside: parameters of experts, each called `<module>.<parameter>`.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[tuple[str, TensorSlice | None], ...]
+    tensor_map: tuple[TensorEntry, ...]
+    layers: int
+    first: int
+    inputs: int
+    outputs: int
+    experts: int = 0
+    inside: tuple[Module, ...] = ()
+    swapped: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        return "{}" in self.name
+
+    @property
+    def adapter_name(self) -> str:
+        """The name of its adapters' arrays, which distinguishes runs of layers."""
+        return self.name.replace("{}", f"{{{self.first}+}}") if self.first else self.name
+
+    def names(self) -> list[str]:
+        return [self.name.format(self.first + layer) for layer in range(self.layers)]
+
+    def parameters(self) -> list[tuple[str, Module]]:
+        """Each parameter by its last name component, with the module or inner module that owns it."""
+        if self.inside:
+            return [(one.name.rpartition(".")[2], one) for one in self.inside]
+        return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
+
+
+def modules_of(config: NativeConfig) -> list[Module]:
+    """The modules of a model in transformers' order; the layers of a module are adjacent."""
+    names = config.names
+    _, shapes = config.abstract
+    model = nnx.eval_shape(config.model)
+    entries = {entry.path: entry for entry in make_tensor_map(shapes, names)}
+    groups: dict[tuple[str, int], list[TensorEntry]] = {}
+    for key in names:
+        for path in [key] if key in entries else [f"{key}.weight", f"{key}.bias"]:
+            if path not in entries:
+                continue
+            entry = entries[path]
+            if of_vision(entry):
+                name = _owner(config.vision.module(entry.tensor))
+            else:
+                name = current_name(_owner(entry.tensor), config.family)
+            group = groups.setdefault((name, entry.first), [])
+            if entry not in group:
+                group.append(entry)
+    made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
+    if config.family.linear_router:
+        made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
+    return made
+
+
+def torch_tensor_map(config: NativeConfig) -> list[TensorEntry]:
+    """The tensor map of a model with the names and shapes that its parameters have in transformers; on disk, the
+    experts of a layer may be separate, and modules may have older names."""
+    found = []
+    for module in modules_of(config):
+        inside = [
+            TensorEntry(path, one.name, _of_all(rows), one.first) for one in module.inside for path, rows in one.parts
+        ]
+        fused, found = {entry.path for entry in inside}, found + inside
+        for entry in module.tensor_map:
+            if entry.path not in fused:
+                found.append(replace(entry, tensor=f"{module.name}.{entry.tensor.rpartition('.')[2]}"))
+    return found
+
+
+def _of_all(rows: TensorSlice | None) -> TensorSlice | None:
+    """The slice of a parameter of all experts, for the slice of a single expert's matrix."""
+    if isinstance(rows, Rows) and not isinstance(rows, ExpertRows):
+        return ExpertRows(rows.start, rows.count, rows.total, rows.transposed)
+    return rows
+
+
+def of_vision(entry: TensorEntry) -> bool:
+    """Whether an array belongs to a vision tower or its connector, which PEFT visits before the text model."""
+    return entry.path.startswith("vision.")
+
+
+def _owner(tensor: str) -> str:
+    """The module that owns a tensor; all experts count as one module."""
+    if tensor.count("{}") > 1:
+        return tensor[: tensor.rindex(".{}")]
+    return tensor.rpartition(".")[0]
+
+
+def current_name(name: str, family: Family) -> str:
+    """transformers' current name of a module or tensor, which may have an older name on disk."""
+    if family.other_head is not None and name.removesuffix(".weight") == family.lm_head.names[0][1]:
+        name = name.replace(family.lm_head.names[0][1], family.other_head)
+    for old, new in family.moved:
+        name = name.replace(old, new)
+    for prefix in family.other_prefixes:
+        name = prefix + name.removeprefix(family.base_prefix) if name.startswith(family.base_prefix) else name
+    return name
+
+
+def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) -> Module:
+    if tensor_map[0].stacked > 1 or name.endswith(".experts"):
+        return _experts(name, tensor_map, shapes)
+    weights = [entry for entry in tensor_map if entry.path.endswith(".weight") and entry.tensor.endswith(".weight")]
+    kind, ours = "other", [entry.path.removesuffix(".weight") for entry in weights]
+    first = tensor_map[0]
+    layers = shapes[first.path].shape[0] if "{}" in name else 1
+    inputs = outputs = 0
+    if weights:
+        kind = _kind(module_at(model, ours[0]), ours[0], weights[0])
+    if kind != "other":
+        whole = weights[0].shape_on_disk(shapes[weights[0].path].shape)
+        outputs, inputs = whole[::-1] if kind in ("conv1d", "embedding") else whole
+    parts = tuple((path, entry.tensor_slice) for path, entry in zip(ours, weights, strict=True))
+    return Module(name, kind, parts, tuple(tensor_map), layers, first.first, inputs, outputs)
+
+
+def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
+    """The module of all experts; the first axis of its parameters is the expert."""
+    entries, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
+    for parameter, ours in (_EXPERTS if "gate" in entries else _UNGATED).items():
+        layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
+        total = rows * len(ours)
+        of = tuple(entries[one] for one in ours)
+        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        if of[0].tensor_slice is not None:  # also fused on disk
+            slices = [entry.tensor_slice for entry in of]
+        parts = tuple((entry.path, rows) for entry, rows in zip(of, slices, strict=True))
+        swapped = isinstance(slices[0], ExpertRows) and slices[0].transposed
+        sizes = (total, inputs) if swapped else (inputs, total)
+        whole = f"{name}.{parameter}"
+        inside.append(Module(whole, "experts", parts, of, layers, of[0].first, *sizes, experts, swapped=swapped))
+    return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
+
+
+def _kind(module: Any, path: str, entry: TensorEntry) -> str:
+    if isinstance(module, Embedding):
+        return "other" if _READ_WHOLE.search(path) else "embedding"
+    if not isinstance(module, Linear | LmHead) or isinstance(entry.tensor_slice, Kernel):
+        return "other"
+    if _ROUTER.search(path):
+        return "router"
+    return "conv1d" if isinstance(entry.tensor_slice, Rows) and entry.tensor_slice.transposed else "linear"
+
+
+def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
+    """Every module by its full name, with its layer index from 0, in the order of `named_modules`: a vision tower, its
+    connectors and the text model one after another."""
+    return [place for _, part in groupby(modules, _part) for place in _layer_by_layer(list(part))]
+
+
+def _part(module: Module) -> str:
+    """The part of a model with a vision tower that a module belongs to."""
+    first = module.tensor_map[0]
+    return first.path.split(".")[1] if of_vision(first) else ""
+
+
+def _layer_by_layer(modules: list[Module]) -> list[tuple[str, Module, int]]:
+    """The modules of one part: those before the layers, the layers, and those after them."""
+    at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
+    before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
+    stacked = [module for module in modules if module.stacked]
+    single = [[(module.name, module, 0) for module in group] for group in (before, after)]
+    numbers = sorted({module.first + layer for module in stacked for layer in range(module.layers)})
+    layered = [
+        (module.name.format(number), module, number - module.first)
+        for number in numbers
+        for module in stacked
+        if 0 <= number - module.first < module.layers
+    ]
+    return single[0] + layered + single[1]
