@@ -53,7 +53,7 @@ def test_a_checkpoint_that_is_a_link_is_passed_over_by_all(run_dir, elsewhere, t
     assert (tmp_path / "moved/checkpoint-1/model.safetensors").exists() and (elsewhere / "precious").exists()
     told = [record.message for record in caplog.records]
     assert told.count(f"{run_dir / 'checkpoint-9'} is a link, so it is ignored: neither read, pushed nor removed.") == 1
-    assert len([text for text in told if "checkpoint-7 is neither a file nor a folder: it is left alone" in text]) == 1
+    assert len([text for text in told if "checkpoint-7 is neither a file nor a folder, so it is ignored" in text]) == 1
     assert find(run_dir / "checkpoint-1", str(run_dir)).state.global_step == 1  # asked for by name
 
 
@@ -181,4 +181,4 @@ def test_what_is_pushed_is_the_same_either_way(checkpoint, tmp_path, elsewhere, 
         after = {name for name in hub.files("somebody/judge") if not name.startswith("checkpoint-")}
     assert after - {".gitattributes"} == wanted | model | {"README.md", "training_loss.svg"}
     assert (elsewhere / "precious").read_text() == "precious" and (tmp_path / "run" / "checkpoint-1").is_symlink()
-    assert caplog.text.count(f"{tmp_path / 'run' / 'linked'} is a link: it is left alone") == 1
+    assert caplog.text.count(f"{tmp_path / 'run' / 'linked'} is a link, so it is ignored") == 1

@@ -153,7 +153,7 @@ class Backend(abc.ABC):
 
 
 def trainable_masks(frozen: Collection[str], locations: Locations, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """For each partly or fully frozen array, by path, which layers are trained: bool `[L]`, `[L, E]` or `[]`.
+    """For each partly or fully frozen array, by path, which layers are trained: bool `[L]` or `[]`.
 
     Args:
         frozen: names in PyTorch.
@@ -161,7 +161,7 @@ def trainable_masks(frozen: Collection[str], locations: Locations, params: Mappi
     """
     masks: dict[str, np.ndarray] = {}
     for name in frozen:
-        for path, index in locations[name]:
+        for path, index in locations.get(name, ()):  # quantized weights have none and never train
             masks.setdefault(path, np.ones(params[path].shape[: len(index)], bool))[index] = False
     return masks
 

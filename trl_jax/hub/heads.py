@@ -1,7 +1,7 @@
 """Model heads: their tensors and how a new head is initialized.
 
 There are two: the score head (one number per text) and the head of a causal language model. `hub/checkpoint.py` handles
-heads in checkpoints and `hub/peft_targets.py` PEFT's names for them; the rest of `hub` is about trunks.
+heads in checkpoints and `hub/modules.py` transformers' names for them; the rest of `hub` is about trunks.
 """
 
 from __future__ import annotations

@@ -82,10 +82,8 @@ def modules_of(config: NativeConfig) -> list[Module]:
             if path not in entries:
                 continue
             entry = entries[path]
-            if of_vision(entry):
-                name = _owner(config.vision.module(entry.tensor))
-            else:
-                name = current_name(_owner(entry.tensor), config.family)
+            tensor = entry.tensor
+            name = _owner(config.vision.module(tensor) if of_vision(entry) else current_name(tensor, config.family))
             group = groups.setdefault((name, entry.first), [])
             if entry not in group:
                 group.append(entry)

@@ -595,7 +595,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def trainable_masks(self) -> dict[str, np.ndarray]:
-        """Which layers are trained, for arrays that are partly or fully frozen; see `freezing.trainable_masks`."""
+        """Which layers are trained, for arrays that are partly or fully frozen; see `backend.trainable_masks`."""
         buffers = {path: np.zeros((), bool) for path in self.backend.buffers if path in self.params}
         if not self.frozen_names:
             return buffers

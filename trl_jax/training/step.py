@@ -78,7 +78,7 @@ class StepParts(NamedTuple):
     """What a callback may change in a step.
 
     loss: the task.
-    frozen: names on disk of the parameters that a script has frozen.
+    frozen: names of the parameters that a script has frozen.
     values: the numbers and strings on the trainer, if the step contains a script's own loss.
     """
 
@@ -320,7 +320,8 @@ def optimizer_with_decay(
 def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
     """The names of the parameters that have weight decay in transformers."""
     decayed = _decayed(backend)
-    return [name for path, names in _names(backend, params).items() if decayed[path] for name in names]
+    found = (name for path, names in _names(backend, params).items() if decayed[path] for name in names)
+    return list(dict.fromkeys(found))  # several arrays may be one parameter
 
 
 def _optimizer(
