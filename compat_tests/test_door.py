@@ -117,7 +117,9 @@ def test_names_are_where_trl_has_them():
         SyncRefModelCallback()
     with pytest.raises(AttributeError):
         trl_jax.trainer.callbacks.Frobnicate  # noqa: B018
-    with pytest.raises(ImportError, match="GKDTrainer is in trl_jax.experimental.gkd, as TRL has it in trl.experim"):
+    with pytest.raises(
+        ImportError, match="GKDTrainer is in trl_jax.experimental.gkd, because TRL only has it in trl.experim"
+    ):
         trl_jax.GKDTrainer  # noqa: B018
     for name in ("IWOPDConfig", "A2POTrainer"):
         with pytest.raises(ImportError, match=f"{name} is not implemented in trl_jax. .* trl.experimental"):

@@ -36,7 +36,7 @@ trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fi
 WORKS, CHANGED, REFUSED = "works", "changed", "refused"
 WANTED = {
     "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
-    "trl.OnlineDPOConfig": (REFUSED, "OnlineDPOConfig is in trl_jax.experimental.online_dpo, as TRL has it"),
+    "trl.OnlineDPOConfig": (REFUSED, "OnlineDPOConfig is in trl_jax.experimental.online_dpo, because TRL only has it"),
     "trl.PPOConfig": (CHANGED, "but not used: trl_jax does not implement it. Closest: GRPOTrainer"),
     "trl.PPOTrainer": (REFUSED, "does not implement it"),
     "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),

@@ -140,7 +140,7 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "ImportError GKDTrainer is in trl_jax.experimental.gkd, as TRL has it in trl.experimental alo",
+        "ImportError GKDTrainer is in trl_jax.experimental.gkd, because TRL only has it in trl.experimental alo",
         "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Closest: RewardTra",
         "ModuleNotFoundError trl.trainer.base_trainer is not part of trl_jax, and trl is not installed. trl_j",
         "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Closest: no s",
