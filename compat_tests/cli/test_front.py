@@ -126,7 +126,7 @@ find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(lambda cls, name, *a: None if name.split(".")[0] == "trl" else find(name, *a))
 import trl
 print(trl.__version__, trl.RewardConfig.__module__)
-others = "from trl import RewardTrainr", "import trl.trainer.base_trainer", "from trl.trainer.utils import pad"
+others = "from trl import RewardTrainr", "import trl.trainer.base_trainer", "from trl.trainer.utils import padd"
 for line in ("from trl import GKDTrainer", *others):
     try:
         exec(line)
@@ -140,10 +140,10 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "ImportError GKDTrainer is in trl_jax.experimental.gkd, because TRL only has it in trl.experimental alo",
+        "ImportError GKDTrainer is in trl_jax.experimental.gkd, because TRL only has it in trl.experi",
         "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Closest: RewardTra",
         "ModuleNotFoundError trl.trainer.base_trainer is not part of trl_jax, and trl is not installed. trl_j",
-        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Closest: no s",
+        "ImportError trl.trainer.utils has no padd in trl_jax, and trl is not installed. Closest: pad",
     ], done.stderr
 
 

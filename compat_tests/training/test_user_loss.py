@@ -106,7 +106,7 @@ def test_a_loss_that_scores_nothing_in_pairs_is_logged_without_rewards(folder, t
 @pytest.mark.parametrize(
     ("own", "text"),
     [
-        (lambda m, x: __import__("torch").sigmoid(m(x["input_ids"]).logits).mean(), "which torch cannot take"),
+        (lambda m, x: __import__("torch").sigmoid(m(x["input_ids"]).logits).mean(), "which torch does not accept"),
         (lambda m, x: m(x["input_ids"]).logits, r"compute_loss returned an array \[8, 1\]; expected a JAX scalar"),
         (lambda m, x: 3.0, "compute_loss returned a float; expected a JAX scalar"),
         (lambda m, x: m(x["input_ids"], labels=1).logits.mean(), r"takes input_ids and attention_mask, not labels"),
