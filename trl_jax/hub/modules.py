@@ -25,7 +25,7 @@ _UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 @dataclass(frozen=True)
 class Module:
-    """A module with parameters; a `{}` in its name stands for the layer.
+    """A module with parameters; a `{}` in its name is the number of its layer.
 
     Attributes:
         kind: "linear", "conv1d" (a linear layer stored as (in, out)), "embedding", "router", "experts" or "other".

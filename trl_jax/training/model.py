@@ -172,8 +172,8 @@ def _freeze(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _computed(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The names of a torch model's parameters without those of towers and layers that are not computed: they do not
-    change."""
+    """Drop the names of parameters that trl_jax does not compute, such as an unused vision tower's: training does not
+    change them."""
     if not isinstance(model.backend, NativeBackend):
         return names
     known, towers = set(model.names()), re.compile(model.backend.source.config.family.carried or "(?!)")

@@ -48,7 +48,7 @@ _PARTS = "parts/"
 
 
 def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-    """The task's metrics, where the sums have those of its loss, and those of `own_sums`: the mean of each over the
+    """The task's metrics, if its loss was computed, and the script's own from `own_sums`, each averaged over the
     micro-batches where it is not NaN."""
     names = [name for name in (sums[0] if sums else ()) if name.startswith(OWN_METRIC)]
     of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]

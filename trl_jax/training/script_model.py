@@ -67,7 +67,7 @@ class Outputs:
 class BoundModel:
     """The model with the parameters of this step, to be called on rows padded on the right.
 
-    `outputs` and `aux_losses` are those of every call, in order; arguments that are `ignored` change nothing;
+    `outputs` and `aux_losses` collect the results of all calls, in order; arguments that are `ignored` have no effect;
     `training` is False in an evaluation, as torch has it. Other attributes are the trainer's model's.
     """
 
@@ -190,7 +190,7 @@ class BoundModel:
         return dict(self._shown)
 
     def compared_loss(self, inputs: dict[str, Any]) -> tuple[jax.Array, Outputs]:
-        """The task's loss of these inputs, which are those of `compared_inputs`."""
+        """The task's loss of these inputs, which `compared_inputs` returned."""
         check_same(inputs, self._shown)
         outputs = self(**self.comparing.rows, fused_lm_head=True)
         loss, self.default_sums = self.comparing.loss(self.tokens)

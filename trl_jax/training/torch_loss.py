@@ -228,7 +228,7 @@ def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> 
 
 
 def _with_vjp(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
-    """The outputs, and the VJP function: it maps gradients of the differentiable outputs to those of the parameters."""
+    """The outputs, and the VJP function, which maps gradients of the differentiable outputs to parameter gradients."""
     found, back, fixed = jax.vjp(lambda params: outputs(params, *given, **options), params, has_aux=True)
     return found | fixed, back
 
