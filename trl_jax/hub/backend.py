@@ -20,6 +20,9 @@ from trl_jax.hub.heads import HeadName
 Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name in PyTorch -> (path of our array, index in it)
 
 
+SAVED_DTYPES = ("float32", "bfloat16", "float16")
+
+
 class Backend(abc.ABC):
     """Everything about a loaded model except its parameters.
 
@@ -87,6 +90,17 @@ class Backend(abc.ABC):
     def main_dtype(self) -> str:
         """The dtype that its first tensor is saved in."""
         return next(iter(self.dtypes.values()))
+
+    def save_in(self, dtype: str) -> None:
+        """Save the weights in another dtype from now on.
+
+        Raises:
+            ValueError: it cannot save in this dtype.
+        """
+        raise ValueError(
+            f"model.to({dtype}): the {self.name} backend saves weights in the dtype of their checkpoint. Load it with "
+            f'model_init_kwargs={{"dtype": {dtype!r}}}.'
+        )
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:

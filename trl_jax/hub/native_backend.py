@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import Backend, Locations
+from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations
 from trl_jax.hub.checkpoint import Placement, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.modules import torch_tensor_map
@@ -135,6 +135,12 @@ class NativeBackend(Backend):
     @property
     def main_dtype(self) -> str:
         return self.source.dtype
+
+    def save_in(self, dtype: str) -> None:
+        if dtype not in SAVED_DTYPES:
+            raise ValueError(f"model.to({dtype}): weights are saved in {', '.join(SAVED_DTYPES)}. Choose one of these.")
+        self.source = replace(self.source, dtype=dtype, dtypes=dict.fromkeys(self.source.dtypes, dtype))
+        self.dtypes = self.source.dtypes
 
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
         if path not in self.formats:

@@ -65,6 +65,10 @@ class AdaptedBackend(Backend):
         """The main dtype of the base model."""
         return self.base.main_dtype
 
+    def save_in(self, dtype: str) -> None:
+        """Of the base model, once it is merged. The adapter is saved in float32, as it trains."""
+        self.base.save_in(dtype)
+
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         """PEFT's names, with the locations of trained parameters only."""
         del params

@@ -21,7 +21,7 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.core.secrets import shown
 from trl_jax.data.batch import last_real_token, padded_length
-from trl_jax.hub.backend import Backend, frozen_size, trainable_masks
+from trl_jax.hub.backend import SAVED_DTYPES, Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.generate import GenerationApi
 from trl_jax.hub.peft import merged
@@ -480,10 +480,36 @@ class TransformersModelApi:
         return "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model unchanged: JAX decides where arrays are, and they keep their dtype."""
+        """Return the model. A dtype is what its weights are saved in from now on, while they train in float32. A device
+        has no effect, because JAX decides where arrays are.
+
+        Raises:
+            ValueError: weights are not saved in this dtype.
+        """
+        for name in map(_dtype_name, (*args, *kwargs.values())):
+            if name is not None:
+                self.backend.save_in(name)
         return self
 
     cpu = cuda = to
+
+    def half(self) -> Any:
+        return self.to("float16")
+
+    def bfloat16(self) -> Any:
+        return self.to("bfloat16")
+
+    def float(self) -> Any:
+        return self.to("float32")
+
+
+def _dtype_name(value: Any) -> str | None:
+    """The name of a dtype, torch's or NumPy's; None for anything else, such as a device."""
+    if isinstance(value, str):
+        return value if value in SAVED_DTYPES else None
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return np.dtype(value).name if isinstance(value, np.dtype | type) else None
 
 
 class _Embedding:
