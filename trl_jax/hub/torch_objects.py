@@ -8,8 +8,9 @@ import inspect
 import logging
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import ENCODER, LoraConfig, begun, positions_beside, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_bridge import as_array, as_tensors, available, peft_available
+from trl_jax.hub.torch_bridge import as_array, as_tensors, available, dtype_name, peft_available
 from trl_jax.models.adapters import PREFIX
 
 # Copying weights from torch models and back
@@ -254,6 +255,30 @@ def frozen_names(model: Any) -> list[str]:
     return [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
+def check_adapter_flags(model: Any, trained: Mapping[str, bool]) -> None:
+    """Compare `requires_grad` in a PeftModel with what trains here.
+
+    Args:
+        trained: whether a parameter trains, by name.
+
+    Raises:
+        ValueError: a script has set the flag of some parameters by hand.
+    """
+    flags = {name: flag for name, flag in _flags(model).items() if name in trained}
+    if not any(flags.values()):
+        logger.warning(
+            "The adapter of model was loaded without is_trainable=True, so TRL would train nothing. It is trained here."
+        )
+        return
+    for name, flag in flags.items():
+        if flag != trained[name]:
+            raise ValueError(
+                f"model: {name} has requires_grad={flag}, which was set by hand: the adapter's config says "
+                f"{trained[name]}, and here it decides what is trained. Use target_modules, layers_to_transform and "
+                "modules_to_save of LoraConfig."
+            )
+
+
 def resize(model: Any, rows: int) -> None:
     """Resize the vocabulary of a torch model, including its head; new rows are the mean of the old ones."""
     import torch
@@ -336,11 +361,131 @@ def as_pefts(config: Any) -> Any:
     return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
 
 
+# Torch models that a script keeps using after a run has copied their weights
+
+
+_SAMPLES = 4096  # values of each parameter that are compared
+
+
+class TorchOriginal:
+    """A torch model that a script passed. A run computes with a copy of its weights, so this notices when the script
+    changes them later, as in TRL's trainers it may."""
+
+    def __init__(self, model: Any):
+        self._model = weakref.ref(model)
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the model as it is now for what the run has copied."""
+        model = self._model()
+        self._values = {name: _mark(one) for name, one in model.named_parameters()}
+        self._flags, self._dtype = _flags(model), _dtype_of(model)
+
+    def changed_dtype(self) -> str | None:
+        """The dtype that the script has cast it to since; None if it has not."""
+        model = self._model()
+        found = self._dtype if model is None else _dtype_of(model)
+        return None if found == self._dtype else found
+
+    def changed(self) -> str | None:
+        """The name of a parameter whose values changed since, or that came or went; None if there is none."""
+        model = self._model()
+        if model is None:
+            return None
+        values = {name: _mark(one) for name, one in model.named_parameters()}
+        if values == self._values:
+            return None
+        return next(name for name in [*values, *self._values] if values.get(name) != self._values.get(name))
+
+    def same_parameters(self) -> bool:
+        """Whether it has the same parameters as before, in the same shapes."""
+        shapes = {name: tuple(one.shape) for name, one in self._model().named_parameters()}
+        return shapes == {name: shape for name, (_, shape, *_) in self._values.items()}
+
+    def changed_flags(self) -> dict[str, bool]:
+        """`requires_grad` of the parameters for which the script has set another value since."""
+        model = self._model()
+        found = {} if model is None else _flags(model)
+        return {name: flag for name, flag in found.items() if self._flags.get(name) != flag}
+
+
+def originals(models: Mapping[str, Any]) -> dict[str, TorchOriginal]:
+    """The torch models among these arguments, by name. They are not kept alive."""
+    return {name: TorchOriginal(model) for name, model in models.items() if is_torch_model(model)}
+
+
+def check_originals(known: Mapping[str, TorchOriginal]) -> None:
+    """Raise ValueError if a script has changed a torch model whose weights a run has copied for good."""
+    for name, original in known.items():
+        if parameter := original.changed():
+            raise ValueError(
+                f"{name}: its {parameter} was changed after the trainer was made. This would have no effect, because "
+                "the trainer has a copy of its weights. Change it before the trainer is made, or make a new trainer."
+            )
+
+
+def _dtype_of(model: Any) -> str | None:
+    """The dtype of its first parameter in floats."""
+    return next((dtype_name(one.dtype) for one in model.parameters() if one.is_floating_point()), None)
+
+
+def _flags(model: Any) -> dict[str, bool]:
+    return {name: one.requires_grad for name, one in model.named_parameters()}
+
+
+def _mark(parameter: Any) -> tuple:
+    """What tells that a parameter was changed in place, through its `data` or as a whole. It is the same on another
+    device and in a larger dtype."""
+    version = 0 if parameter.is_inference() else parameter._version
+    if parameter.is_meta:
+        return version, tuple(parameter.shape)
+    values = parameter.detach().reshape(-1)
+    total = values[:: max(1, len(values) // _SAMPLES)].double().sum().item()
+    return version, tuple(parameter.shape), total.hex()
+
+
+class _Refresh:
+    """A hook that calls a function before a torch model is read. A copy of the model, or its pickle, has none."""
+
+    def __init__(self, refresh: Callable[[], None], *, of_copies: bool):
+        self._refresh, self._of_copies = refresh, of_copies
+
+    def __call__(self, *_: Any) -> None:
+        self._refresh()
+
+    def __reduce__(self) -> tuple:
+        if self._of_copies:
+            self._refresh()  # copy.deepcopy takes a module's hooks first, then its submodules with their parameters
+        return _nothing, ()
+
+
+def _nothing() -> Callable:
+    return lambda *_: None
+
+
+@contextmanager
+def refreshed(model: Any, refresh: Callable[[], None], *, of_copies: bool) -> Iterator[None]:
+    """A context in which `refresh` is called before a script computes with the model, generates with it or saves it.
+
+    Args:
+        of_copies: also before it is copied. `refresh` must not add modules then.
+    """
+    from transformers import PreTrainedModel
+
+    hook = _Refresh(refresh, of_copies=of_copies)
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module is model or isinstance(module, PreTrainedModel):
+                hooks.callback(module.register_forward_pre_hook(hook).remove)
+                hooks.callback(module.register_state_dict_pre_hook(hook).remove)
+        yield
+
+
 # Detecting torch models that differ from their config and weights, which is all that JAX uses
 
 
 # Functions of these libraries, when patched onto a module, do not change what it computes.
-_KNOWN = ("transformers", "accelerate", "peft", "trl", "torch", "liger_kernel")
+_KNOWN = ("transformers", "accelerate", "peft", "trl", "torch", "liger_kernel", "trl_jax")
 # Hooks in scripts, by their names in PEFT's and transformers' documentation; they only enable gradients.
 _HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -22,7 +22,7 @@ from trl_jax.data.checks import check_type, images_read
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import takes_tensors
+from trl_jax.hub.torch_objects import check_originals, originals, takes_tensors
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
@@ -221,8 +221,15 @@ class BaseTrainer(abc.ABC):
             self._setup, spec.hooks, self._publisher,
             lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
         )  # fmt: skip
+        self._originals = originals(self._other_models())
 
     # Construction, step by step.
+
+    def _other_models(self) -> dict[str, Any]:
+        """The models of the arguments that do not train, by the name of the argument."""
+        own = vars(self)
+        rewards = {f"reward_funcs[{index}]": one for index, one in enumerate(own.get("_reward_funcs", ()))}
+        return {"ref_model": own.get("_ref_model"), "teacher_model": own.get("_teacher"), **rewards}
 
     def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
         """The arguments that were passed, or defaults with an output_dir named after the model."""
@@ -355,6 +362,7 @@ class BaseTrainer(abc.ABC):
                 save_strategy="no". A running evaluation is interrupted, and resuming repeats it.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        self._follow_torch_models(trains=True)
         self._settle_task()
         self._set_signature_columns_if_needed()
         if self._setup.rollout is None:
@@ -365,6 +373,11 @@ class BaseTrainer(abc.ABC):
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics
         return self.parts.training.train(resume_from_checkpoint)
+
+    def _follow_torch_models(self, *, trains: bool = False) -> None:
+        """Notice what a script has changed in torch models that it passed, before a run uses its copies of them."""
+        check_originals(self._originals)
+        self.parts.training.follow_torch_model(trains=trains)
 
     @property
     def data_collator(self) -> Any:
@@ -509,6 +522,7 @@ class BaseTrainer(abc.ABC):
         return self._evaluate_one(dataset, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        self._follow_torch_models()
         with together("evaluation"), self._evaluating():
             metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
             self.log(metrics)
@@ -540,6 +554,7 @@ class BaseTrainer(abc.ABC):
             labels; `metrics`, the loss and the speed.
         """
         refuse(ignore_keys=ignore_keys)
+        self._follow_torch_models()
         self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         loader = self.get_test_dataloader(prepared)
@@ -787,6 +802,7 @@ class BaseTrainer(abc.ABC):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.parts.training.follow_torch_model()
         with together("saving the model"):
             self.parts.checkpointer.write_model(folder, self.model)
         if not _internal_call:

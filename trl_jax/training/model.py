@@ -22,10 +22,18 @@ from trl_jax.hub.peft_config import ENCODER, AdapterConfig, read_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.prompt_tuning import VirtualBackend
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_objects import as_checkpoint, frozen_names, is_torch_model, name_of
+from trl_jax.hub.torch_objects import (
+    TorchOriginal,
+    as_checkpoint,
+    check_adapter_flags,
+    frozen_names,
+    is_adapted,
+    is_torch_model,
+    name_of,
+)
 from trl_jax.hub.vision import vision_families
 from trl_jax.hub.vision.processor import native_of
-from trl_jax.mesh.mesh import Fetched
+from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import several
 from trl_jax.nn.linear import HALVES
 from trl_jax.training.mesh import run_device, sharding_plan_of
@@ -156,9 +164,60 @@ def from_torch(
         model.backend.source = replace(model.source, resized=True)
     if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
         model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
+        if head == "lm":
+            model.generation_config = torch_model.generation_config
     if frozen := frozen_names(torch_model):
         _freeze(model, frozen)
+    if trains and is_adapted(torch_model) and not model.backend.virtual.count:
+        check_adapter_flags(torch_model, {name: model.is_trained(name) for name in model.names()})
     return model
+
+
+def take_over(
+    model: PreTrainedModel,
+    torch_model: Any,
+    original: TorchOriginal,
+    args: BaseConfig,
+    plan: ShardingPlan | None,
+    *,
+    trains: bool,
+) -> None:
+    """Take over what a script changed in the torch model since its weights were copied: the dtype that it is saved in,
+    values, and what is frozen.
+
+    Args:
+        trains: whether the model is about to train. If not, what cannot be taken over only causes a warning.
+
+    Raises:
+        ValueError: it has an adapter, or other parameters than before.
+    """
+    if (dtype := original.changed_dtype()) is not None:
+        model.to(dtype)
+    name, flags = original.changed(), original.changed_flags() if trains else {}
+    if dtype is not None and isinstance(model.backend, AdaptedBackend):
+        original.mark()  # casting has rounded the values
+        return
+    if name is None and not flags:
+        original.mark()
+        return
+    adapted, found = isinstance(model.backend, AdaptedBackend), None
+    if name is not None and not adapted and original.same_parameters():
+        images = any(path.startswith("vision.") for path in model.arrays)
+        found = from_torch(torch_model, args, model.backend.head, images=images).params
+    if adapted or (name is not None and found is None):
+        told = (
+            f"The torch model was changed after the trainer was made: {name or next(iter(flags))}. This has no effect, "
+            "because the trainer's own copy has an adapter or other parameters. Change it before the trainer is made."
+        )
+        if trains:
+            raise ValueError(told)
+        logger.warning(told)
+    if found is not None:
+        model.params = found if plan is None else plan.placed(found)
+    for trainable in (False, True):
+        changed = _computed(model, [one for one, flag in flags.items() if flag is trainable])
+        model.set_trainable(*changed, trainable=trainable)
+    original.mark()
 
 
 def _freeze(model: PreTrainedModel, names: list[str]) -> None:

@@ -21,7 +21,8 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from trl_jax.config.rules import as_choice
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.hub.torch_objects import copy_back_to_torch
+from trl_jax.hub.peft_backend import AdaptedBackend
+from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, refreshed
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.training.checkpoint import (
     LoopProgress,
@@ -47,7 +48,7 @@ from trl_jax.training.metrics import (
     step_memory,
     task_metrics,
 )
-from trl_jax.training.model import align_special_tokens
+from trl_jax.training.model import align_special_tokens, take_over
 from trl_jax.training.nonfinite import PATIENCE, NonFiniteGuard, explain
 from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer
 from trl_jax.training.optimizers import Optimizer
@@ -83,6 +84,8 @@ class Training:
         self._setup, self._hooks, self._train_step = setup, hooks, train_step
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
+        self._original = None if torch_model is None else TorchOriginal(torch_model)
+        self._copied_at: int | None = None  # the step whose weights the torch model has
         self.optimizer: Optimizer | None = None
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
@@ -109,6 +112,31 @@ class Training:
                 if interrupts.received is not None:
                     self._publisher.tell_unfinished(args.output_dir)
                 raise
+
+    def follow_torch_model(self, *, trains: bool = False) -> None:
+        """Take over what the script has changed in the torch model that it passed, before the model is used. Not during
+        train(), which only warns of it."""
+        setup = self._setup
+        if self._original is not None and not setup.progress.in_train:
+            given = setup.model, self._torch_model, self._original, setup.args, setup.sharding_plan
+            take_over(*given, trains=trains)
+
+    def _refresh_torch_model(self) -> None:
+        """Copy the weights of the current step to the torch model, before a callback or a reward function uses it."""
+        step = self._setup.state.global_step
+        if step != self._copied_at:
+            self._copied_at = step
+            self._copy_back()
+
+    def _copy_back(self) -> None:
+        setup = self._setup
+        if name := self._original.changed() or next(iter(self._original.changed_flags()), None):
+            logger.warning(
+                "The torch model was changed during training: %s. This has no effect: the weights that train are in "
+                "trainer.model, and what is frozen is decided before train().", name
+            )  # fmt: skip
+        copy_back_to_torch(setup.model.backend, setup.model.params, setup.model.config, self._torch_model)
+        self._original.mark()
 
     def made_optimizer(self) -> Optimizer:
         """The result of create_optimizer, in the form that the step takes."""
@@ -244,8 +272,13 @@ class Training:
         )
         setup.progress.in_train = True
         setup.model.train()
+        self._copied_at, reading = None, contextlib.nullcontext()
+        if self._torch_model is not None and not several():
+            adds = isinstance(setup.model.backend, AdaptedBackend) and not is_adapted(self._torch_model)
+            reading = refreshed(self._torch_model, self._refresh_torch_model, of_copies=not adds)
         try:
             with (
+                reading,
                 checkpointer.saver.settled(),
                 explain_memory(self._memory),
                 together("training"),  # announces an exception before waiting for a save in the background
@@ -309,7 +342,7 @@ class Training:
         if is_first() and setup.args.save_total_limit == 1 and best is not None:
             forget_all_but_best(setup.args.output_dir, best)
         if self._torch_model is not None:
-            copy_back_to_torch(setup.model.backend, setup.model.params, setup.model.config, self._torch_model)
+            self._copy_back()
         setup.events.fire("on_train_end")
 
 
