@@ -193,6 +193,14 @@ def compiled_scores(
 # Methods of a transformers model that scripts use
 
 
+def _in_place(name: str) -> Callable:
+    def method(parameter: Parameter, other: Any) -> Parameter:
+        parameter._check_writable()
+        return vars(np.ndarray)[name](parameter, other)
+
+    return method
+
+
 class Parameter(np.ndarray):
     """A snapshot of a parameter's values, with some methods of a torch tensor.
 
@@ -268,12 +276,42 @@ class Parameter(np.ndarray):
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
 
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self._check_writable()
+        super().__setitem__(index, values)
+
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("__iadd__", "__isub__", "__imul__", "__itruediv__"))
+
+    def _check_writable(self) -> None:
+        """Raise ValueError unless it is a script's own copy, as from `clone`."""
+        if not self.flags.writeable:
+            raise ValueError(
+                f"Cannot write into {self._name or 'a parameter'}: these are a copy of its values, so the model would "
+                "not change. Change model.params, or the weights before they are loaded."
+            )
+
     @classmethod
     def __torch_function__(
         cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors."""
-        return function(*as_tensors(args), **as_tensors(kwargs or {}))
+        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors.
+
+        Raises:
+            ValueError: the function would write into one.
+        """
+        kwargs = kwargs or {}
+        written = [*args, *kwargs.values()][:1] if re.search(r"[^_]_$", function.__name__) else []
+        for one in (*written, kwargs.get("out")):
+            if isinstance(one, Parameter):
+                one._check_writable()
+        return function(*as_tensors(args), **as_tensors(kwargs))
+
+
+def _snapshot(values: Any) -> Parameter:
+    """A copy that a script cannot write into: the model would not change."""
+    parameter = np.array(values).view(Parameter)
+    parameter.flags.writeable = False
+    return parameter
 
 
 class Submodule:
@@ -349,7 +387,7 @@ class TransformersModelApi:
 
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
         for name, values in self.backend.named(self._readable(self.arrays), wanted):
-            parameter = np.array(values).view(Parameter)
+            parameter = _snapshot(values)
             parameter._model, parameter._name = self, name
             yield name, parameter
 
@@ -413,8 +451,7 @@ class TransformersModelApi:
     def get_input_embeddings(self) -> Any:
         """An object with the `weight` and `num_embeddings` of the token embedding."""
         path = min(self.backend.embeddings)
-        weight = np.array(self.backend.weight(self.arrays, path)).view(Parameter)
-        return _Embedding(weight)
+        return _Embedding(_snapshot(self.backend.weight(self.arrays, path)))
 
     def get_output_embeddings(self) -> Any:
         """An object with the `weight` `[vocabulary, hidden]` of the language model head, which is the embedding's if

@@ -189,6 +189,7 @@ def as_tensors(values: Any) -> Any:
 def _as_tensor(values: np.ndarray) -> Any:
     import torch
 
+    values = values if values.flags.writeable else values.copy()  # which torch warns about
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
