@@ -182,6 +182,44 @@ def test_torchs_functions_take_parameters(folder, dtype):
     assert torch.equal(torch.cat([held, tensor]), torch.cat([tensor, tensor]))
 
 
+def test_writing_into_a_parameter_is_refused(folder):
+    torch = pytest.importorskip("torch")
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
+    parameter, refused = model.get_parameter("score.weight"), "Cannot write into score.weight: these are a copy"
+    with pytest.raises(ValueError, match=refused):
+        parameter.data[0] = 0
+    with pytest.raises(ValueError, match=refused):
+        parameter *= 2
+    with pytest.raises(ValueError, match=refused):
+        torch.nn.init.normal_(parameter)
+    with pytest.raises(ValueError, match=refused):
+        torch.mul(parameter, 2, out=parameter)
+    with pytest.raises(ValueError, match="Cannot write into a parameter"):
+        model.get_input_embeddings().weight[-1] = 0
+    own = parameter.detach().clone()
+    own[0], own[1:] = 1, 0
+    own *= 3
+    assert own.sum() == 3 * own.shape[1] and (np.maximum(own, 1) >= 1).all()
+
+
+def test_a_run_is_as_long_as_the_scripts_own_dataloader(folder, tmp_path):
+    trl = pytest.importorskip("trl")
+    found = []
+    for package in (trl, trl_jax):
+
+        class Fewer(package.RewardTrainer):
+            def get_train_dataloader(self):
+                self.train_dataset = self.train_dataset.select(range(6))
+                return super().get_train_dataloader()
+
+        args = make(package, folder, tmp_path / package.__name__, config={"num_train_epochs": 2}).args
+        trainer = Fewer(str(folder), args=args, train_dataset=table(16))
+        trainer.train()
+        found.append([(log["learning_rate"], log["epoch"]) for log in trainer.state.log_history if "loss" in log])
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-9)
+    assert len(found[0]) == 4
+
+
 def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
     model = make(trl_jax, folder, tmp_path).model
     with pytest.raises(ValueError, match="not on a copy"):

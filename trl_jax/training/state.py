@@ -73,6 +73,7 @@ class Progress:
     found_batch_size: by auto_find_batch_size.
     fill_last: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
         devices.
+    loaded_dataset: the rows of a script's own get_train_dataloader, in the last train(); None without one.
     in_train: whether train() is running.
     told: the subjects of the lines that the run has printed (`training.logging.tell`).
     interrupts: the signals of the last train().
@@ -83,6 +84,7 @@ class Progress:
     input_tokens_before: int = 0
     found_batch_size: int | None = None
     fill_last: bool | None = None
+    loaded_dataset: Dataset | IterableDataset | None = None
     in_train: bool = False
     told: set[str] = field(default_factory=set)
     interrupts: Interrupts = field(default_factory=Interrupts)
@@ -244,8 +246,9 @@ class Setup:
 
     @property
     def length(self) -> RunLength:
-        """The length of the run, from its arguments and its training set."""
-        args, rows = self.args, self.train_dataset
+        """The length of the run, from its arguments and its training set, or that of a script's own dataloader."""
+        args, loaded = self.args, self.progress.loaded_dataset
+        rows = self.train_dataset if loaded is None else loaded
         if self.task.online:
             micro_batches = self.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
             lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}

@@ -179,6 +179,7 @@ class Training:
     def _run(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         setup, args, start = self._setup, self._setup.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
+        own_batches = self._batches_of_script()
         tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and setup.progress.found_batch_size is None:
@@ -199,7 +200,7 @@ class Training:
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
         setup.state.compute_steps(args, length.max_steps)
-        loop, train_loss, unreported = self._run_loop(tx, length, progress, random_before)
+        loop, train_loss, unreported = self._run_loop(tx, length, progress, random_before, own_batches)
         with self._saved_on_signal(loop):
             with setup.progress.interrupts.waiting():
                 self._publisher.finish(args, setup.events)
@@ -215,6 +216,16 @@ class Training:
         tell_trained(args.output_dir, last, last - first, time.monotonic() - start)
         return TrainOutput(setup.state.global_step, train_loss, metrics)
 
+    def _batches_of_script(self) -> Any:
+        """What a script's own get_train_dataloader returns; None without one. The run is as long as its rows, which may
+        be others than `train_dataset`."""
+        setup, name = self._setup, "get_train_dataloader"
+        if setup.rollout is not None or not (name in setup.overridden or name in self._hooks.set_by_script()):
+            return None
+        batches = self._hooks.get_train_dataloader()
+        setup.progress.loaded_dataset = steps_of(batches, name).dataset
+        return batches
+
     @contextlib.contextmanager
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
         """On a signal after the last step, leave with a checkpoint of that step, without the later changes in the
@@ -228,12 +239,12 @@ class Training:
                 loop.leave_if_asked()
 
     def _run_loop(
-        self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None
+        self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None, own_batches: Any
     ) -> tuple[Loop, float, list]:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
         args, told = setup.args, setup.progress.told
         tell_model(told, args, setup.model, setup.sharding_plan)
-        batches = self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout
+        batches = own_batches or (self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout)
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
