@@ -206,3 +206,37 @@ def test_flags_that_contradict_an_adapters_config(causal, tmp_path, caplog):
         sft(model, causal, tmp_path)
     sft(peft.PeftModel.from_pretrained(causal_model(causal), tmp_path / "adapter"), causal, tmp_path)
     assert "loaded without is_trainable=True, so TRL would train nothing" in caplog.text
+
+
+def edited(model):
+    model.peft_config["default"].lora_alpha = 40
+
+
+def dropping(model):
+    for name, layer in model.named_modules():
+        if name.endswith("q_proj"):
+            layer.lora_dropout["default"] = torch.nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        (lambda model: model.merge_adapter(), "q_proj is merged"),
+        (lambda model: model.base_model.disable_adapter_layers(), "q_proj is disabled"),
+        (edited, r"q_proj is scaled by 1.0, but by 5.0 according to its config"),
+        (dropping, r"q_proj has a dropout of 0.5, but 0.0 according to its config"),
+    ],
+)
+def test_adapters_that_compute_something_else_than_their_config_are_refused(causal, tmp_path, change, found):
+    peft = pytest.importorskip("peft")
+
+    model = peft.get_peft_model(causal_model(causal), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    change(model)
+    with pytest.raises(ValueError, match=f"modified after it was created: the adapter of .*{found}"):
+        sft(model, causal, tmp_path)
+
+
+def test_a_merged_model_trains_further_and_says_so(causal, tmp_path, caplog):
+    adapted = sft(str(causal), causal, tmp_path, peft_config=trl_jax.LoraConfig(r=2))
+    sft(adapted.model.merge_and_unload(), causal, tmp_path)
+    assert "model comes from merge_and_unload, after which PEFT leaves all parameters frozen" in caplog.text

@@ -373,6 +373,7 @@ class TransformersModelApi:
     config: Any
     frozen_names: frozenset[str] | set[str] = frozenset()  # parameters, by name, that `train()` does not update
     model_tags: list[str] | None = None
+    was_merged: bool = False  # by `merge_and_unload`: PEFT leaves the parameters of such a model frozen
     accepts_loss_kwargs: bool | None = None  # as of transformers' models, for its Trainer; None: as the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -697,7 +698,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
                 "into weights. Load the base model by its name, or keep the adapter."
             )
         arrays, backend = merged(self.backend, self.params, self.frozen)
-        return self._with(arrays, backend)
+        model = self._with(arrays, backend)
+        model.was_merged = True
+        return model
 
     def get_base_model(self) -> PreTrainedModel:
         """The model without its adapter, with the same arrays; without an adapter, the model itself."""

@@ -518,13 +518,15 @@ def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True)
         dropout: whether its dropout matters.
     """
     found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
+    if base is not model:
+        found += _adapter_layers(model, dropout)
     if plain:
         found += _modules(base, dropout)
     if found:
         raise ValueError(
             f"model is a {type(base).__qualname__} that was modified after it was created: {found[0]}. JAX would "
-            "ignore this, because it only uses the model's config and weights. Set it in the config that the model is "
-            "loaded with, or undo it."
+            "ignore this, because it only uses the model's config and weights. Set it in the config that the model or "
+            "its adapter is made with, or undo it."
         )
 
 
@@ -551,6 +553,29 @@ def _tied(base: Any) -> Iterator[str]:
     head, table = base.get_output_embeddings(), base.get_input_embeddings()
     if head is not None and head.weight is table.weight and not base.config.get_text_config().tie_word_embeddings:
         yield "its head and embedding are tied, but its config has tie_word_embeddings=False"
+
+
+def _adapter_layers(model: Any, dropout: bool) -> Iterator[str]:
+    """Layers of a PeftModel's LoRA that compute something else than its config says."""
+    [name] = model.peft_config
+    config = model.peft_config[name]
+    if config.peft_type != "LORA":
+        return
+    alike = not config.alpha_pattern and not config.rank_pattern
+    wanted = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    for path, layer in model.named_modules():
+        own = vars(layer)
+        if not isinstance(own.get("scaling"), dict) or name not in own["scaling"]:  # attention has a number
+            continue
+        if own["merged_adapters"]:
+            yield f"the adapter of {path} is merged"
+        if own["_disable_adapters"]:
+            yield f"the adapter of {path} is disabled"
+        if alike and abs(own["scaling"][name] - wanted) > 1e-6 * abs(wanted):
+            yield f"the adapter of {path} is scaled by {own['scaling'][name]}, but by {wanted} according to its config"
+        drops = vars(own["_modules"]["lora_dropout"][name]).get("p", 0.0)
+        if dropout and drops != config.lora_dropout:
+            yield f"the adapter of {path} has a dropout of {drops}, but {config.lora_dropout} according to its config"
 
 
 def _modules(base: Any, dropout: bool) -> Iterator[str]:

@@ -278,6 +278,11 @@ def load_policy(
         adapter = None
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
+    if loaded and adapter is None and checkpoint.was_merged:
+        logger.warning(
+            "model comes from merge_and_unload, after which PEFT leaves all parameters frozen, so TRL would train none "
+            "unless the script sets requires_grad. They are trained here."
+        )
     if adapter is None:
         model = checkpoint if loaded else _loaded(checkpoint, args, quantization=quantization)
         _check_floats(model)
