@@ -411,13 +411,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     )
     max_minutes: float | None = arg(
         None,
-        help="Stop after this many minutes of training, with a checkpoint to resume from. Not on several hosts.",
+        help="Stop after this many minutes of training, with a checkpoint to resume from.",
         rule=rules.number(0, optional=True),
         kw_only=True,
     )
     save_minutes: float | None = arg(
         None,
-        help="Also save a checkpoint every this many minutes. Not on several hosts.",
+        help="Also save a checkpoint every this many minutes.",
         rule=rules.number(0, optional=True),
         kw_only=True,
     )

@@ -37,7 +37,7 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.mesh.processes import is_first, several
+from trl_jax.mesh.processes import from_first, is_first, several
 from trl_jax.rollout.completions_log import write_picture
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
@@ -65,28 +65,49 @@ def events_of(
     return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
 
 
+_BETWEEN_LOOKS = 10.0  # seconds between two looks of several processes at the clock of the first
+
+
 class Clock(TrainerCallback):
-    """Asks for a checkpoint every `save_minutes`, and stops the run after `max_minutes`."""
+    """Requests a checkpoint every `save_minutes`, and stops the run after `max_minutes`.
+
+    With several processes, the clock of the first one decides for all. They do not look at it after every step, because
+    the exchange waits for the step on the device.
+    """
 
     def __init__(self, max_minutes: float | None, save_minutes: float | None):
         self._most, self._every = max_minutes, save_minutes
+        shortest = min(60 * minutes for minutes in (max_minutes, save_minutes) if minutes is not None)
+        self._between_looks = min(_BETWEEN_LOOKS, shortest / 10)
         self._began = self._saved = 0.0
+        self._looked, self._next_look = (0.0, 0), 0  # when and after which step; after which step again
         self._ending = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if several():
-            raise ValueError(
-                "max_minutes and save_minutes do not work on several hosts, whose clocks differ. Use save_steps, and "
-                "have the scheduler send SIGTERM before its limit."
-            )
         self._began = self._saved = time.monotonic()
+        self._looked, self._next_look = (self._began, state.global_step), 0
         self._ending = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now = time.monotonic()
-        self._ending = self._most is not None and now - self._began >= 60 * self._most
-        if self._ending or self._every is not None and now - self._saved >= 60 * self._every:
+        if state.global_step < self._next_look:
+            return
+        self._ending, due = self._look(state.global_step)
+        if self._ending or due:
             control.should_save = True
+
+    def _look(self, step: int) -> tuple[bool, bool]:
+        """Whether the run ends, and whether a checkpoint is due."""
+        now = time.monotonic()
+        ending = self._most is not None and now - self._began >= 60 * self._most
+        due = self._every is not None and now - self._saved >= 60 * self._every
+        if several():
+            (time_before, step_before), self._looked = self._looked, (now, step)
+            seconds = max(now - time_before, 1e-3) / max(step - step_before, 1)  # of a step
+            number = step + max(1, int(self._between_looks / seconds))
+            ending, due, self._next_look = np.frombuffer(
+                from_first(np.asarray([ending, due, number], np.int64).tobytes()), np.int64
+            ).tolist()
+        return bool(ending), bool(due)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved = time.monotonic()
