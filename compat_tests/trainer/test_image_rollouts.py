@@ -189,8 +189,6 @@ def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path)
             "vllm_importance_sampling_correction": False}  # fmt: skip
     try:
         [found] = logged(made(tmp_path / "server", **more))
-        with pytest.raises(ValueError, match="generate_ahead=True with images is not in this release"):
-            made(tmp_path, **more | {"vllm_importance_sampling_correction": True, "generate_ahead": True})
     finally:
         stub.stop()
     assert seen[1] == seen[0]
@@ -204,6 +202,34 @@ def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path)
     [place] = body["features"]["mm_placeholders"]["image"]
     assert [body["token_ids"].index(image), body["token_ids"].count(image)] == [place["offset"], place["length"]]
     assert body["sampling_params"]["logit_bias"] == {str(image): -100.0} and body["sampling_params"]["n"] == 2
+
+
+def test_servers_generate_ahead_of_a_frozen_tower_and_a_run_resumes(llava, tmp_path):
+    """The server replays the same completions at any time, so generating ahead changes no number."""
+    stub = StubServer(llava)
+    stub.replay, stub.image_tokens = (
+        lambda ids, n: [[5 + len(ids) % 7 + k, 9, 11 + k] for k in range(n)],
+        (SIZE // PATCH) ** 2,
+    )
+    options = POLICY | {"adapter": TEXT_ONLY, "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url,
+                        "max_steps": 3, "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+
+    def run(name, resumed=None, **more):
+        made = trainer(trl_jax, "GRPO", llava, tmp_path / name, **options | more)
+        made.train(resume_from_checkpoint=resumed)
+        return made, [log for log in made.state.log_history if "loss" in log]
+
+    try:
+        _, wanted = run("in_turn")
+        whole, found = run("ahead", generate_ahead=True)
+        rest, _ = run("rest", str(tmp_path / "ahead" / "checkpoint-1"), generate_ahead=True)
+    finally:
+        stub.stop()
+    assert 1 in [log["sample/staleness_mean"] for log in found]
+    for name in ("loss", "grad_norm", "reward", "sampling/importance_sampling_ratio/mean"):
+        assert [log[name] for log in found] == pytest.approx([log[name] for log in wanted], rel=1e-6), name
+    for path, array in whole.model.params.items():
+        assert np.array_equal(array, rest.model.params[path]), path
 
 
 def test_a_run_resumes_within_a_generation(llava, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,6 @@ from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.generation.generator import StopRule
 from trl_jax.losses.advantages import Advantages
-from trl_jax.losses.policy_gradient import next_entropy_coef
 from trl_jax.rollout.completions_log import (
     Collected,
     CompletionsLog,
@@ -32,7 +30,7 @@ from trl_jax.rollout.completions_log import (
 )
 from trl_jax.rollout.samplers import Sampler
 from trl_jax.rollout.server import ServerError
-from trl_jax.tasks.policy import Cycle, PolicyTask, RolloutTask
+from trl_jax.tasks.policy import Cycle, EntropyBonus, PolicyTask, RolloutTask
 
 logger = logging.getLogger(__name__)
 
@@ -225,10 +223,10 @@ class RolloutSteps:
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Everything that a resumed run needs to continue bit for bit: arrays by name, and JSON values. Waits for what
         is generated ahead."""
-        arrays = {} if self.buffer is None else {f"buffer/{name}": a for name, a in self.buffer.arrays().items()}
+        arrays = {} if self.buffer is None else _prefixed("buffer", self.buffer.arrays())
         begun = None if self._next is None else self._next.ended()
         if begun is not None:
-            arrays |= {f"next/{name}": array for name, array in begun.wait().arrays().items()}
+            arrays |= _prefixed("next", begun.wait().arrays())
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
         seeds = None if self.seeds is None else self.seeds.state()
@@ -236,7 +234,7 @@ class RolloutSteps:
             arrays["seeds"] = seeds.key
         if self.rollout.table is not None:
             arrays["table"] = self.rollout.table.state()
-        arrays |= {f"sampler/{name}": array for name, array in self.sampler.state().items()}
+        arrays |= _prefixed("sampler", self.sampler.state())
         facts = {
             "num_micro_batches": self.num_micro_batches,
             "num_steps": self.num_steps,
@@ -339,7 +337,11 @@ class Begun:
         return self
 
 
-def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"{prefix}/{name}": array for name, array in arrays.items()}
+
+
+def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     start = f"{prefix}/"
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
@@ -360,6 +362,13 @@ class Writer(Protocol):
 
     def begin(self, prompts: list, group: int) -> Callable[[], Written]:
         """As `write`, but returns while servers generate; the function that it returns waits for them."""
+
+    def checked(self, made: Written) -> Written:
+        """What `begin` or a checkpoint returned, with the features of its images.
+
+        Raises:
+            ValueError: a completion has an image token without an image.
+        """
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         """Completions as reward functions see them: messages if the prompts are messages, else texts."""
@@ -449,7 +458,8 @@ class Rollout:
     def written(self, prompts: list, group: int, mode: str) -> Written:
         """One completion per prompt. Adds length and token metrics."""
         ready, self._ready = self._ready, None
-        made, metrics = self.writer.write(prompts, group) if ready is None else ready, self.collected[mode]
+        made = self.writer.write(prompts, group) if ready is None else self.writer.checked(ready)
+        metrics = self.collected[mode]
         lengths = [int(own.sum()) for own in made.by_model]
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
@@ -717,69 +727,6 @@ def _longest(rows: Sequence[Completed]) -> tuple[int, int]:
     return max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
 
 
-# Entropy bonus
-
-
-@dataclass
-class EntropyBonus:
-    """The coefficient of the entropy bonus, fixed or adapted after each step.
-
-    coef: the current coefficient.
-    target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
-        raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
-        `coef` fixed.
-    """
-
-    coef: float
-    target: float | None = None
-    delta: float = 0.005
-    least: float = 0.0
-    most: float = 1.0
-    entropy: float = math.inf  # of the last step
-    logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
-    _metrics: dict[str, Any] | None = None
-
-    def next(self) -> float:
-        """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
-        self._adapt()
-        return self.coef if self.target is None or self.entropy <= self.target else 0.0
-
-    @property
-    def now(self) -> float:
-        """The coefficient after all steps so far."""
-        self._adapt()
-        return self.coef
-
-    def stepped(self, metrics: dict[str, Any]) -> None:
-        self._metrics = metrics
-
-    def _adapt(self) -> None:
-        """Update the coefficient from the metrics of the last step, which are fetched from the device only here."""
-        if self._metrics is None:
-            return
-        total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
-        self._metrics, self.entropy = None, float(total / max(tokens, 1))
-        if self.target is not None:
-            bounds = {"delta": self.delta, "least": self.least, "most": self.most}
-            self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
-        self.logged.append(self.coef)
-
-    def taken(self) -> list[float]:
-        """The coefficients after the steps since the last call."""
-        self._adapt()
-        logged, self.logged = self.logged, []
-        return logged
-
-    def state(self) -> dict[str, Any]:
-        """JSON values for `restore`."""
-        self._adapt()
-        return {"coef": self.coef, "entropy": None if math.isinf(self.entropy) else self.entropy, "logged": self.logged}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        entropy = state["entropy"]
-        self.coef, self.entropy, self.logged = state["coef"], math.inf if entropy is None else entropy, state["logged"]
-
-
 # Completions with advantages, as trained on and checkpointed
 
 
@@ -817,7 +764,6 @@ _LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 _OF_TRL = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 TRL_LOGPS = dict(zip(_OF_TRL, _LOGPS, strict=True))
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
-_IMAGES = "images/"  # prefix of the arrays of images
 _EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of a script's own numbers, and of whether tokens have them
 
 
@@ -865,8 +811,7 @@ class Experience:
             if values[0] is not None:
                 arrays[_SAVED_AS.get(name, name)] = np.concatenate(values)
         if any(row.images is not None for row in rows):
-            images = images_to_arrays([row.images for row in rows])
-            arrays |= {f"{_IMAGES}{name}": array for name, array in images.items()}
+            arrays |= _prefixed("images", images_to_arrays([row.images for row in rows]))
         for name, values in (rows[0].extras or {}).items():
             every = [row.extras[name] for row in rows]
             arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every)
@@ -885,7 +830,7 @@ class Experience:
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in _LOGPS]
-        images = {name.removeprefix(_IMAGES): array for name, array in arrays.items() if name.startswith(_IMAGES)}
+        images = _under("images", arrays)
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
         extras = [{} for _ in arrays["advantage"]]
         for name in (name.removeprefix(_OF_TOKENS) for name in arrays if name.startswith(_OF_TOKENS)):
@@ -947,6 +892,8 @@ class Written:
         arrays = {f"{name}_length": np.asarray(list(map(len, ids)), np.int32) for name, ids in parts.items()}
         arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
         arrays["sampling_logps"] = np.concatenate(self.sampling_logps)
+        if self.images is not None:
+            arrays |= _prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
         told = np.frombuffer(json.dumps(self.messages).encode(), np.uint8)
@@ -960,7 +907,11 @@ class Written:
             return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
 
         prompts, completions = ([ids.tolist() for ids in split("prompt", "prompt")], split("completion", "completion"))
-        made = cls(prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"))
+        images = _under("images", arrays)
+        made = cls(
+            prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"),
+            images=images_from_arrays(images) if images else None,
+        )  # fmt: skip
         if "calls" not in arrays:
             return made
         messages, calls = json.loads(arrays["messages"].tobytes()), tuple(arrays["calls"].tolist())

@@ -6,7 +6,7 @@ import abc
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from trl_jax.losses.policy_gradient import (
     PolicyLoss,
     Reads,
     grpo_loss,
+    next_entropy_coef,
     reads,
     rloo_loss,
     token_weights,
@@ -553,3 +554,66 @@ def _clipped(totals: HostSums, ratios: np.ndarray) -> Iterator[tuple[str, np.nda
     yield "clip_ratio/region_mean", totals["clipped"] / ratios
     for name in ("low_min", "high_max"):
         yield f"clip_ratio/{name}", np.where(np.isinf(totals[name]), np.nan, totals[name])
+
+
+# Entropy bonus
+
+
+@dataclass
+class EntropyBonus:
+    """The coefficient of the entropy bonus, fixed or adapted after each step.
+
+    coef: the current coefficient.
+    target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
+        raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
+        `coef` fixed.
+    """
+
+    coef: float
+    target: float | None = None
+    delta: float = 0.005
+    least: float = 0.0
+    most: float = 1.0
+    entropy: float = math.inf  # of the last step
+    logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
+    _metrics: dict[str, Any] | None = None
+
+    def next(self) -> float:
+        """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
+        self._adapt()
+        return self.coef if self.target is None or self.entropy <= self.target else 0.0
+
+    @property
+    def now(self) -> float:
+        """The coefficient after all steps so far."""
+        self._adapt()
+        return self.coef
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    def _adapt(self) -> None:
+        """Update the coefficient from the metrics of the last step, which are fetched from the device only here."""
+        if self._metrics is None:
+            return
+        total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
+        self._metrics, self.entropy = None, float(total / max(tokens, 1))
+        if self.target is not None:
+            bounds = {"delta": self.delta, "least": self.least, "most": self.most}
+            self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
+        self.logged.append(self.coef)
+
+    def taken(self) -> list[float]:
+        """The coefficients after the steps since the last call."""
+        self._adapt()
+        logged, self.logged = self.logged, []
+        return logged
+
+    def state(self) -> dict[str, Any]:
+        """JSON values for `restore`."""
+        self._adapt()
+        return {"coef": self.coef, "entropy": None if math.isinf(self.entropy) else self.entropy, "logged": self.logged}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        entropy = state["entropy"]
+        self.coef, self.entropy, self.logged = state["coef"], math.inf if entropy is None else entropy, state["logged"]

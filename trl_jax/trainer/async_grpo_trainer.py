@@ -134,7 +134,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
             None if at_once < 0 else at_once,
         )  # fmt: skip
 
-    def _generates_ahead(self, *, sees: bool) -> bool:
+    def _generates_ahead(self) -> bool:
         """Whether a generation that starts before the previous one is trained on is fresh enough and fits the queue.
 
         Raises:
@@ -150,7 +150,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
                 f"more than max_staleness={args.max_staleness}. Make per_device_train_batch_size x "
                 "gradient_accumulation_steps x devices a multiple of num_generations, or raise max_staleness."
             )
-        if sees or self._environments is not None:  # these act in the completions that are judged next
+        if self._environments is not None:  # these act in the completions that are judged next
             return False
         fits = not args.queue_maxsize or args.generation_batch_size <= args.queue_maxsize
         return fits and _staleness(2 * steps - 1, args.weight_sync_steps) <= args.max_staleness

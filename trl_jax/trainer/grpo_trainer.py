@@ -19,9 +19,8 @@ from trl_jax.hub.torch_objects import also_of_tensors, are_tensors
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
-from trl_jax.rollout.rollout import EntropyBonus
 from trl_jax.rollout.tools import Environments
-from trl_jax.tasks.policy import GrpoTask
+from trl_jax.tasks.policy import EntropyBonus, GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, argument
 

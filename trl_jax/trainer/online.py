@@ -40,10 +40,10 @@ from trl_jax.rollout.rewards import (
     reward_columns,
     reward_functions,
 )
-from trl_jax.rollout.rollout import EntropyBonus, Rewards
+from trl_jax.rollout.rollout import Rewards
 from trl_jax.rollout.server import Limits, Requirements, VllmServers, is_local, sampling_parameters, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
-from trl_jax.tasks.policy import Cycle
+from trl_jax.tasks.policy import Cycle, EntropyBonus
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online_config import OnlineConfig
@@ -311,9 +311,8 @@ class RolloutTrainer(BaseTrainer):
         """How long servers may take, and how much they are asked for at once."""
         return Limits(self.args.vllm_server_timeout)
 
-    def _generates_ahead(self, *, sees: bool) -> bool:
-        """Whether servers generate while the step before trains. sees: whether rows have images."""
-        del sees
+    def _generates_ahead(self) -> bool:
+        """Whether servers generate the next completions while a step trains."""
         return vars(self.args).get("generate_ahead", False)
 
     def _sync_steps(self) -> int:
@@ -385,7 +384,7 @@ class RolloutTrainer(BaseTrainer):
         )  # fmt: skip
         if run.encoder is not None:  # an image token in a completion would stand for an image that is not there
             sampling["logit_bias"] = {**sampling.get("logit_bias", {}), str(run.encoder.image_token_id): -100.0}
-        ahead = self._generates_ahead(sees=run.encoder is not None)
+        ahead = self._generates_ahead()
         if ahead and self._rollout_func() is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
@@ -395,10 +394,6 @@ class RolloutTrainer(BaseTrainer):
             raise ValueError(
                 "generate_ahead=True with environment_factory= would reset environments whose completions are not "
                 "judged yet. Set generate_ahead=False."
-            )
-        if ahead and run.encoder is not None:
-            raise ValueError(
-                "generate_ahead=True with images is not in this release of trl_jax. Leave one of them out."
             )
         return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 

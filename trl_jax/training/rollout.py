@@ -38,7 +38,6 @@ from trl_jax.rollout.rollout import (
     BASE_SEED_WORDS,
     TRL_LOGPS,
     Completed,
-    EntropyBonus,
     Experience,
     Ids,
     Judge,
@@ -55,7 +54,7 @@ from trl_jax.rollout.rollout import (
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.server import data_url
 from trl_jax.rollout.tools import Tools, written_by
-from trl_jax.tasks.policy import Cycle, RolloutTask
+from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
 from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep, own_room_of, room_of
 from trl_jax.training.events import Events
@@ -313,8 +312,10 @@ class PolicyWriter:
         if not prompts:
             return None if self._server is None else in_rounds(self._turns, lambda further: None)
         self._check(prompts[::group])
+        return self.checked(self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts))
+
+    def checked(self, made: Written) -> Written:
         encoder = self._setup.encoder
-        made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
         if encoder is not None and has_stray_images(made, encoder.image_token_id):
             raise ValueError(
                 f"A completion has the image token {encoder.image_token!r}, but no image belongs to it. Leave "

@@ -78,6 +78,9 @@ class RankWriter:
             self.streams[process * (len(self.streams) // len(found))].restore(state)
         return joined([made for made, _ in found if made is not None])
 
+    def checked(self, made: Written) -> Written:
+        return self.inner.checked(made)
+
     def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         return self.inner.turn(ids, group)
 
