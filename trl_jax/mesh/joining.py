@@ -22,7 +22,7 @@ from trl_jax.core.text import say
 
 TELL = 30  # seconds between two lines that say which processes are missing
 _RETRY = 0.5  # seconds between two attempts to connect
-_LAST_WORD = 5  # seconds that a process with an impossible number, or out of time, leaves to the first process
+_LAST_WORD = 5  # seconds that a process with an invalid number, or past its timeout, lets the first process explain
 _OTHER = "another program answers there, or a run that has started without this process"
 _LINE = 4096  # bytes: no report or reply is longer
 
@@ -89,7 +89,7 @@ def _names(numbers: Sequence[int]) -> str:
 
 
 def _reply(line: bytes) -> dict[str, Any]:
-    """What the line says; nothing if it is no reply of the first process."""
+    """The content of the line; empty if it is not a reply of the first process."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -187,12 +187,12 @@ class _Host:
                     self._forget(connection)
 
     def _mirror(self, place: tuple[str, int]) -> socket.socket:
-        """A connection to the address of the run. It leads to this process, unless another host has a process 0, too,
-        which refuses it."""
+        """A connection to the run's own address. It leads to this process, unless another host also has a process 0,
+        which then refuses it."""
         try:
             mirror = socket.create_connection(place, timeout=2)
             mirror.sendall(_line(vars(self._own)))
-        except OSError:  # some networks let no host connect to its own public address
+        except OSError:  # in some networks, a host cannot connect to its own public address
             return socket.socket()
         return mirror
 
@@ -219,7 +219,7 @@ class _Host:
             raise TimeoutError(text)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Take what came; False once the connection is of no more use."""
+        """Read what arrived; returns False if the connection is of no more use."""
         before, report = self._connections[connection]
         try:
             data = connection.recv(_LINE)
@@ -233,8 +233,8 @@ class _Host:
                 values = json.loads(line)
                 report = Report(int(values["number"]), int(values["count"]), str(values["host"]), int(values["pid"]))
             except (ValueError, KeyError, TypeError):
-                return False  # not a process of ours
-        if report == self._own:  # the mirror
+                return False  # not a process of this program
+        if report == self._own:  # the connection of `_mirror`
             return False
         self._connections[connection] = before + data, report
         if report is not None:
@@ -265,13 +265,13 @@ class _Host:
 
     def _reply(self, **values: Any) -> None:
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has gone; the next read notices
+            with contextlib.suppress(OSError):  # closed; the next read notices
                 connection.sendall(_line(values))
 
     def _forget(self, connection: socket.socket) -> None:
         _, report = self._connections.pop(connection)
         if report is not None and self._present.get(report.number) == report:
-            del self._present[report.number]  # it may start again
+            del self._present[report.number]  # it may restart
         connection.close()
 
 
@@ -300,9 +300,9 @@ class _Guest:
             time.sleep(_RETRY)
 
     def _go_ahead(self, connection: socket.socket) -> bool:
-        """Whether the first process says so; False if the connection ends before.
+        """Whether the first process replied "go"; False if the connection ends before.
 
-        A first process that waits, too, gets _LAST_WORD more seconds: it can name those that are missing.
+        If the first process is waiting, too, this one waits _LAST_WORD seconds longer, to be told who is missing.
         """
         connection.settimeout(0.5)
         rest, end = b"", self._end
