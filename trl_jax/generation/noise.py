@@ -4,10 +4,10 @@ A token is sampled as in torch.multinomial: each id gets an exponential random n
 p / q wins. q comes from one of two sources, which the decode loop treats alike:
 
 - TorchNoise, the stream of torch's CPU generator: gives the tokens that transformers samples from the same seed. Each
-  step takes 2 * rows * V words of the stream, including rows that have ended. Step s of row r has the same
-  words whether all rows are generated at once (`PrefetchedWords`) or some of them later (`RowWords`).
-- KeyedNoise, JAX's generator with a key per row and position: a row's tokens do not depend on the rest of the batch, on
-  the devices or on the order of completion.
+  step consumes 2 * rows * V words of the stream, including rows that have ended. Step s of row r gets the same words
+  whether all rows are generated at once (`PrefetchedWords`) or some of them later (`RowWords`).
+- KeyedNoise, JAX's generator with a key per row and position: a row's tokens do not depend on the rest of the batch,
+  the devices, or the order in which rows end.
 """
 
 from __future__ import annotations

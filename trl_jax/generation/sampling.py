@@ -75,7 +75,8 @@ def sampling_processors(options: Options, least: int = 1) -> dict[str, Processor
     """Processors that only apply to sampling, by field, in transformers' order.
 
     Args:
-        least: how many of the likeliest ids each of them keeps, for beams. Not with `top_h` and `typical_p`.
+        least: how many of the likeliest ids each processor keeps at least, for beam search. Not for `top_h` and
+            `typical_p`.
     """
     built = {name: build(vars(options)[name]) for name, build in _SAMPLING.items() if vars(options)[name] is not None}
     built = {name: processor for name, processor in built.items() if processor is not None}
@@ -514,7 +515,7 @@ class SequenceBias(NamedTuple):
 class RepetitionPenalty(NamedTuple):
     """Divides positive scores of ids that already occur by `penalty`, and multiplies negative ones by it.
 
-    The prompt counts, its padding does not. Keskar et al. 2019, arXiv:1909.05858.
+    Tokens of the prompt are included, its padding is not. Keskar et al. 2019, arXiv:1909.05858.
     """
 
     penalty: Number
@@ -546,7 +547,7 @@ def _penalized(history: History, counts_RT: jax.Array, penalty: Number, scores_R
 @dataclasses.dataclass(frozen=True)
 class NoRepeatNGram:
     """Removes ids that would complete an n-gram of `size` tokens that already occurs in the row, or in its prompt if
-    `of_prompt`; padding counts. Both fields are static."""
+    `of_prompt`; padding is included. Both fields are static."""
 
     size: int
     of_prompt: bool = False
@@ -779,7 +780,7 @@ def _blocks(x_RV: jax.Array, fill: int) -> jax.Array:
 
 
 def _of_blocks(search: Callable[..., Any], wanted_RB: jax.Array, *arrays: tuple[jax.Array, int]) -> Any:
-    """Run `search` on arrays `[R, V]` of which only the wanted blocks matter; each comes with its fill value."""
+    """Run `search` on arrays `[R, V]`, each with its fill value, of which only the wanted blocks matter."""
     rows, count = wanted_RB.shape
     most = count // _FEW
 
