@@ -50,15 +50,15 @@ TORCH_ONLY = {
 
 
 class Device(str):
-    """Stands in for torch.device where scripts read `args.device`. JAX starts its backend when `type` is read.
+    """Replaces torch.device for scripts that read `args.device`. Reading `type` starts JAX's backend.
 
-    torch reads it as "cpu": what a script computes in torch stays there.
+    As a string it is "cpu", so that torch code in a script stays on the CPU.
     """
 
     __slots__ = ("_platform",)
 
     def __new__(cls, platform: str | None = None):
-        """`platform` is JAX's name for it, or None for JAX's default."""
+        """`platform` is JAX's name of the platform, or None for JAX's default."""
         self = super().__new__(cls, "cpu")
         self._platform = platform
         return self
@@ -68,7 +68,7 @@ class Device(str):
 
     @property
     def type(self) -> str:
-        """One of cpu, cuda (torch's word for a GPU, which scripts compare with) and tpu."""
+        """cpu, tpu or cuda (torch's name for GPUs, with which scripts compare)."""
         platform = self._platform
         if platform is None:
             import jax
@@ -343,7 +343,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         None, help="Accepted without effect.", how="warned", why="JAX manages its own memory."
     )
 
-    # Arguments that all of TRL's trainers add to transformers', in TRL's order.
+    # Arguments that all of TRL's trainers add to those of transformers, in TRL's order.
     model_init_kwargs: dict[str, Any] | str | None = arg(
         None,
         help="Arguments for loading a model given by name, as a dict or JSON: revision, dtype, ...",
@@ -437,7 +437,8 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # Set on the class itself: otherwise a script's @dataclass would generate a __repr__ that prints secrets.
+        # Set on the class itself: otherwise @dataclass on a user-defined subclass would generate a __repr__ that prints
+        # secrets.
         cls.__repr__ = cls.__repr__
 
     def __post_init__(self):
@@ -556,7 +557,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     @classmethod
     def _released_kind(cls) -> type:
-        """This class, or its nearest base class in trl_jax, whose defaults values are compared with."""
+        """This class, or its nearest base class in trl_jax, with whose defaults values are compared."""
         return next(kind for kind in cls.__mro__ if kind.__module__.startswith("trl_jax."))
 
     @staticmethod

@@ -34,7 +34,7 @@ ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
 def beta(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Adam divides by 1 - beta**t; torch refuses 1, too."""
+    """Adam divides by 1 - beta**t, so beta must be below 1, as in torch."""
     if problem := number(0)(name, value, values):
         return problem
     if value >= 1 and "adam" in str(plain(values["optim"])):
