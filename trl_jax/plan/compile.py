@@ -17,14 +17,15 @@ from trl_jax.nn.attention import cudnn
 from trl_jax.plan import hlo
 from trl_jax.plan.chips import Chip, Topology
 
-# libtpu queries which TPU the machine has. These answer on a machine without one; the compile target is independent.
+# libtpu queries which TPU the machine has. These answer for a machine without one; they do not affect the compile
+# target.
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_TOO_LARGE = (  # libtpu's errors: after compiling and, for temporaries alone, before
+_TOO_LARGE = (  # libtpu's errors: after compiling and, for temporaries only, before
     r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
     r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
 )
@@ -130,7 +131,7 @@ def of_refusal(error: str) -> tuple[int, int] | None:
 
 
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
-    """Compile a traced program for the topology, and return the figures alone."""
+    """Compile a traced program for the topology, and return only the figures."""
     return compiled_program(traced, topology)[0]
 
 
@@ -185,15 +186,15 @@ class Bound(NamedTuple):
 def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
     """The bound of a compiled step whose results take `outputs` bytes per device.
 
-    It assumes products at peak bfloat16 speed; that arguments are read once, results written once, and temporaries
-    both; and collectives that use all links at once, in one direction.
+    Assumes that matrix products run at peak bfloat16 speed; that arguments are read once, results written once, and
+    temporaries both; and that collectives use all links at once, in one direction.
     """
     moved = compiled.arguments + outputs + 2 * compiled.temporary
     sent = sum(one.sent for one in compiled.cost.collectives)
     return Bound(compiled.cost.flops / chip.flops, moved / chip.bandwidth, sent / (chip.links / 2))
 
 
-# NVIDIA GPUs, described to XLA so that it compiles for GPUs that this machine does not have
+# Descriptions of NVIDIA GPUs, so that XLA compiles for GPUs that this machine does not have
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _GPUS_PER_HOST = 8  # at most

@@ -170,7 +170,7 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cost per device. unknown: number of loops of unknown length, whose bodies are counted once."""
+    """Cost per device. unknown: number of loops with an unknown trip count, whose bodies are counted once."""
 
     flops: int
     collectives: list[Collective]
@@ -229,7 +229,7 @@ class _Reader:
             sums[place] += times * added
 
     def _trip_count(self, one: Instruction) -> int:
-        """Trip count of a loop: as annotated by the compiler, or the constant that the counter is compared with."""
+        """Trip count of a loop: from the compiler's annotation, or the constant to which the counter is compared."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
             return int(known[1])
         condition = self.computations[re.search(r"condition=%?([\w.-]+)", one.rest)[1]].values()
