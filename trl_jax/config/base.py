@@ -264,7 +264,7 @@ INHERITED: dict[str, Handling] = {
               help="Folder of the checkpoint to resume from, or True for the newest in output_dir."),
     # Reproducibility
     **handled("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
-    **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
+    **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # torch's range
     **handled("full_determinism", "mapped", rule=devices.deterministic,
               help="Require deterministic operations. On a GPU, the environment must set XLA_FLAGS="
                    f"{devices.DETERMINISTIC_FLAG}; CPUs and TPUs are always deterministic."),
@@ -446,7 +446,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         self.hub_token = as_token("hub_token", self.hub_token)
         if self.bf16 is None and isinstance(self.fp16, bool):
             self.bf16 = not self.fp16
-        if self.gradient_checkpointing is None:  # off in transformers, where it is the default
+        if self.gradient_checkpointing is None:  # transformers' default, which means off
             self.gradient_checkpointing = False
         processes = end_other_processes()
         for name, value in launcher_sharding(vars(self)).items():
@@ -507,7 +507,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         """The arguments as in transformers, with secrets hidden, also those in nested dicts."""
         twin = copy.copy(self)  # transformers modifies dicts among the arguments
         vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
-        plain = not is_dataclass(self.parallelism_config)  # transformers takes accelerate's class only
+        plain = not is_dataclass(self.parallelism_config)  # transformers only accepts accelerate's class
         twin.parallelism_config = None if plain else self.parallelism_config
         values = super(BaseConfig, twin).to_dict()
         if plain:

@@ -65,7 +65,7 @@ def search(
     """Complete all prompts in one batch.
 
     Args:
-        noise: of each completion, for `count * V` candidates, in chunks of `steps` steps; None takes the best ones.
+        noise: for `count * V` candidates per completion, in chunks of `steps` steps; None picks the best candidates.
         progress: called after each step.
 
     Returns:

@@ -243,7 +243,7 @@ class RowWords:
                 pass
 
     def _words(self, step: int, wanted: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The words `[rows, V, 2]` of the wanted blocks of a step, which was read before or is the next to be read."""
+        """The words `[rows, V, 2]` of the wanted blocks of a step that was read before or is the next to be read."""
         if step < len(self._states):
             for block in wanted:
                 self._again.restore(self._states[step][block])

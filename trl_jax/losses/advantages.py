@@ -41,8 +41,8 @@ def group_advantages(
 ) -> Advantages:
     r"""Advantages relative to a prompt's group of completions (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    With $r_{ik}$ the reward of completion $i$ from function $k$. Means and standard deviations ignore NaN; the latter
-    have $n - 1$ in the denominator.
+    With $r_{ik}$ the reward of completion $i$ from function $k$. Means and standard deviations ignore NaN, and
+    standard deviations have $n - 1$ in the denominator.
 
     | aggregation | advantage | from |
     | --- | --- | --- |

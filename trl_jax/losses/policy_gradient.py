@@ -168,7 +168,7 @@ def grpo_loss(
         ref_logps: under the reference; required if beta is not 0.
         entropies: of the policy at each token, with gradient; required for top_entropy_quantile < 1.0 and for an
             entropy bonus. None: no entropy metric.
-        sampling_logps: as the sampler reported them, NaN where it did not; required by sampler_correction. Without
+        sampling_logps: as reported by the sampler, NaN if it did not; required by sampler_correction. Without
             them, the off-policy mask uses old_logps.
         text: int32 `[N]`, the completion of each token; X for padding.
         token_weight: `[X]`, from `token_weights`. None: computed as if these completions were the whole step and the
@@ -386,8 +386,8 @@ def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 def _clip_indicators(
     settings: PolicyLoss, policies: Policies, most: float, least: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the ratio (after delta) exceeds `most` with a positive advantage, and where it is below `least` with a
-    negative one: 1, else 0."""
+    """Indicators, 1 or 0: whether the ratio (after delta) exceeds `most` with a positive advantage, and whether it is
+    below `least` with a negative advantage."""
     ratio, advantages = policies.ratio(settings), policies.advantages
     if settings.loss_type in CLIPPED:
         ratio = clipped(ratio, most=settings.delta)

@@ -16,7 +16,7 @@ def log_odds(mean_logps: jax.Array) -> jax.Array:
     Args:
         mean_logps: float32, the mean token log-probability, below 0.
     """
-    # Each branch of log(1 - p) where it is accurate; the inner `where` keeps gradients of the other branch finite.
+    # Each form of log(1 - p) is used where it is accurate; the inner `where` keeps the other form's gradient finite.
     near_one = mean_logps > -math.log(2)
     rest = jnp.where(
         near_one,

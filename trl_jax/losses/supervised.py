@@ -64,7 +64,7 @@ def _sums(chosen: jax.Array, rejected: jax.Array, pairs: jax.Array) -> dict[str,
 
 
 def negative_log_likelihood(outputs: TokenOutputs, label_smoothing_factor: float = 0.0) -> jax.Array:
-    r"""Cross-entropy of each target, with label smoothing: float32 `[N]`, 0 where there is no target.
+    r"""Cross-entropy of each target, with label smoothing: float32 `[N]`, 0 for reads without a target.
 
     $$ -(1 - \epsilon) \log p(y) - \frac{\epsilon}{V} \sum_v \log p(v) $$
 

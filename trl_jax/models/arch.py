@@ -95,7 +95,7 @@ class Arch:
     - scale_in_table: `embedding_scale` is applied inside the embedding module, so noise is added to scaled embeddings.
     - embedding_size: width of the embedding table and the head inputs if not `hidden_size`; linear maps convert.
     - padding_idx: row of the embedding table that is never trained.
-    - kinds: None if all layers attend and, if there are experts, all have them.
+    - kinds: the kind of each layer; None if all layers have attention and, if the arch has experts, experts.
     - mlp_scales: multiply the MLP's gate before the activation, and the MLP's output.
     - layer_scalar: each layer ends by multiplying the residual stream by a frozen scalar.
     - layer_scale: the outputs of attention and MLP are multiplied by learned vectors (LayerScale, arXiv:2103.17239).
@@ -347,7 +347,7 @@ class EncoderArch:
     - ropes, windows: one entry per layer; empty for identical layers without rope.
     - learned_positions: rows of a learned position table. With `positions_skip_pads`, padding uses row `padding_idx`,
       and tokens are numbered from the row after it.
-    - type_vocab_size: rows of the token type table, of which only the first is used (single texts); 0 for no table.
+    - type_vocab_size: rows of the token type table, 0 for no table. Only the first row is used (single texts).
     - distances: disentangled attention.
     - padding_idx: row of the embedding table that is never trained.
     - initializer_cutoff: bound on newly initialized weights of the head, in standard deviations.

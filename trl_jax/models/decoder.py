@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
             dtype: compute dtype of the layers; the residual stream, norms and softmax are float32.
             remat: recompute each layer from its input in the backward pass. Otherwise, matrix products are saved and
                 only the rest is recomputed, which is cheaper than saving every activation.
-            dropout_key: turns dropout on, at the rates of the config.
+            dropout_key: enables dropout, at the rates of the config.
             router_key: makes SparseMixer routers sample experts, as in training.
             noise: added to the token embeddings (NEFTune).
             max_tokens: upper bound on the length of a text, None if unknown. Windows at least this long are dropped.

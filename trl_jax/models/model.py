@@ -92,7 +92,7 @@ class Model(nnx.Module):
             reads: int32 `[N]`, flat indices (row * T + column) of the tokens whose outputs are computed.
             targets: int32 `[N]`, the next-token id at each read, -1 for none; ignored by score heads.
             dtype: compute dtype of the layers and the language model head.
-            dropout_key: turns dropout on, at the rates of the config.
+            dropout_key: enables dropout, at the rates of the config.
             temperature: divides the logits of a language model head; ignored by score heads.
             head_dtype: compute dtype of the language model head; None: `dtype`.
             before_head: return the inputs of the language model head instead of computing logits.
@@ -242,7 +242,7 @@ class LmHead(nnx.Module):
 
 
 class CausalLm(Model):
-    """A decoder that gives the log-probability of the next token at each read."""
+    """A decoder that predicts the next token at each read."""
 
     needs_valid = False  # causal: no token attends to right-padding
 

@@ -129,7 +129,7 @@ class Lora(nnx.Module):
 
     With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353), rows of W + scale B A are rescaled to that
     norm. `there` is False in layers without an adapter, whose output then stays W x. `bias` `[out]` is a bias of B.
-    `key` turns on dropout of the adapter's input.
+    `key` enables dropout of the adapter's input.
     """
 
     def __init__(self, leaves: dict[str, jax.Array], rate: float = 0.0):

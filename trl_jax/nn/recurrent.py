@@ -33,9 +33,9 @@ class Seen(NamedTuple):
 
     mask: bool `[I, J]`, the tokens of the chunk up to and including itself that belong to its text.
     after_last, after_context: bool `[I]`, whether the token continues from the first or from the second state.
-    context_row: int32 `[]`, where in this chunk the context of its last token ends; -1 if it ends earlier. In that case
-        `context_kept` says that it ended before the previous chunk's last token, so that its state is carried on, and
-        `context_begins` that it ended exactly there. None if no row has contexts.
+    context_row: int32 `[]`, the row of this chunk in which the context of its last token ends; -1 if it ends earlier.
+        In that case, `context_kept` is True if it ended before the previous chunk's last token, so that its state is
+        carried on, and `context_begins` is True if it ended exactly there. None if no row has contexts.
     """
 
     mask: jax.Array

@@ -32,7 +32,7 @@ class VectorMaker(Protocol):
         """Name -> shape of each array, in the order of the torch module."""
 
     def __call__(self, arrays: Arrays, key: jax.Array | None = None) -> jax.Array:
-        """The vectors; `key` turns dropout on."""
+        """The vectors; `key` enables dropout."""
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _is_byte_level(tokenizer: Any) -> bool:
     """Whether tokens are pieces of UTF-8, detected as in TRL. Other tokenizers may not have offsets."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer without Rust has none
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow (Python) tokenizers have none
     return backend is not None and "ByteLevel" in repr(backend.pre_tokenizer) + repr(backend.decoder)
 
 

@@ -90,7 +90,7 @@ def attend_cudnn(
 def attend_cudnn_packed(
     q_RTHC: jax.Array, k_RTKC: jax.Array, v_RTKC: jax.Array, packed: Packed, *, scale: float | jax.Array
 ) -> jax.Array:
-    """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros where there is no text.
+    """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros between texts.
 
     The kernel neither reads nor writes the gaps between texts, nor their gradients, so inputs and results are masked
     there. For the backward pass, checkpoint policies save either all results of the kernel (`keeps`) or, by name, its

@@ -195,8 +195,8 @@ def attend_blocks(
 
 
 def _key_blocks(ranges: KeyRanges, count: int) -> tuple[jax.Array, jax.Array]:
-    """For each block of queries, the blocks of keys that any of them attends to, first and in order, `[N, count]`, and
-    their number `[N]`."""
+    """For each block of queries: the key blocks, those that any query attends to first and in order, `[N, count]`, and
+    the number of these `[N]`."""
     needed = jax.tree.map(lambda y: y[:, :BLOCK], ranges).blocks(BLOCK, BLOCK, count)  # same ranges for all heads
     order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
     return order, jnp.sum(needed, axis=1, dtype=jnp.int32)
