@@ -464,8 +464,8 @@ class Experts:
 @dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention: queries come from `query_rank` channels (None: from the residual stream), keys and
-    values from `key_rank`. The last `Arch.rotary_dim` channels of queries and keys carry positions; for keys, all heads
-    share them. Values have `value_dim` channels. `norm_eps` is for the norms of the low-rank channels."""
+    values from `key_rank`. The last `Arch.rotary_dim` channels of queries and keys are rotated; all heads share these
+    channels of the keys. Values have `value_dim` channels. `norm_eps` is for the norms of the low-rank channels."""
 
     query_rank: int | None
     key_rank: int
@@ -525,7 +525,7 @@ class MixerScales:
 
 @dataclass(frozen=True)
 class Heads:
-    """Key heads, and channels per head. With `values_are_keys`, values are the keys before their norm."""
+    """Number of key heads, and of channels per head. With `values_are_keys`, values are the keys before their norm."""
 
     count: int
     channels: int
@@ -535,7 +535,7 @@ class Heads:
 @dataclass(frozen=True)
 class QueryGrowth:
     """Queries at position p are scaled by `1 + beta * log(1 + floor((p + first) / original_length))`; with `unplaced`,
-    only in layers without positions (Nakanishi 2025, arXiv:2501.19399)."""
+    only in layers without position encoding (Nakanishi 2025, arXiv:2501.19399)."""
 
     beta: float
     original_length: int

@@ -24,7 +24,7 @@ from trl_jax.nn.linear import Linear, Lora, Quantized, dropout_or_none, stored
 
 
 def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """The graph of a module and the shape of each parameter, without allocating any."""
+    """The graph of a module and the shape of each parameter, without allocating parameters."""
     graph, state = nnx.split(nnx.eval_shape(make))
     return graph, {
         ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -43,7 +43,7 @@ Graph = nnx.GraphDef | AdaptedGraph | VirtualGraph
 
 
 def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> nnx.Module:
-    """Build the module from its graph and parameters. `dropout_key` is for dropout in adapters."""
+    """Build the module from its graph and parameters. `dropout_key` enables dropout in adapters."""
     if isinstance(graph, AdaptedGraph | VirtualGraph):
         graph, params = graph.installed(params, dropout_key)
     nested: dict = {}
@@ -179,7 +179,7 @@ class Scorer(Model):
 
 
 class SequenceScorer(Scorer):
-    """A decoder that scores each token that is read."""
+    """A decoder with a score head: one score per read."""
 
     needs_valid = False  # causal: no token attends to right-padding
 
@@ -188,7 +188,7 @@ class SequenceScorer(Scorer):
 
 
 class EncoderScorer(Scorer):
-    """An encoder that scores each text that is read."""
+    """An encoder with a score head: one score per text that is read."""
 
     needs_valid = True  # bidirectional: without a mask, tokens would attend to right-padding
 
@@ -233,7 +233,7 @@ class LmHead(nnx.Module):
         return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
 
     def inputs(self, hidden: jax.Array, table: nnx.Param | Quantized) -> HeadInputs:
-        """The arrays from which logits are computed, adapter included; arguments as in `__call__`."""
+        """The arrays from which logits are computed, including the adapter; arguments as in `__call__`."""
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]
         if self.lora is not None:
