@@ -59,7 +59,7 @@ def _capability() -> float:
 
 
 def _packing() -> Any:
-    """JAX's call for packed rows; None if this JAX version is not known to have a correct one."""
+    """JAX's internal call for packed rows; None if this JAX version is not known to have a correct one."""
     return packed_attention() if _PACKS <= jax.__version_info__ < _UNTRIED else None
 
 

@@ -131,9 +131,8 @@ class Striped(NamedTuple):
             own = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # the gradient is a sum
             return jax.lax.all_gather(own, SEQUENCE, axis=2).astype(local.dtype)
 
-        if (
-            jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
-        ):  # per shard of the heads: XLA would gather that axis, too
+        # Gather per shard of the heads: otherwise XLA would all-gather that axis, too.
+        if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:
             before, after = PartitionSpec(None, None, TENSOR), PartitionSpec(None, None, None, None, TENSOR)
             gather = jax.shard_map(gather, in_specs=before, out_specs=after, axis_names={TENSOR}, check_vma=False)
         return gather(heads).reshape(rows, -1, *rest)
@@ -149,7 +148,7 @@ class Striped(NamedTuple):
         return psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
 
     def summed(self, sums: Any) -> Any:
-        """Add up the sums of all devices."""
+        """Sum over all devices."""
         return jax.tree.map(lambda part: psum(part, SEQUENCE), sums)
 
     def places(self, start: int, end: int) -> jax.Array:
