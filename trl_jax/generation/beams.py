@@ -159,7 +159,7 @@ class Status(NamedTuple):
 def _begun(
     weights: Weights, request: Request, beams: Beams, longest: int, *, max_tokens: int
 ) -> tuple[jax.Array, Search]:
-    """The logits of each prompt's first token, `[P, V]`, and the state before it."""
+    """The logits of the first token after each prompt, `[P, V]`, and the state before it."""
     texts, rows = request.texts, request.rows
     tokens = np.full((len(texts), padded_length(longest, "auto")), request.pad, np.int32)
     for row, ids in zip(tokens, texts, strict=True):
@@ -287,7 +287,7 @@ def _candidates(
 
 def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Beams) -> tuple[Search, Status]:
     state, count = found.decoding, beams.count
-    length = state.count + 1  # of the candidates
+    length = state.count + 1  # length of the candidates
     ended = (chosen.ids[..., None] == stops.eos).any(axis=-1) | (length >= stops.max_new) | (chosen.ids < 0)
 
     def of_candidates(rows: jax.Array, new: jax.Array) -> jax.Array:

@@ -630,7 +630,7 @@ class Shards:
 def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | None:
     """The devices that a model's parameters are placed on; None for a single device.
 
-    `arrays` may be shapes with shardings. The sequence axis of training, if any, also divides prompts here.
+    `arrays` may be shapes with shardings. The sequence axis of training, if any, also shards prompts here.
     """
     places = {path: array.sharding for path, array in arrays.items()}
     mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)

@@ -104,7 +104,7 @@ def places(tokens: int) -> int:
 
 
 class _Generation:
-    """One call of `generate` or `generate_queue`. `_used` counts the steps used of the current noise chunk."""
+    """One call of `generate` or `generate_queue`. `_used` is the number of used steps of the current noise chunk."""
 
     def __init__(
         self,
@@ -489,7 +489,7 @@ class Lengths(NamedTuple):
 
 
 def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> Queue | None:
-    """How to stay within the limit; None generates all completions at once.
+    """The queue with which a generation stays within the limit; None if all completions fit at once.
 
     Args:
         weights: may be shapes.

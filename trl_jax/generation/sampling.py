@@ -475,8 +475,8 @@ def named(ids: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def seen(ids_RT: jax.Array, counts_RT: jax.Array, vocabulary: int) -> jax.Array:
-    """Mask of the ids that occur in each row where `counts_RT`: bool `[R, V]`; ids outside the vocabulary are
-    ignored."""
+    """Mask of the ids that occur in each row at positions where `counts_RT` is True: bool `[R, V]`; ids outside the
+    vocabulary are ignored."""
     ids_RT = jnp.where(counts_RT & (ids_RT >= 0), ids_RT, vocabulary)
     rows_R1 = jnp.arange(ids_RT.shape[0])[:, None]
     return jnp.zeros((ids_RT.shape[0], vocabulary), jnp.bool_).at[rows_R1, ids_RT].set(True, mode="drop")
@@ -749,8 +749,8 @@ def _where_weights_reach(
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it holds for the least
-    key."""
+    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it must hold for the
+    smallest key."""
 
     def key_of(place_R1):
         return jax.lax.bitcast_convert_type(place_R1 ^ _SIGN, jnp.int32)
