@@ -121,7 +121,7 @@ class TextTask(TokenTask):
         """The loss of each target, `[N]`.
 
         Args:
-            outputs: of the model, `[N]` each: `logps`, `entropy` and the others.
+            outputs: of the model, `[N]` each: `logps`, `entropy` etc.
         """
 
     def prepare(

@@ -398,7 +398,7 @@ class AsyncGrpoTask(GrpoTask):
     def token_weights(
         self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
     ) -> np.ndarray:
-        """The loss of a micro-batch is a mean over its tokens on all devices."""
+        """Equal weights, so that the loss of a micro-batch is the mean over its tokens on all devices."""
         of_each = np.sum(completion_weight) / max(float(np.sum(lengths)), 1.0)
         return np.full(len(lengths), of_each, np.float32)
 
