@@ -260,7 +260,7 @@ INHERITED: dict[str, Handling] = {
     **handled("push_to_hub hub_token hub_private_repo hub_always_push", "native"),
     **handled("hub_strategy", "native", rule=rules.one_of("end", "every_save", "checkpoint", "all_checkpoints")),
     **handled("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
-    **handled("resume_from_checkpoint", "native",  # as in TRL, a script hands it to train()
+    **handled("resume_from_checkpoint", "native",  # as in TRL, scripts pass it to train()
               help="Folder of the checkpoint to resume from, or True for the newest in output_dir."),
     # Reproducibility
     **handled("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
@@ -496,7 +496,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         if isinstance(value, Enum) and not isinstance(value, str):
             value = value.value
         if name in bool_fields(self._released_kind()) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # `check` refuses it, together with other wrong values
+            with contextlib.suppress(ValueError):  # `check` rejects it, together with other wrong values
                 value = as_bool(name, value)
         super().__setattr__(name, value)
 

@@ -55,7 +55,7 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
     if problem := a_dict(name, value, values):
         return problem
     if one_of(*SCHEDULES)("", schedule, values):
-        return None  # `scheduler` refuses it
+        return None  # `scheduler` rejects it
     kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
     if unknown := [key for key in kwargs if key not in known]:
         takes = ", ".join(known) or "no keys"
@@ -109,7 +109,7 @@ def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | No
     if problem := text(optional=True)(name, value, values):
         return problem
     if one_of(*OPTIMIZERS)("", optim, values):
-        return None  # `optimizer` refuses it
+        return None  # `optimizer` rejects it
     try:
         parsed(optim, value)
     except ValueError as error:

@@ -148,7 +148,7 @@ def way_out(name: str, known: Iterable[str]) -> str:
 
 def current_name(name: str) -> str | None:
     """The current name of an argument whose old name is `name`, if it takes the same values; else None."""
-    return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may not be a ratio
+    return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may be a number of steps
 
 
 def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:

@@ -72,7 +72,7 @@ def number(minimum: float, optional: bool = False, *, most: float = math.inf) ->
 
 
 def bounded(most: float = math.inf, optional: bool = False) -> Rule:
-    """A number that is not NaN and at most `most`. transformers checks the rest, or it may be negative."""
+    """A number that is not NaN and at most `most`. A lower bound, if any, is checked by transformers."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if value is None and optional:
