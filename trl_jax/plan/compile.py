@@ -70,7 +70,7 @@ def no_compiler(topology: Topology) -> str | None:
 def prepare(topology: Topology) -> None:
     """Make JAX use this machine's CPU, with as many simulated devices as a `cpu:A` topology has.
 
-    Call it before JAX looks for devices.
+    Call this before JAX initializes its backends.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # the plan reports the compile time
@@ -139,7 +139,7 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     """Compile a traced program for the topology. The program is None if it does not fit into memory.
 
     Raises:
-        jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
+        jax.errors.JaxRuntimeError: the compiler failed for a reason other than memory.
     """
     on_gpu = topology.platform == "gpu"
     start, lowered = time.monotonic(), traced.lower(lowering_platforms=("cuda" if on_gpu else topology.platform,))
@@ -154,9 +154,8 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # The CPU compiler reports no peak, and a TPU's peak includes what is offloaded to the host.
     summed = topology.platform == "cpu" or memory.host_temp_size_in_bytes > 0
-    results = (
-        memory.output_size_in_bytes - memory.alias_size_in_bytes
-    )  # results that do not reuse the memory of a donated argument
+    # Results that do not reuse the memory of a donated argument
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
     room = gpu_room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit

@@ -213,9 +213,8 @@ class _Reader:
                     self.visit(called, times * trips)
 
     def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
-        if chain := re.search(
-            r'chain_id="(\d+)"', one.rest
-        ):  # one collective that the TPU compiler split over several fusions
+        # The TPU compiler splits one collective over several fusions, which share a chain_id.
+        if chain := re.search(r'chain_id="(\d+)"', one.rest):
             if chain[1] in self._chains:
                 return
             self._chains.add(chain[1])

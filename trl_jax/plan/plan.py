@@ -285,7 +285,7 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    by_text = trainer.parts.setup.rollout is not None  # completions of a prompt, also in windowed layers
+    by_text = trainer.parts.setup.rollout is not None  # completions are attended text by text, also in windowed layers
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -427,7 +427,7 @@ def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """per_device_train_batch_size halved down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
-    parts = vars(args).get("steps_per_generation")  # unchanged, it would make generations smaller
+    parts = vars(args).get("steps_per_generation")  # if it were unchanged, generations would become smaller
     return [
         {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
         | ({} if parts is None else {"steps_per_generation": parts * by})
