@@ -96,7 +96,7 @@ def _value(words: list[str]) -> Any:
 
 
 class OldArguments(Protocol):
-    """The arguments that these fields need."""
+    """The arguments that `warn` and `settle_steps` use."""
 
     missing_eos_penalty: float | None
     total_episodes: int | None
