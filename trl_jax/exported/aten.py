@@ -127,7 +127,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive nodes of one layer. `needs`: values that they read from before; `gives`: values read afterward."""
+    """Consecutive nodes of one layer. `needs`: earlier values that they read; `gives`: values that are read later."""
 
     nodes: tuple[Node, ...]
     layer: str | None

@@ -285,7 +285,7 @@ def load_exported(
 
 
 def _take_params(model: TorchModel) -> dict[str, jax.Array]:
-    """Copy the parameters to float32 JAX arrays, and free torch's memory one by one."""
+    """Copy the parameters to float32 JAX arrays, freeing torch's memory one by one."""
     return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}
 
 
@@ -334,7 +334,7 @@ class TorchModel:
         return self._without_gradient() | undecayed
 
     def _without_gradient(self) -> frozenset[str]:
-        """The parameters that no logit has a gradient for, which torch's optimizers skip."""
+        """The parameters that get no gradient from any logit; torch's optimizers skip them."""
         found = fake_pass(self._module, 2, 16, training=False, head=self.head)
         if found is None:
             return self.program(2, 16, dtype="float32", training=False).unread()
@@ -413,14 +413,8 @@ class TorchModel:
 _MODEL = "model."  # the module's name in the exported program
 _LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks its second call
 _SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
-_INERT = {
-    "device",
-    "layout",
-    "pin_memory",
-    "memory_format",
-    "non_blocking",
-    "dtype",
-}  # dtypes are recorded in the result
+# Keyword arguments to ignore; dtypes are recorded in the result
+_INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}
 
 
 def domain(exported: Any) -> Callable[[int, int], bool]:
