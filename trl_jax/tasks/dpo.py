@@ -251,6 +251,6 @@ class OnlineDpoTask(PairTask):
         return total / self.accumulation + (1 - 1 / self.accumulation) * without_value, sums
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """TRL's metrics: means over micro-batches of the means of each."""
+        """TRL's metrics: averaged within each micro-batch, then over micro-batches."""
         found = mean_metrics(sums, split)
         return {name: found[name] for name in _ONLINE_METRICS if name in found}
