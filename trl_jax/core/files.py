@@ -106,7 +106,7 @@ def _header(tensors: Mapping[str, Pieces], sizes: Mapping[str, int], metadata: M
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; on success it replaces `path`, on an exception `path` stays as it was. If `path` is a
+    """Yield a temporary path. On success it replaces `path`; on an exception, `path` is left unchanged. If `path` is a
     symlink, the link is replaced, not its target."""
     partial = path.with_name(f"{path.name}.part")
     partial.unlink(missing_ok=True)

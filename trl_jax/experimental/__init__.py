@@ -1,5 +1,5 @@
 """TRL's modules `trl.experimental.async_grpo`, `.cpo`, `.distillation`, `.gkd`, `.kto`, `.online_dpo` and `.orpo`.
-`trl_jax` itself has their names, too, but for AsyncGRPO, GKD and online DPO."""
+Except for AsyncGRPO, GKD and online DPO, their names are also in `trl_jax`."""
 
 import sys
 from types import ModuleType

@@ -29,13 +29,13 @@ def run(
     remat: bool = False,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The results of the program, `[R, 1]`.
+    """The output of the program: scores `[R, 1]` or logits `[R, T, V]`.
 
     Args:
         params: by the names in `program.parameters`.
         rows: int32 `[2, R, T]`, token ids and mask.
-        remat: keep only the values that pass between layers, and recompute the rest in the backward pass.
-        key: for random operations; None if there are none.
+        remat: save only the values that pass between layers, and recompute the rest in the backward pass.
+        key: for random operations; None if the program has none.
     """
     values: dict[str, Any] = {
         name: jax.lax.stop_gradient(params[path]) if path in program.frozen else params[path]
@@ -50,7 +50,7 @@ def run(
 
 
 def _run_piece(piece: Piece, values: dict[str, Any], key: jax.Array | None, remat: bool) -> dict[str, Any]:
-    """The values that later pieces read. Python numbers are not traced, because shapes must stay static."""
+    """The values that later pieces read. Python numbers are not traced, because shapes must be static."""
     given = {name: values[name] for name in piece.needs}
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
     arrays = {name: value for name, value in given.items() if name not in numbers}
@@ -85,7 +85,7 @@ def _filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _cast(value: Any, dtype: str | tuple | None) -> Any:
-    """The dtypes recorded in the node, in the widths that JAX computes with."""
+    """Cast to the dtypes recorded in the node, in the widths that JAX computes with."""
     if dtype is None:
         return value
     if isinstance(dtype, tuple):
@@ -121,13 +121,13 @@ class Node:
     layer: str | None
 
     def reads(self) -> Iterator[str]:
-        """Names of the values that it is computed from."""
+        """Names of the values that it reads."""
         return _names((self.args, tuple(self.kwargs.values())))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive nodes of one layer. `needs`: values that they read from before; `gives`: values read afterward."""
+    """Consecutive nodes of one layer. `needs`: earlier values that they read; `gives`: values that are read later."""
 
     nodes: tuple[Node, ...]
     layer: str | None
@@ -137,10 +137,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A function from int32 `[2, R, T]` (token ids and mask) to scores `[R, 1]`.
+    """A function from int32 `[2, R, T]` (token ids and mask) to scores `[R, 1]` or logits `[R, T, V]`.
 
-    input, output: names of these values. parameters: value name -> the parameter's name in the exported model; those in
-    `frozen` get no gradient. constants: value name -> array.
+    input, output: names of these values. parameters: value name -> the parameter's name in the exported model;
+        parameters in `frozen` get no gradient. constants: value name -> array.
     """
 
     nodes: tuple[Node, ...]
@@ -242,7 +242,7 @@ def _repeat(x, times):
 
 
 def _pad(x, pads, value=0.0):
-    """Two pad widths per axis, from the last axis on; a negative width cuts."""
+    """Two pad widths per axis, starting with the last axis; negative widths crop."""
     widths = [(0, 0)] * x.ndim
     for i in range(len(pads) // 2):
         widths[x.ndim - 1 - i] = (pads[2 * i], pads[2 * i + 1])
@@ -365,7 +365,7 @@ def _index_select(x, axis, index):
 
 
 def _like_index(x, axis, index):
-    """`x` cut to the size of the index in every axis but one."""
+    """`x` cropped to the size of the index along every other axis."""
     sizes = [x.shape[i] if i == axis % x.ndim else index.shape[i] for i in range(x.ndim)]
     return x[tuple(slice(size) for size in sizes)]
 
@@ -475,7 +475,7 @@ NUMBERS = {f"operator.{name}": getattr(operator, name) for name in _NAMES} | {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Elementwise operations. At a kink, gradients are torch's.
+# Elementwise operations. At kinks, gradients are those of torch.
 
 
 _LARGEST = jnp.iinfo(jnp.int32).max
@@ -522,7 +522,7 @@ def _array_power(base, exponent):
 
 
 def _clamp(x, low=None, high=None):
-    """Values at the bounds pass the gradient on, as in torch."""
+    """Values at the bounds pass the gradient through, as in torch."""
     if low is not None:
         x = jnp.where(x < low, low, x)
     return x if high is None else jnp.where(x > high, high, x)
@@ -702,14 +702,15 @@ PRODUCTS = {
 def linear_recurrence(decay: jax.Array, drive: jax.Array, axis: int) -> jax.Array:
     """h[t] = decay[t] h[t - 1] + drive[t] along an axis, with h[-1] = 0; all arrays have the same shape.
 
-    Its gradient is the same recurrence from the end: g[t] = dh[t] + decay[t + 1] g[t + 1] is that of drive[t], and
-    g[t] h[t - 1] that of decay[t].
+    The gradient is the same recurrence, backward: g[t] = dh[t] + decay[t + 1] g[t + 1] is the gradient of drive[t], and
+    g[t] h[t - 1] the gradient of decay[t].
     """
     return _scan(decay, drive, axis, reverse=False)
 
 
 def _scan(decay: jax.Array, drive: jax.Array, axis: int, reverse: bool) -> jax.Array:
-    """Sequential on a CPU; elsewhere log T passes over all positions, because one position is too little work."""
+    """A sequential scan on CPUs; elsewhere an associative scan, in log T passes, because one position is too little
+    work."""
     how = {"axis": axis, "reverse": reverse}
     return jax.lax.platform_dependent(decay, drive, cpu=partial(_in_turn, **how), default=partial(_joined, **how))
 
@@ -780,7 +781,7 @@ def _variance(x, axes=None, *, correction=1, keepdim=False):
 
 
 def _most(x, axis, keepdim=False):
-    """The largest values and their first positions, which alone get the gradient."""
+    """The largest values and their first positions; only these get a gradient."""
     place = jnp.argmax(x, axis, keepdims=True)
     values = jnp.take_along_axis(x, place, axis)
     return (values, place) if keepdim else (jnp.squeeze(values, axis), jnp.squeeze(place, axis))
@@ -868,7 +869,7 @@ REDUCTIONS = {
 
 
 def _dropout(x, rate, train=True, *, key):
-    """The values with dropped ones set to zero and the others scaled up, and the mask of kept values."""
+    """The values, dropped ones set to zero and the others scaled up, and the mask of kept values."""
     if not train or rate == 0.0:
         return x, jnp.ones(x.shape, bool)
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -894,5 +895,5 @@ RNG = {
 # All operations, by their name in a program
 
 
-RANDOM = RNG  # these take a `key` besides their arguments
+RANDOM = RNG  # these take a `key` in addition to their arguments
 OPERATIONS = POINTWISE | SHAPES | INDEXING | REDUCTIONS | RECURRENCES | PRODUCTS | NUMBERS | RNG

@@ -95,7 +95,7 @@ def _through(
     """Run right-padded texts through the decoder.
 
     Args:
-        positions: int32 `[R, T, A]`; None counts the tokens.
+        positions: int32 `[R, T, A]`; None to count the tokens.
         features: of the texts' images.
 
     Returns:
@@ -241,8 +241,8 @@ def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Dec
 
 
 def grown(state: Decoding, *, capacity: int) -> Decoding:
-    """Grow the state, which is consumed, to a larger capacity. Each array is freed before the next one is copied, so
-    two caches are never alive at once."""
+    """Grow the state to a larger capacity; consumes the old state. Each array is freed before the next one is copied,
+    so two caches are never alive at once."""
     cache = state.cache.grown(capacity - state.capacity, _grown_alone)
     logps = None if state.logps is None else _grown_alone(state.logps, state.count, 1, capacity)
     return state._replace(cache=cache, tokens=_grown_alone(state.tokens, state.count, 1, capacity), logps=logps)
@@ -369,8 +369,8 @@ def _group(state: Decoding) -> int:
 
 
 def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops: Stops) -> Decoding:
-    """Append the sampled tokens `drawn` `[B]` to the completions that are alive. Ended ones get pads, unless their ring
-    buffer is full, in which case they keep their tokens."""
+    """Append the sampled tokens `drawn` `[B]` to the completions that are alive. Ended ones are padded, unless their
+    ring buffer is full, in which case they keep their tokens."""
     place = state.count % state.capacity
     full = state.drawn >= state.capacity
 
@@ -391,15 +391,15 @@ def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops
 
 # Weights
 
-_LARGEST = 512 * 2**20  # largest size in bytes of layers that are unstacked for decoding on a CPU
+_LARGEST = 512 * 2**20  # most bytes of layers that are unstacked for decoding on a CPU
 
 
 class Weights(NamedTuple):
-    """The model's arrays as generation uses them; copies are made for the duration of a call where that is faster.
+    """The model's arrays as generation uses them, including copies that make a call faster.
 
-    layers: each layer's arrays on their own (see `layers_for_decoding`); None decodes along the stack.
-    dtype, head_dtype: computation dtypes of the decoder and of the head.
-    shards: the devices that rows are divided over; None on a single device.
+    layers: each layer's arrays, separately (see `layers_for_decoding`); None decodes along the stack.
+    dtype, head_dtype: compute dtypes of the decoder and of the head.
+    shards: the devices that rows are sharded over; None on a single device.
     """
 
     graph: Any
@@ -422,7 +422,7 @@ class Weights(NamedTuple):
 
 
 def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
-    """The arrays as placed for generation, and the devices that rows are divided over. For `memory` and for shapes
+    """The arrays as sharded for generation, and the devices that rows are sharded over. For `memory` and for shapes
     instead of arrays, see `gathered_once`."""
     stacked = frozenset(filter(in_a_stack, arrays))
     shards = shards_of(arrays, stacked)
@@ -481,7 +481,7 @@ def by_layers(parts: list[Any], arch: Any) -> list[Any]:
 def layers_for_decoding(
     graph: Any, arrays: dict[str, jax.Array], shards: Shards | None, platform: str
 ) -> list[nnx.State] | None:
-    """Each layer's parameters on their own, for small models on a CPU; None decodes along the stack.
+    """Each layer's parameters, separately, for small models on a CPU; None decodes along the stack.
 
     On a CPU, a scan copies each layer's weights and cache out of the stacks in every iteration, which takes half of a
     small model's time. Other backends do not copy, and a large model has no memory for another copy.
@@ -505,7 +505,7 @@ def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list
 def matrices_in(
     graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype, head_dtype: jnp.dtype | None = None
 ) -> dict[str, jax.Array]:
-    """Cast the weight matrices to `dtype` once. The products are the same, and each step reads half the bytes.
+    """Cast the weight matrices to `dtype` once. The products are the same, but each step reads half the bytes.
 
     Norms, biases, adapters and the embedding table are not cast.
     """
@@ -553,8 +553,8 @@ _WHOLE = 1 / 4  # fraction of a device's memory up to which parameters are gathe
 
 @dataclass(frozen=True)
 class Shards:
-    """How generation is divided over devices: each device (or group along `tensor`) has an equal run of the prompts
-    with all their completions.
+    """How generation is sharded: each device (or group of devices along `tensor`) gets an equal contiguous run of the
+    prompts with all their completions.
 
     mesh: the product of its axes other than `tensor` is the number of shards.
     specs: partition spec of each parameter, by path.
@@ -598,7 +598,7 @@ class Shards:
 
     @property
     def undivided(self) -> bool:
-        """Whether each shard has all parameters (divided over `tensor` at most)."""
+        """Whether each shard has all parameters (sharded over `tensor` at most)."""
         return not any(axis for spec in self.params.values() for axis in spec)
 
     @property
@@ -610,10 +610,10 @@ class Shards:
 
         Args:
             of_arguments, of_results: partition specs: `rows`, `cache`, `params` or `whole`.
-            parameters: whether the first argument is a dict of parameters by path, which must be gathered.
+            parameters: whether the first argument is a dict of parameters by path, which must be all-gathered.
         """
         body = self._parts.with_whole(body) if parameters else body
-        if not self.axes:  # a single shard; XLA divides the products over `tensor`
+        if not self.axes:  # a single shard; XLA partitions the products over `tensor`
             return self._named(body)
         places = {"in_specs": of_arguments, "out_specs": of_results}
         # check_vma only matters for gradients.
@@ -630,7 +630,7 @@ class Shards:
 def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | None:
     """The devices that a model's parameters are placed on; None for a single device.
 
-    `arrays` may be shapes with shardings. The sequence axis of training, if any, also divides prompts here.
+    `arrays` may be shapes with shardings. The sequence axis of training, if any, also shards prompts here.
     """
     places = {path: array.sharding for path, array in arrays.items()}
     mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
@@ -661,8 +661,8 @@ def _named(array: Any, mesh: Mesh) -> Any:
 
 
 def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
-    """Gather the parameters on every device (up to their division over `tensor`), unless that takes more than a quarter
-    of a device's memory; each step then gathers one layer at a time.
+    """All-gather the parameters on every device (they stay sharded over `tensor`) unless that takes more than a quarter
+    of a device's memory, in which case each step gathers one layer at a time.
 
     Args:
         arrays: may be shapes with shardings.
@@ -704,7 +704,7 @@ def of_all(shards: Shards | None, rows: jax.Array) -> jax.Array:
 
 
 def part_of_group(prompts: int, group: int, shards: int) -> int:
-    """Number of copies of each prompt to divide its completions over, minimizing the rows per shard. Of equal choices
+    """Number of copies of each prompt to split its completions over, minimizing the rows per shard. Among equal choices
     the smallest, because each copy prefills the prompt."""
     parts = [number for number in range(1, group + 1) if group % number == 0]
     return min(parts, key=lambda number: -(-prompts * number // shards) * (group // number))

@@ -1,4 +1,4 @@
-"""Generate completions for prompts. Host side: how many at once, scheduling of slots, calls of compiled programs."""
+"""Generate completions for prompts. Host side: batch size, scheduling of slots, and calls of compiled programs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from trl_jax.nn.cache import Kept, LayerCache, LayersCache
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
 FIRST_PLACES = 32  # initial capacity in tokens; doubled whenever it is full
-SHARE = 3 / 4  # of the free memory that the cache may take; the rest is for a pass over the prompts and for growing
-_COPIES = 1 / 16  # largest ratio of the copies of prompts to the completions in the cache, if a group is divided
+SHARE = 3 / 4  # fraction of the free memory that the cache may use; the rest is for prefill and for growing the cache
+_COPIES = 1 / 16  # if a group is split over slots: largest ratio of copied prompts to completions in the cache
 _PARTS = 8  # waiting prompts are admitted together, at least 1/8 of the slots at a time
 
 
@@ -104,7 +104,7 @@ def places(tokens: int) -> int:
 
 
 class _Generation:
-    """One call of `generate` or `generate_queue`. `_used` counts the steps used of the current noise chunk."""
+    """One call of `generate` or `generate_queue`. `_used` is the number of used steps of the current noise chunk."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _Generation:
         return state, status
 
     def _at_turn(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
-        """The state for a step whose longest text has `longest` tokens, and for how many steps it is valid.
+        """The state for a step whose longest text has `longest` tokens, and the number of steps for which it is valid.
 
         LongRoPE changes the rotation of all tokens once a text exceeds a certain length; the cache is then recomputed.
         """
@@ -228,7 +228,8 @@ class _Generation:
         return state, self._steps if self._turned else self._turn + 1 - longest
 
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
-        """Which completions continue, bool `[P' x G']`, according to the program and the watch."""
+        """Which completions continue, bool `[P' x G']`, according to the compiled program, the stop rule and the
+        watch."""
         alive = np.asarray(status.alive)
         if self._request.stop is not None:
             alive = self._slots.stopped(state, alive, self._request.stop)
@@ -241,7 +242,7 @@ class _Generation:
     def _refilled(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
         """Move waiting prompts into free slots once enough are free; returns the state and which completions continue.
 
-        Only between noise chunks, because a chunk holds the numbers of the rows that it started with.
+        Only between noise chunks, because a chunk is drawn for the rows at its start.
         """
         slots = self._slots
         together = max(1, slots.each // _PARTS)  # per shard
@@ -285,7 +286,7 @@ class Slots:
     Args:
         count: number of slots; rounded up to a multiple of `shards`.
         done: receives completions that have ended.
-        shards: number of devices that the slots are divided over, in equal runs.
+        shards: number of devices that the slots are sharded over, in equal contiguous runs.
 
     Attributes:
         members: rows of the request, `[P, G]`; -1 for padding.
@@ -355,7 +356,7 @@ class Slots:
         return self._rows_of(prompts.reshape(-1)), slots.reshape(-1)
 
     def compact(self, state: Decoding, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Hand over and drop ended completions, if that at least halves the batch.
+        """Hand over and drop ended completions, if that at least halves the batch size.
 
         Returns:
             Arguments of `decode.selected`: prompts `[P']` of each shard, their members `[P', G']`, and which of these
@@ -433,7 +434,7 @@ def power_of_two(number: int) -> int:
 class Limit(NamedTuple):
     """Limits of a generation, for each device (or group of devices along `tensor`).
 
-    completions: the most that are generated at once; None for as many as `memory` allows.
+    completions: the most to generate at once; None for as many as `memory` allows.
     memory: free bytes; None if unknown, for no limit.
     """
 
@@ -441,7 +442,7 @@ class Limit(NamedTuple):
     memory: int | None = None
 
     def after_copies(self, weights: Weights, arrays: Mapping[str, Any]) -> Limit:
-        """The limit with the memory that is left by generation's own copies of a model's arrays. Both may be shapes."""
+        """The limit minus the memory of generation's own copies of a model's arrays. Both arguments may be shapes."""
         if self.memory is None:
             return self
         copied = [
@@ -456,7 +457,7 @@ NO_LIMIT = Limit()
 
 
 def device_bytes(arrays: Any) -> int:
-    """Bytes of arrays, or of their shapes, on one of the devices that they are divided over. Host arrays take none."""
+    """Bytes of arrays, or of their shapes, on one of the devices that they are sharded over. Host arrays count as 0."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
     return sum(prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
@@ -466,7 +467,7 @@ class Queue(NamedTuple):
     """How completions are generated a few at a time.
 
     slots: prompts at once, on all devices.
-    parts: number of slots that the completions of a prompt are divided over.
+    parts: number of slots that the completions of a prompt are split over.
     """
 
     slots: int
@@ -488,7 +489,7 @@ class Lengths(NamedTuple):
 
 
 def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> Queue | None:
-    """How to stay within the limit; None generates all completions at once.
+    """The queue with which a generation stays within the limit; None if all completions fit at once.
 
     Args:
         weights: may be shapes.
@@ -514,7 +515,7 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
 def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
     """Numbers of completions per slot to try, the best first.
 
-    Small slots are free again earlier, but each has a copy of the prompt.
+    Small slots become free earlier, but each has a copy of the prompt.
     """
     sizes = [size for size in range(1, group + 1) if group % size == 0 and size <= most]
     cheap = [size for size in sizes if lengths.prompt <= _COPIES * size * lengths.new]
@@ -523,7 +524,7 @@ def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
 
 
 def cache_bytes(weights: Weights, prompts: int, group: int, lengths: Lengths) -> int:
-    """Bytes of the full cache of so many prompts with `group` completions each, on one device."""
+    """Bytes of the full cache of this many prompts with `group` completions each, on one device."""
     first = min(lengths.new, FIRST_PLACES)
     cache = full_cache(weights, (prompts, lengths.prompt), group, (first, lengths.new), lengths.max_tokens)
     tensor = 1 if weights.shards is None else weights.shards.mesh.shape.get(TENSOR, 1)
@@ -548,11 +549,11 @@ class Watch(Protocol):
 
 
 class StopRule(Protocol):
-    """Ends completions by what the host reads in them."""
+    """Ends completions by their tokens, on the host."""
 
     def __call__(self, prompt: np.ndarray, tokens: np.ndarray, first: int) -> int | None:
-        """The number of `tokens` after which a completion of `prompt` ends; None if it continues. Those before `first`
-        were checked."""
+        """The number of `tokens` after which a completion of `prompt` ends; None if it continues. Tokens before `first`
+        were already checked."""
 
 
 @dataclass(frozen=True)
@@ -566,11 +567,11 @@ class Request:
     max_new_tokens: maximum length of a completion.
     processors: logits processors, in order.
     width: left-padded length of the prompts as processors see them; None means the longest prompt.
-    temperature, logps: whether to record log-probabilities, of the logits divided by `temperature`.
+    temperature, logps: whether to record log-probabilities, and the temperature that divides their logits.
     virtual: virtual tokens before each prompt, which processors do not see.
-    images: of each prompt, if any has some; not with virtual tokens.
-    stop: ends completions besides `eos`. Each check by the host reads the new tokens; what was sampled after the end of
-        a completion is dropped.
+    images: of each prompt, if any prompt has images; not with virtual tokens.
+    stop: ends completions in addition to `eos`. Each check by the host passes it the new tokens; tokens after the end
+        of a completion are dropped.
     """
 
     prompts: list[np.ndarray]
@@ -596,7 +597,7 @@ class Request:
         return len(self.prompts) * self.group
 
     def in_parts(self, number: int) -> Request:
-        """The same rows, with each prompt repeated `number` times and its completions divided among the copies."""
+        """The same rows, with each prompt repeated `number` times and its completions split among the copies."""
         if number == 1:
             return self
         prompts = [ids for ids in self.prompts for _ in range(number)]
@@ -671,7 +672,7 @@ class Completions(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """Sampling inputs: the logits processors, and the prompts as these see them.
+    """Sampling inputs: the logits processors, and the prompts as the processors see them.
 
     processors: in order.
     prompt_ids: int32 `[B, W]`, left-padded; columns from `prompt_length` on are unused.
@@ -814,8 +815,8 @@ class _Steps:
             logits, new = forward(state, number, turned)
             ids, logps = _drawn(logits, state, noise, first + number, drawing)
             state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
-            # Compute the angles for the next step here: used in the same step, XLA would recompute them in every layer
-            # and head.
+            # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in
+            # every layer and head.
             return number + 1, state, angles(state, number + 1), self._lives(state)
 
         def goes_on(carry):

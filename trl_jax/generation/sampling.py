@@ -75,7 +75,8 @@ def sampling_processors(options: Options, least: int = 1) -> dict[str, Processor
     """Processors that only apply to sampling, by field, in transformers' order.
 
     Args:
-        least: how many of the likeliest ids each of them keeps, for beams. Not with `top_h` and `typical_p`.
+        least: how many of the likeliest ids each processor keeps at least, for beam search. Not for `top_h` and
+            `typical_p`.
     """
     built = {name: build(vars(options)[name]) for name, build in _SAMPLING.items() if vars(options)[name] is not None}
     built = {name: processor for name, processor in built.items() if processor is not None}
@@ -474,8 +475,8 @@ def named(ids: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def seen(ids_RT: jax.Array, counts_RT: jax.Array, vocabulary: int) -> jax.Array:
-    """Mask of the ids that occur in each row where `counts_RT`: bool `[R, V]`; ids outside the vocabulary are
-    ignored."""
+    """Mask of the ids that occur in each row at positions where `counts_RT` is True: bool `[R, V]`; ids outside the
+    vocabulary are ignored."""
     ids_RT = jnp.where(counts_RT & (ids_RT >= 0), ids_RT, vocabulary)
     rows_R1 = jnp.arange(ids_RT.shape[0])[:, None]
     return jnp.zeros((ids_RT.shape[0], vocabulary), jnp.bool_).at[rows_R1, ids_RT].set(True, mode="drop")
@@ -514,7 +515,7 @@ class SequenceBias(NamedTuple):
 class RepetitionPenalty(NamedTuple):
     """Divides positive scores of ids that already occur by `penalty`, and multiplies negative ones by it.
 
-    The prompt counts, its padding does not. Keskar et al. 2019, arXiv:1909.05858.
+    Tokens of the prompt are included, its padding is not. Keskar et al. 2019, arXiv:1909.05858.
     """
 
     penalty: Number
@@ -546,7 +547,7 @@ def _penalized(history: History, counts_RT: jax.Array, penalty: Number, scores_R
 @dataclasses.dataclass(frozen=True)
 class NoRepeatNGram:
     """Removes ids that would complete an n-gram of `size` tokens that already occurs in the row, or in its prompt if
-    `of_prompt`; padding counts. Both fields are static."""
+    `of_prompt`; padding is included. Both fields are static."""
 
     size: int
     of_prompt: bool = False
@@ -748,8 +749,8 @@ def _where_weights_reach(
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it holds for the least
-    key."""
+    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it must hold for the
+    smallest key."""
 
     def key_of(place_R1):
         return jax.lax.bitcast_convert_type(place_R1 ^ _SIGN, jnp.int32)
@@ -779,7 +780,7 @@ def _blocks(x_RV: jax.Array, fill: int) -> jax.Array:
 
 
 def _of_blocks(search: Callable[..., Any], wanted_RB: jax.Array, *arrays: tuple[jax.Array, int]) -> Any:
-    """Run `search` on arrays `[R, V]` of which only the wanted blocks matter; each comes with its fill value."""
+    """Run `search` on arrays `[R, V]`, each with its fill value, of which only the wanted blocks matter."""
     rows, count = wanted_RB.shape
     most = count // _FEW
 

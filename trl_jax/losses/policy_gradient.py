@@ -2,8 +2,8 @@
 
     rewards -> `group_advantages` or `rloo_advantages` -> `grpo_loss` or `rloo_loss` -> (loss, sums for the metrics)
 
-Token arrays are flat, `[N]`; `text` `[N]` gives the completion (one of X) that each token belongs to. Where a docstring
-says so, `[X, T]` with one row per completion works too.
+Token arrays are flat, `[N]`; `text` `[N]` gives the completion (one of X) that each token belongs to. Where documented,
+`[X, T]` with one row per completion also works.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PolicyLoss:
     | vespo | $-sg(e^\lambda w^k e^{-\lambda w}) A\, l$ with $w = \prod_t \rho_t$ | VESPO, arXiv:2602.10693 |
 
     The step's loss is a mean of these: over each completion, then over completions (grpo, sapo); over the tokens of a
-    micro-batch (bnpo, arXiv:2506.02864); over as many completions of `max_completion_length` tokens (dr_grpo,
+    micro-batch (bnpo, arXiv:2506.02864); over completions, each counted as `max_completion_length` tokens (dr_grpo,
     arXiv:2503.20783); over the tokens of the whole generation batch (dapo, arXiv:2503.14476, eq. 8; cispo, vespo); or a
     sum over each completion, then a mean over completions (luspo, arXiv:2602.05261). See `token_weights`.
 
@@ -62,8 +62,8 @@ class PolicyLoss:
             its tokens (GSPO, arXiv:2507.18071).
         off_policy_mask_threshold: drop completions with a negative advantage whose mean log-ratio of sampler to policy
             exceeds this (DeepSeek-V3.2, eq. 9); None: keep all.
-        top_entropy_quantile: the fraction of a micro-batch's tokens that count, those with the highest entropy
-            (arXiv:2506.01939). The KL term counts all tokens.
+        top_entropy_quantile: the fraction of a micro-batch's tokens, those with the highest entropy, that the loss
+            includes (arXiv:2506.01939). The KL term includes all tokens.
         sapo_temperature_neg, sapo_temperature_pos: tau for advantages <= 0 and > 0.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for advantages >= 0 and < 0.
         max_completion_length: the constant divisor of dr_grpo.
@@ -117,7 +117,7 @@ class PolicyLoss:
         return self.sampler_correction is not None and self.sampler_correction.startswith("sequence")
 
     def bounded(self, ratio: Any) -> Any:
-        """Truncate or mask ratios of policy to sampler, as `sampler_correction` says: an array like `ratio`."""
+        """Truncate or mask ratios of policy to sampler, according to `sampler_correction`: an array like `ratio`."""
         xp = jnp if isinstance(ratio, jax.Array) else np
         least = -math.inf if self.sampler_clip_min is None else self.sampler_clip_min
         most = math.inf if self.sampler_clip_max is None else self.sampler_clip_max
@@ -148,7 +148,7 @@ def grpo_loss(
     entropy_coef: jax.Array | float | None = None,
     settings: PolicyLoss = DEFAULTS,
 ) -> tuple[jax.Array, Sums]:
-    r"""Loss of X completions as `settings` says, and sums for TRL's metrics.
+    r"""Loss of X completions according to `settings`, and sums for TRL's metrics.
 
     $$ \sum_t w_t (x_t + \beta\, \mathrm{KL}_t) - c \bar H $$
 
@@ -157,24 +157,24 @@ def grpo_loss(
     tokens that `entropy_mask` keeps.
 
     One forward pass may hold completions of several micro-batches, and a micro-batch may be split over several passes.
-    Exceptions: top_entropy_quantile < 1 and an entropy bonus need each micro-batch whole.
+    Exceptions: top_entropy_quantile < 1 and an entropy bonus require each micro-batch in a single pass.
 
     Args:
         logps: log-probabilities of the policy's tokens at the sampling temperature, `[N]`, or `[X, T]` without `text`.
             `mask`, `old_logps`, `ref_logps`, `entropies` and `sampling_logps` have the same shape.
         advantages: `[X]`.
-        mask: which tokens count; None: every token of a completion.
-        old_logps: under the policy that sampled the completions. None: that is this policy.
+        mask: which tokens to include; None: every token of a completion.
+        old_logps: under the policy that sampled the completions. None: this policy sampled them.
         ref_logps: under the reference; required if beta is not 0.
         entropies: of the policy at each token, with gradient; required for top_entropy_quantile < 1.0 and for an
             entropy bonus. None: no entropy metric.
-        sampling_logps: as the sampler reported them, NaN where it did not; required by sampler_correction. Without
+        sampling_logps: as reported by the sampler, NaN if it did not; required by sampler_correction. Without
             them, the off-policy mask uses old_logps.
         text: int32 `[N]`, the completion of each token; X for padding.
         token_weight: `[X]`, from `token_weights`. None: computed as if these completions were the whole step and the
             whole generation batch.
-        completion_weight: `[X]`, as in `token_weights`; 0 for padding. None: all micro-batches weigh the same, and so
-            do the completions within each.
+        completion_weight: `[X]`, as in `token_weights`; 0 for padding. None: equal weight for all micro-batches, and
+            for the completions within each.
         micro_batch: bool `[M, X]`; None: one micro-batch with all completions.
         entropy_coef: coefficient of the entropy bonus, 0 while an adaptive bonus is off; None: no bonus.
 
@@ -233,7 +233,7 @@ def _token_losses(
 
 
 def _masked(values: jax.Array | None, places: Reads) -> jax.Array | None:
-    """Float32 `[N]`, 0 where a token does not count: masked entries reach neither values nor gradients, even if NaN."""
+    """Float32 `[N]`, 0 for masked tokens: these affect neither values nor gradients, even if they are NaN."""
     return None if values is None else jnp.where(places.mask, values.reshape(-1).astype(jnp.float32), 0)
 
 
@@ -386,8 +386,8 @@ def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 def _clip_indicators(
     settings: PolicyLoss, policies: Policies, most: float, least: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the ratio (after delta) exceeds `most` with a positive advantage, and where it is below `least` with a
-    negative one: 1, else 0."""
+    """Indicators, 1 or 0: whether the ratio (after delta) exceeds `most` with a positive advantage, and whether it is
+    below `least` with a negative advantage."""
     ratio, advantages = policies.ratio(settings), policies.advantages
     if settings.loss_type in CLIPPED:
         ratio = clipped(ratio, most=settings.delta)
@@ -428,7 +428,7 @@ def sampler_ratio(
     *,
     settings: PolicyLoss,
 ) -> jax.Array:
-    """Ratio of the old policy to the policy that sampled the tokens, truncated or masked as `settings` says.
+    """Ratio of the old policy to the policy that sampled the tokens, truncated or masked according to `settings`.
 
     Truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training") or masked (Liu et al. 2025, "When Speed Kills Stability"). A token whose sampling log-probability is NaN
@@ -451,7 +451,7 @@ def sampler_ratio(
 def off_policy_mask(
     logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, places: Reads
 ) -> jax.Array:
-    """Which completions count, bool `[X]`: those with a non-negative advantage, and those whose mean log-ratio of
+    """Which completions to keep, bool `[X]`: those with a non-negative advantage, and those whose mean log-ratio of
     sampler to policy is at most `threshold` (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
     divergence = places.mean(places.difference(sampling_logps, jax.lax.stop_gradient(logps)))
     return (advantages >= 0) | (divergence <= threshold)
@@ -502,13 +502,13 @@ def token_weights(
     | dapo, cispo, vespo | 1 / (max(generated_tokens, 1) part) |
 
     Args:
-        lengths: `[X]`, the number of tokens of each completion that count.
+        lengths: `[X]`, the number of unmasked tokens of each completion.
         completion_weight: `[X]`, the weight of each completion in a mean over the step's micro-batches (on all devices)
             of means over their completions: `1 / (completions in its micro-batch x micro-batches x devices)`. In an
             evaluation the batch is one micro-batch.
         micro_batch: bool `[M, X]`, the completions in each micro-batch on this device.
-        generated_tokens: the number of tokens that count in the whole generation batch, on all devices (in an
-            evaluation, in the batch). None: counted from these completions.
+        generated_tokens: the number of unmasked tokens in the whole generation batch (in an evaluation, in the batch),
+            on all devices. None: counted from these completions.
         part: micro-batches per step / micro-batches per generation; 1 in an evaluation. The divisor is therefore the
             mean token count per step rather than this step's count, as in TRL.
 
@@ -545,12 +545,11 @@ def entropy_mask(
     """Which tokens have an entropy at or above the `1 - top_entropy_quantile` quantile: bool, in the shape of
     `entropies` ("Beyond the 80/20 Rule", arXiv:2506.01939, section 5).
 
-    The quantile is taken over the tokens that count, across all devices, with linear interpolation as in
-    torch.quantile.
+    The quantile is taken over the unmasked tokens of all devices, with linear interpolation as in torch.quantile.
 
     Args:
         entropies: `[N]`, or any shape.
-        mask: which tokens count, in the same shape.
+        mask: which tokens to include, in the same shape.
         top_entropy_quantile: the fraction of tokens to keep, from 0.0 (only the highest) to 1.0.
         group: int32, in the same shape: the micro-batch of each token, from 0 to `groups` - 1. Each token is compared
             with the quantile of its own micro-batch.
@@ -588,10 +587,10 @@ def next_entropy_coef(
 
 
 class Reads(NamedTuple):
-    """Places of N tokens that belong to X completions in M micro-batches.
+    """How N tokens are grouped into X completions and M micro-batches.
 
     text: int32 `[N]`, the completion of each token; X for padding.
-    mask: bool `[N]`, which tokens count.
+    mask: bool `[N]`, which tokens to include.
     micro_batch: bool `[M, X]`, the completions in each micro-batch; padding completions are in none.
     """
 
@@ -601,7 +600,7 @@ class Reads(NamedTuple):
 
     @property
     def lengths(self) -> jax.Array:
-        """The number of tokens that count in each completion, float32 `[X]`."""
+        """The number of unmasked tokens of each completion, float32 `[X]`."""
         return self.total(jnp.ones(len(self.text)))
 
     @property
@@ -612,7 +611,7 @@ class Reads(NamedTuple):
 
     @property
     def group(self) -> jax.Array:
-        """The micro-batch of each token, int32 `[N]`; M for tokens that do not count."""
+        """The micro-batch of each token, int32 `[N]`; M for masked tokens."""
         within = jnp.any(self.micro_batch, axis=0)
         of_text = jnp.where(within, jnp.argmax(self.micro_batch, axis=0), len(self.micro_batch))
         return jnp.where(self.mask, self.spread(of_text), len(self.micro_batch))
@@ -622,7 +621,7 @@ class Reads(NamedTuple):
         return of_texts(jnp.where(self.mask, values, 0), self.text, self.micro_batch.shape[1])
 
     def mean(self, values: jax.Array) -> jax.Array:
-        """Mean of `[N]` values over each completion, `[X]`; 0 for a completion in which no token counts."""
+        """Mean of `[N]` values over each completion, `[X]`; 0 for a completion whose tokens are all masked."""
         return self.total(values) / jnp.maximum(self.lengths, 1)
 
     def spread(self, values: jax.Array) -> jax.Array:
@@ -630,7 +629,7 @@ class Reads(NamedTuple):
         return values.at[self.text].get(mode="fill", fill_value=0)
 
     def difference(self, values: jax.Array, others: jax.Array) -> jax.Array:
-        """`values - others`, `[N]`; 0 where a token does not count or either value is NaN."""
+        """`values - others`, `[N]`; 0 for masked tokens and if either value is NaN."""
         values, others = values.reshape(-1), others.reshape(-1)
         known = self.mask & ~jnp.isnan(values) & ~jnp.isnan(others)
         return jnp.where(known, values, 0) - jnp.where(known, others, 0)
@@ -650,7 +649,7 @@ def reads(
     """Build `Reads` for `logps`, `[N]` with `text`, or `[X, T]` without (one row per completion).
 
     Args:
-        mask: in the shape of `logps`; None: every token of a completion counts.
+        mask: in the shape of `logps`; None: every token of a completion is included.
         micro_batch: None: all completions form one micro-batch.
     """
     if text is None:

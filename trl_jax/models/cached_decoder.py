@@ -1,4 +1,4 @@
-"""Running the decoder with a cache: prefill, and decoding one token at a time."""
+"""The decoder with a cache: prefill, and decoding one token at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trl_jax.models.decoder import Decoder, Features, last_layer, of_run, read, 
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.cache import Cache, Kept
 
-_Walked = tuple[jax.Array, list[Kept], tuple[Any, Any]]  # hidden states; what is kept; the last layer's, and its cache
+_Walked = tuple[jax.Array, list[Kept], tuple[Any, Any]]  # hidden states, what is kept, the last layer's kept and cache
 
 
 def with_keys(
@@ -35,18 +35,18 @@ def with_keys(
     angles: dict[str, jax.Array] | None = None,
     features: Features | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
-    """Hidden states `[N, D]`, and what the cache keeps of these tokens. The latter has one entry per cache part (see
-    models/arch.py), with a leading layer axis; if `layers` are given, one entry per layer without that axis. Layers
-    that reuse keys and values have no entry.
+    """Hidden states `[N, D]`, and what the cache keeps of these tokens: one entry per cache part (see models/arch.py),
+    with a leading layer axis; if `layers` is given, one entry per layer without that axis. Layers that reuse keys and
+    values have no entry.
 
     Args:
-        tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. With a cache, each row is one token;
-            without, each row has one read, the last token of its text.
+        tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. With a cache, each row is one token.
+            Without one, each row has one read, the last token of its text.
         longest: length of the longest text so far, for ropes that depend on it.
-        cache: what the tokens follow, in the same parts as the result; None at the start of the texts.
-        layers: the parameters of each layer, already sliced from its stack; None scans over the stacks.
+        cache: the preceding tokens, in the same parts as the result; None at the start of the texts.
+        layers: the parameters of each layer, already sliced from its stack; None to scan over the stacks.
         angles: `decoder.angles` for these positions; None computes it here.
-        features: as in `Decoder.__call__`, at the start of the texts; tokens with a cache are no images.
+        features: as in `Decoder.__call__`. Only without a cache: generated tokens are never images.
     """
     shared = AttentionInputs(decoder.arch.head_dim**-0.5, places=None if cache is None else cache.places)
     shared = shared._replace(**(angles or {}))
@@ -79,7 +79,7 @@ def _run_layer(
     h: jax.Array,
     slices: Any,
 ) -> tuple[jax.Array, Kept | None]:
-    """Run one layer; returns what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
+    """Run one layer and return what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
     state, inputs, own_cache = slices
     reused, cache = earlier or (None, own_cache)
     own = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
@@ -91,7 +91,7 @@ def _run_layer(
 def _scan_layers(
     state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
 ) -> _Walked:
-    """Run a sequence of layers by scanning over their stack; they have no cache of their own."""
+    """Run a sequence of layers by scanning over their stack. Used when these layers have no cache of their own."""
     del caches
     h, new = jax.lax.scan(layer, h, (state, of_run(by_layer, run), None))
     return h, [_select_layers(new, run, part.layers) for part in turns.parts], (last_layer(new), None)
@@ -100,7 +100,7 @@ def _scan_layers(
 def _scan_turns(
     state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
 ) -> _Walked:
-    """Run a sequence of layers with their parts of the cache, by a scan whose steps compute several layers each."""
+    """Run a sequence of layers and their parts of the cache in a scan. Each step computes one turn of layers."""
     inputs, own, pattern = (state, of_run(by_layer, run)), [next(caches) for _ in turns.parts], turns.pattern
 
     def turn(h: jax.Array, number: jax.Array | int, count: int = len(pattern)) -> tuple[jax.Array, list[Any]]:

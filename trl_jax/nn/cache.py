@@ -61,7 +61,7 @@ class LayerCache:
         prompt's end are never attended to.
     k_T: `[P, G, K, C, T]`, keys of completions. v: `[P, G, K, T, C]`, their values. Both layouts let a product with
         one query read memory sequentially.
-    window: the largest number of tokens that the layers attend to, which bounds S and T; None for no limit.
+    window: the most tokens that the layers attend to, which bounds S and T; None for no limit.
     """
 
     prompt_k: jax.Array
@@ -184,8 +184,8 @@ class LatentCache(NamedTuple):
 
 
 class ConvolutionInputs(NamedTuple):
-    """`[R, T, W, D]`: the inputs of each token and those before it, as a convolution over W + 1 tokens will see them
-    from the next token on."""
+    """`[R, T, W, D]`: for each token, the window of W inputs (its own last) that a convolution over W + 1 tokens needs
+    for the next token."""
 
     window: jax.Array
 
@@ -345,8 +345,8 @@ LayersCache = LayerCache | LatentCache | ConvolutionCache | RecurrentCache | Not
 class Cache(NamedTuple):
     """The cache of a model, for P prompts and their P x G completions.
 
-    parts: one per group of layers of a run with the same window, with a leading axis L; or one per layer.
-    places: how much of them is filled.
+    parts: one per group of layers of a run that have the same window, with a leading axis L; or one per layer.
+    places: how much of the parts is filled.
     """
 
     parts: list[LayersCache]
@@ -356,16 +356,16 @@ class Cache(NamedTuple):
         """Add a token to every completion, `new` part by part.
 
         Args:
-            after: non-negative ids that were sampled using the whole cache. The place to write is made to depend on
-                them: otherwise XLA sees no order between a step's reads and writes, and copies the whole cache.
+            after: non-negative ids that were sampled using the whole cache. The write position is made to depend on
+                them: otherwise XLA sees no order between the reads and writes of a step, and copies the whole cache.
         """
         place = jnp.minimum(self.places.written, self.places.written + jnp.maximum(jnp.max(after), 0))
         parts = [own.appended(each, place) for own, each in zip(self.parts, new, strict=True)]
         return Cache(parts, self.places._replace(written=self.places.written + 1))
 
     def grown(self, more: int, grow: Grow) -> Cache:
-        """Add places for completions; `grow` copies one array, such as `grown_ring`. No completion may be longer than
-        the places so far."""
+        """Add places for completions; `grow` resizes one array, e.g. `grown_ring`. No completion may be longer than the
+        current number of places."""
         return self._replace(parts=[own.grown(more, self.places.written, grow) for own in self.parts])
 
     def with_prompt_places(self, count: int) -> Cache:
@@ -373,8 +373,8 @@ class Cache(NamedTuple):
         return self._replace(parts=[own.with_prompt_places(count) for own in self.parts])
 
     def refilled(self, slots: jax.Array, new: Cache) -> Cache:
-        """Replace the prompts at `slots` by those of `new` `[P']`, which must fit; their completions start empty.
-        Prompts with a slot out of range are dropped."""
+        """Replace the prompts at `slots` by the prompts of `new` `[P']`, which must fit; their completions start empty.
+        Prompts whose slot is out of range are dropped."""
         parts = [own.refilled(slots, other) for own, other in zip(self.parts, new.parts, strict=True)]
         lengths, begun, written, offsets = self.places
         lengths = lengths.at[slots].set(new.places.prompt_lengths, mode="drop")
@@ -392,9 +392,9 @@ class CachePlaces(NamedTuple):
     prompt_lengths: int32 `[P]`.
     begun: int32 `[P]`, the value of `written` when the completions of a prompt began: 0, unless the prompt replaced
         another one.
-    written: int32 scalar, number of tokens written so far; completions own those since they began.
-    offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length, because the tokens of
-        an image share positions; None where tokens are only counted.
+    written: int32 scalar, number of tokens written so far; completions own the tokens since `begun`.
+    offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length: the tokens of an image
+        share positions. None if positions just count tokens.
     """
 
     prompt_lengths: jax.Array
@@ -430,7 +430,7 @@ class CachePlaces(NamedTuple):
 
 class Room(NamedTuple):
     """The size of a new cache: `capacity` places for each of `group` completions per prompt. Layers with a `window`
-    keep no more tokens than that, of prompts and of completions; None for no limit."""
+    keep at most that many tokens of prompts and of completions; None for no limit."""
 
     group: int
     capacity: int
@@ -459,7 +459,7 @@ def zeros_by_head(shape: Sequence[int], heads: int, dtype: jnp.dtype) -> jax.Arr
 
 def of_prompts(lengths: jax.Array, count: int) -> jax.Array:
     """The position in its prompt of the token at each of `count` places, int32 `[P, S]`: from 0 on, or for longer
-    prompts those of the last tokens."""
+    prompts the positions of the last tokens."""
     return jnp.maximum(lengths - count, 0)[:, None] + jnp.arange(count)
 
 
@@ -482,7 +482,7 @@ Grow = Callable[[jax.Array, jax.Array, int, int], jax.Array]  # `grown_ring`, or
 def grown_ring(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
     """Grow a ring buffer of n places to `size` >= n: the token written at step s moves from place s % n to s % size.
 
-    Places that have no token of the last n steps get copies of others.
+    Places without a token of the last n steps get copies of others.
 
     Args:
         written: int32 scalar, number of steps so far.

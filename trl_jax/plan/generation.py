@@ -1,4 +1,4 @@
-"""Plan generation: made-up completions for online training, and the two programs of a generation."""
+"""Plan generation: synthetic completions for online training, and the two programs of a generation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training.state import Setup
 
-TOKEN = 0  # the token id of made-up completions
+TOKEN = 0  # the token id of synthetic completions
 
 
 # Rollouts with completions of the maximum length
@@ -87,7 +87,7 @@ def further_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | N
 
 
 def longest_prompts(args: BaseConfig, count: int) -> Dataset:
-    """Make up `count` prompts. `with_longest_completions` expands each to `args.max_prompt_length` tokens.
+    """Make `count` synthetic prompts. `with_longest_completions` expands each to `args.max_prompt_length` tokens.
 
     Raises:
         ValueError: max_prompt_length is None.
@@ -101,7 +101,7 @@ def longest_prompts(args: BaseConfig, count: int) -> Dataset:
 
 
 def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestWriter:
-    """Make a trainer's rollout use made-up completions instead of the policy's.
+    """Make a trainer's rollout use synthetic completions instead of the policy's.
 
     Args:
         made_up: whether the prompts are from `longest_prompts`.
@@ -124,11 +124,11 @@ def most_new_tokens(args: BaseConfig) -> int:
     return (vars(args).get("generation_kwargs") or {}).get("max_new_tokens") or most
 
 
-# Completions that GKD and online DPO write just before a step
+# Completions that GKD and online DPO sample just before a step
 
 
 def prompt_length(args: BaseConfig) -> int:
-    """Tokens of a made-up prompt, so that prompt and completion have max_length tokens.
+    """Tokens of a synthetic prompt, so that prompt and completion have max_length tokens.
 
     Raises:
         ValueError: a completion leaves no room for a prompt.
@@ -143,13 +143,13 @@ def prompt_length(args: BaseConfig) -> int:
 
 
 class LongestSteps:
-    """The steps of a trainer that writes completions just before a step, each of the maximum length.
+    """The steps of a trainer that samples completions just before each step. Every completion has the maximum length.
 
     Attributes:
         layout: of the rows.
         longest: length of the longest prompt so far, in tokens.
-        group: texts that are completed for each row.
-        models: that write completions.
+        group: number of texts completed for each row.
+        models: the models that sample completions.
     """
 
     def __init__(self, steps: Iterable[StepBatch], layout: str, tokens: int, group: int, models: list[PreTrainedModel]):
@@ -160,19 +160,19 @@ class LongestSteps:
         return iter(self._steps)
 
     def complete(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-        """As `training.rollout.Completer`."""
+        """As `training.rollout.Completer`, without running the model."""
         del model, dtype
         self.longest = max(self.longest, *map(len, prompts))
         return [np.full(self._tokens, TOKEN, np.int32) for _ in prompts]
 
     def sizes(self, run: Setup) -> list[Size]:
-        """The size of the completions of a micro-batch."""
+        """The size of the generation for a micro-batch."""
         prompts = run.args.per_device_train_batch_size * run.shards * self.group
         return [Size.of(prompts, 1, self.longest, self._tokens)]
 
 
 def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
-    """The steps of a trainer that writes completions just before a step; None for other trainers."""
+    """The steps of a trainer that samples completions just before each step; None for other trainers."""
     from trl_jax.trainer.gkd_trainer import GKDTrainer, RewrittenSteps, completed, prompt_of
     from trl_jax.trainer.online_dpo_trainer import OnlineDPOTrainer
 
@@ -243,15 +243,15 @@ class Size(NamedTuple):
         return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
 
     def divided(self, shards: int) -> Size:
-        """The size when divided evenly over `shards` devices. Completions of one prompt may be on several of them, each
-        of which then has the prompt."""
+        """The size when split evenly over `shards` devices. If the completions of a prompt are split, each device has a
+        copy of the prompt."""
         group = self.completions // self.prompts
         parts = part_of_group(self.prompts, group, shards)
         prompts = -(-self.prompts * parts // shards) * shards
         return self._replace(prompts=prompts, completions=prompts * (group // parts))
 
     def at_once(self, weights: Weights, limit: Limit) -> Size:
-        """The size of the part that a run generates at once, on all devices, within the limit of a device."""
+        """The size of the part that is generated at once, on all devices, within the limit of a device."""
         group, new = self.completions // self.prompts, self.new_places
         lengths = Lengths(self.prompt_places, new, self.prompt_places + new)
         queue = queue_of(weights, self.prompts, group, lengths, limit)
@@ -281,13 +281,13 @@ class Size(NamedTuple):
 class Generation(NamedTuple):
     """The largest generation of a run.
 
-    size: of all its completions.
-    at_once: of those that are generated at once.
+    size: all of its completions.
+    at_once: the part that is generated at once.
     cache: bytes of the full cache, per device; None if it was not compiled.
     copied: bytes per device of the largest array that is copied when the cache grows to its full size.
     compiled: figures of the program that needs more memory, prefill or decode; None if nothing was compiled.
     decode: figures of the decoding program; None if it was not compiled.
-    beside: bytes in memory that are not arguments of these programs.
+    beside: bytes in device memory that are not arguments of these programs.
     evaluates: whether it belongs to an evaluation.
     """
 
@@ -302,7 +302,7 @@ class Generation(NamedTuple):
 
     @property
     def most(self) -> Compiled | None:
-        """`compiled`, with the peak of growing the cache if that is higher."""
+        """`compiled`, with the peak of growing the cache if that is larger."""
         if self.decode is None or self.decode.arguments is None:
             return self.compiled
         return self.compiled._replace(peak=max(self.compiled.peak, self.decode.arguments + self.copied))
@@ -341,8 +341,8 @@ class Programs:
 
     def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None, int]:
         """Figures of the program that needs more memory, prefill or decoding with a full cache; figures of the latter;
-        bytes of the full cache per device; and of its largest array before it last grew. Of these, the second and third
-        are None if prefill already does not fit."""
+        bytes of the full cache per device; and bytes of its largest array before it last grew. The second and third are
+        None if prefill already does not fit."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
             return first, None, None, 0
@@ -354,7 +354,7 @@ class Programs:
         return max(first, step, key=lambda one: one.peak), step, on_device(full.cache.parts), copied
 
     def prefill(self) -> jax.stages.Traced:
-        """Trace the pass over the prompts."""
+        """Trace the prefill."""
         weights, size = self._weights, self._size
         tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
         return prefill.trace(
@@ -376,7 +376,7 @@ class Programs:
         )  # fmt: skip
 
     def _grown(self, cache: Cache, capacity: int) -> Decoding:
-        """The state of decoding with a cache of this capacity, sharded like `cache`, the output of prefill."""
+        """The decoding state with a cache of this capacity, sharded like `cache`, the output of prefill."""
         size, most = self._size, max(capacity, min(self._size.new_places, FIRST_PLACES))
         alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
         begin = partial(begun_decode, alive=alive, capacity=capacity, logps=False)

@@ -63,7 +63,7 @@ class Evaluation(NamedTuple):
 class Phase(NamedTuple):
     """A step, an evaluation or a generation of the run.
 
-    peak: peak bytes per device; if nothing was compiled, bytes of the arguments alone.
+    peak: peak bytes per device; if nothing was compiled, bytes of the arguments only.
     fits: None if unknown.
     """
 
@@ -85,10 +85,9 @@ class Plan:
     why: why `compiled` is None.
     bound: None if the chip or the compiler's figures are unknown.
     evaluation: None if the run does not evaluate.
-    generation: in online training, or if one was asked for.
+    generation: in online training, or if requested.
     scorer: bytes of a reward model.
-    unread: bytes of a reference model that only the generation phase reads, so it is no argument of a step or an
-        evaluation.
+    unread: bytes of a reference model that only generation reads, so it is not an argument of a step or an evaluation.
     """
 
     model: str
@@ -174,10 +173,10 @@ class Run:
 
     checkpoint: its weights are not read.
     adapter, quantization: of the base weights, if any.
-    trainer: None means the trainer that the config belongs to.
+    trainer: None for the trainer that the config belongs to.
     scorer: a reward model.
     teacher: the teacher, in distillation.
-    generation: a generation to plan in addition, for a trainer that does not generate.
+    generation: an additional generation to plan, for a trainer that does not generate.
     """
 
     checkpoint: Checkpoint
@@ -197,7 +196,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         compiles: False counts the arguments without compiling.
 
     Raises:
-        ValueError: the trainer refuses the arguments, or there is neither a dataset nor a max_length.
+        ValueError: the trainer rejects the arguments, or there is neither a dataset nor a max_length.
         TypeError: `run.trainer` is None, and the config is not one of trl_jax's.
     """
     kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
@@ -214,7 +213,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
-    own_loss = trainer.parts.train_step.user_loss is not None  # which recomputes layers where the arguments allow it
+    own_loss = trainer.parts.train_step.user_loss is not None  # it remats layers if the arguments allow it
     for remat in args.remats[-1:] if own_loss else args.remats:
         planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
@@ -286,7 +285,7 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    by_text = trainer.parts.setup.rollout is not None  # completions of a prompt, also in windowed layers
+    by_text = trainer.parts.setup.rollout is not None  # completions are attended text by text, also in windowed layers
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -306,10 +305,10 @@ def _generation(
     compiles: bool,
     scorer: int,
 ) -> Generation:
-    """Plan the largest of these generations; the second, if any, is that of an evaluation.
+    """Plan the largest of these generations. If there are two, the second is for evaluation.
 
     Args:
-        model: that writes the completions: the run's, or its teacher.
+        model: samples the completions: the run's model or its teacher.
         scorer: bytes of a reward model.
     """
     check_generates(model)
@@ -334,7 +333,7 @@ def _generation(
 
 
 def _limit(args: BaseConfig, topology: Topology, held: int) -> Limit:
-    """The limit of a run's generation on a device that holds so many bytes, as in `training.rollout`."""
+    """The limit of a run's generation on a device that already holds `held` bytes, as in `training.rollout`."""
     if topology.chip is None:
         return Limit(args.max_completions_per_device)
     most = gpu_room(topology) if topology.platform == "gpu" else int(topology.chip.memory)
@@ -359,7 +358,7 @@ def _settings(args: BaseConfig) -> dict[str, Any]:
     return found | {name: vars(args)[name] for name in generates if name in vars(args)}
 
 
-# Suggestions: each is planned, none is guessed
+# Suggestions: each one is planned, too
 
 Planned = Callable[[BaseConfig], Plan]
 
@@ -428,7 +427,7 @@ def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """per_device_train_batch_size halved down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
-    parts = vars(args).get("steps_per_generation")  # unchanged, it would make generations smaller
+    parts = vars(args).get("steps_per_generation")  # if it were unchanged, generations would become smaller
     return [
         {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
         | ({} if parts is None else {"steps_per_generation": parts * by})

@@ -1,8 +1,8 @@
 """Training objectives, and everything needed to write another one.
 
-Derive from `PairTask` (chosen and rejected answers), `TextTask` (single texts), `OnlineTask` (rollouts), or from `Task`
-itself, and train it with `trl_jax.ReferenceTrainer`, `BaseTrainer` or `OnlineTrainer`. Nothing else in the package
-knows which task runs.
+Derive from `PairTask` (chosen and rejected completions), `TextTask` (single texts), `OnlineTask` (rollouts), or from
+`Task` itself, and train it with `trl_jax.ReferenceTrainer`, `BaseTrainer` or `OnlineTrainer`. The rest of the package
+does not depend on which task runs.
 """
 
 from __future__ import annotations
