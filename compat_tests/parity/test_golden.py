@@ -1,4 +1,4 @@
-"""Recordings of TRL's runs: valid for their source alone, small, and close to what they were made of."""
+"""Recordings of TRL's runs: rejected if their source changed, small, and close to the run they were made from."""
 
 from __future__ import annotations
 
