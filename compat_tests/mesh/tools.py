@@ -1,4 +1,4 @@
-"""Conversations whose first turns call tools, as a tiny model would not write them."""
+"""Conversations with scripted first turns that call tools, because a tiny model would not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def words():
 
 
 def conversations(count: int) -> list[dict]:
-    """Prompts with what the shop has at the start."""
+    """Prompts, each with what the shop has at the start."""
     return [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}], "start": i % 2} for i in range(count)]
 
 

@@ -32,8 +32,8 @@ ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), (
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
 GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("qwen3_5_text", "others"), ("gemma4_text", "plain")]
 GRADIENTS += [("gpt_oss", "clamped"), ("llama4_text", "growing")]
-# By default, those with RoPE per layer or per length, a window, a state, sinks and learned positions; `bench.layouts`
-# runs all of CASES with gradients.
+# By default, those with RoPE per layer or per length, a window, a state, sinks and learned positions;
+# `benchmarks.layouts` runs all of CASES with gradients.
 USUAL = {
     ("llama", "yarn"), ("gemma3_text", "old"), ("gpt_oss", "clamped"), ("nemotron_h", "latent"), ("phi3", "long"),
     ("gpt2", "plain"),
