@@ -1,4 +1,4 @@
-"""A model by Hub name, with metrics logged and saved."""
+"""A model passed by name, with metrics logged and saved."""
 
 import sys
 
