@@ -37,7 +37,7 @@ SINCE = {
         ", max_length=64": "",
     },
     "old_tokenized": {
-        ', padding="max_length", max_length=96': "",  # TRL 1.16 reads no masks
+        ', padding="max_length", max_length=96': "",  # TRL 1.16 does not read masks
         ", save_safetensors=True": "",
         "tokenizer=tokenizer": "processing_class=tokenizer",
         "rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)": (

@@ -1,4 +1,5 @@
-"""`trl-jax generate` and `trl-jax chat`."""
+"""`trl-jax generate` and `trl-jax chat`: completions of the library and of transformers, resuming, conversations,
+errors."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ pytest.importorskip("trl")
 # Centering gives a gradient to parameters that cancel in the difference of scores, such as the last norm's bias.
 CONFIG = {"center_rewards_coefficient": 0.1, "weight_decay": 0.3, "learning_rate": 1e-3}
 CASES = {
-    "gpt_neo": {},  # learned positions, local attention; layer norms called ln_1
+    "gpt_neo": {},  # learned positions, local attention; layer norms named ln_1
 }
 
 

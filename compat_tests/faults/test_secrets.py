@@ -139,7 +139,7 @@ DEEP = {
 
 
 def with_own_fields(config: type) -> type:
-    """A user's subclass of the config. Made with `make_dataclass`, because the decorator would generate a __repr__."""
+    """A user's dataclass derived from the config, which must not get a generated __repr__ that shows secrets."""
     own = [("extras", dict, field(default_factory=dict)), ("tracker_api_key", str | None, field(default=None))]
     return make_dataclass("OwnConfig", own, bases=(config,), kw_only=True)
 

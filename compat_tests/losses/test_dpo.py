@@ -102,7 +102,7 @@ def test_losses_are_added_with_their_weights():
     ],
 )
 def test_scores_of_a_divergence(divergence, alpha, score):
-    """Up to a constant, which cancels in margins, all that these losses depend on."""
+    """Up to a constant, which cancels in the margin; these losses depend only on the margin."""
     wanted = -log_sigmoid(BETA * (score(CHOSEN) - score(REJECTED))).mean()
     assert loss("sigmoid", divergence=divergence, alpha=alpha)(PAIRS, WEIGHT) == pytest.approx(wanted, rel=1e-5)
 

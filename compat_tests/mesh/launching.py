@@ -94,5 +94,5 @@ def _become(names: dict, log: Path, *given) -> None:
         traceback.print_exc()
         sys.exit(1)
     finally:
-        # Multiprocessing skips exit handlers, in one of which JAX's processes wait for each other.
+        # `multiprocessing` skips exit handlers, in one of which JAX's processes wait for each other.
         atexit._run_exitfuncs()

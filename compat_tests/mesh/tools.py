@@ -10,7 +10,8 @@ __all__ = ["FIRST", "Shop", "add", "conversations", "words"]
 
 _BUY = '<tool_call>{"name": "buy", "arguments": {"what": "pen"}}</tool_call>' + END
 _UNKNOWN = '<tool_call>{"name": "none", "arguments": {}}</tool_call>' + END
-FIRST = {0: [_BUY, "No." + END], 1: [CALLS["json"] + END, _UNKNOWN]}  # by what the shop has
+# Number of items in the shop -> the first turns of two completions.
+FIRST = {0: [_BUY, "No." + END], 1: [CALLS["json"] + END, _UNKNOWN]}
 
 
 @cache

@@ -46,7 +46,7 @@ def run_trl(model_folder, rows, out, *, double=False, **keywords) -> Run:
     import trl
 
     torch.set_num_threads(1)
-    keywords.pop("batch_layout", None)  # it has one
+    keywords.pop("batch_layout", None)  # TRL has only one layout
     if double:
         keywords["model"] = in_float64(model_folder, keywords.get("seed", 42))
     return _run(trl, model_folder, rows, out, **keywords)

@@ -25,7 +25,7 @@ OTHER_ORDER = ("epochs",)
 
 
 class Curves:
-    """The cases' runs, each made once."""
+    """The runs of the cases, each made once."""
 
     def __init__(self, checkpoint, new_folder):
         self._checkpoint, self._new_folder, self._done = checkpoint, new_folder, {}

@@ -125,7 +125,7 @@ def test_the_policy_example_learns(tmp_path, capsys):
     assert last > 3 * first
 
 
-# The loss is the one that was written.
+# The loss equals the formula.
 
 
 def test_the_loss_of_one_pair_is_the_papers(folder, tmp_path):
@@ -281,7 +281,7 @@ def test_a_config_without_the_fields_is_refused(folder, tmp_path):
         BareConfigTrainer(folder, args=args, train_dataset=Dataset.from_list(ROWS))
 
 
-# Single texts.
+# A task over single texts.
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
     assert make(trl_jax, model, tmp_path, peft_config=lora).ref_model is None
     before = make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True})
     assert before.ref_model is None
-    before.state.global_step = 1  # as after a step
+    before.state.global_step = 1  # as if a step had been taken
     with pytest.raises(ValueError, match="Cannot compute reference log-probs for a dataset passed"):
         before.evaluate(table(4, seed=3))
 

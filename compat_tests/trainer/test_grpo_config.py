@@ -21,7 +21,7 @@ OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coor
        "max_minutes": None, "save_minutes": None, "log_json": None, "max_prompt_length": None,
        "reward_timeout": None, "chat_template_path": None, "vllm_weights_dir": None,
        "max_completions_per_device": None}  # fmt: skip
-# Arguments of RLOOConfig.
+# Arguments of earlier RLOOConfigs, which ours keeps.
 OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))
 OLD["sanity_check"] = False
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])

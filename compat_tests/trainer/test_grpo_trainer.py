@@ -213,7 +213,7 @@ def test_rewards_of_all_kinds_in_one_run(make, checkpoint, tmp_path):
     async def slow(completions, **columns):
         running.append("begun")
         await asyncio.sleep(0.01)
-        assert running.count("begun") == 2  # both run together
+        assert running.count("begun") == 2  # both run concurrently
         return [0.5] * len(completions)
 
     async def slower(completions, **columns):

@@ -60,7 +60,7 @@ class Half(DistillationTrainer):
 
 
 class HalfOfOwn(DistillationTrainer):
-    """The same, written out."""
+    """The same loss for beta 0.3, computed from per-token divergences."""
 
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         mask = jnp.where(jnp.arange(inputs["completion_mask"].shape[1]) < 4, inputs["completion_mask"], 0)

@@ -255,7 +255,7 @@ def test_a_loss_in_torch_gets_no_other_inputs_from_super(checkpoint, tmp_path):
             same = inputs | {"attention_mask": inputs["attention_mask"] * 1}
             loss, outputs = super()._compute_loss(model, same, return_outputs=True)
             assert outputs.logits.shape[:2] == inputs["input_ids"].shape and not outputs.logits.requires_grad
-            inputs["completion_mask"][:] = 0  # in place
+            inputs["completion_mask"][:] = 0  # modifies its input in place
             return loss + super()._compute_loss(model, inputs, return_outputs)
 
     args = trl_jax.DPOConfig(str(tmp_path), **BASE | CONFIG | {"eval_strategy": "no"})

@@ -52,7 +52,7 @@ def test_rows_are_trls(kind, bos):
     from accelerate import PartialState
     from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
 
-    PartialState()  # for TRL's log
+    PartialState()  # required by TRL's logger
     tokenizer = tiny_tokenizer(bos=bos, chat_template=True)
     rows = EDGES if kind == "edges" else preference_rows(8, kind)
     theirs = trl.ORPOTrainer.__new__(trl.ORPOTrainer)

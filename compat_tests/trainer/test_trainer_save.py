@@ -23,7 +23,7 @@ def folder(checkpoint):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """A trained trainer with checkpoint-2 and checkpoint-4."""
+    """A trained trainer whose folder has checkpoint-2 and checkpoint-4, and that folder."""
     out = tmp_path_factory.mktemp("out")
     trainer = make(trl_jax, folder, out, config=SAVES)
     trainer.train()

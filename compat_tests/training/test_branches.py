@@ -21,8 +21,8 @@ OURS = {
 }  # fmt: skip
 
 
-# Windows shorter than the longer prompts; convolutions that start with a prompt's last tokens, and states that start
-# after its last token.
+# Windows shorter than the longer prompts; convolutions that start with a prompt's last tokens; recurrences that start
+# with a prompt's final state.
 FACTS = {
     "llama": {}, "mistral": {"sliding_window": 8}, "lfm2": {"layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
