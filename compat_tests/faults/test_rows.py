@@ -37,7 +37,7 @@ def ready(dataset, tokenizer=None, max_length=None):
     return prepare(dataset, tokenizer, max_length=max_length, num_proc=None, name="train")
 
 
-# ---- streams without rows ----
+# ---- streams whose rows are all removed ----
 
 
 def lengths(*each):

@@ -96,7 +96,7 @@ def test_stop_strings_are_those_of_transformers(folder, model, at_once):
 
 
 def test_log_probabilities_are_of_all_ids_at_the_temperature(model):
-    """Not of the processed scores or only of the ids that processors leave."""
+    """Processors, such as top_k here, do not affect log-probabilities."""
     done = complete(model, prompts(), FIELDS | {"top_k": 5}, group=2, stream=TorchGenerator(1))
     for row, (tokens, length) in enumerate(zip(done.tokens, done.lengths, strict=True)):
         prompt = prompts()[row // 2]

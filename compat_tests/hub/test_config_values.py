@@ -61,7 +61,7 @@ def test_another_name_of_a_value_is_the_configs_own(folder, caplog):
 
 
 def test_kinds_of_layers_are_those_of_the_layers_that_are_taken(folder, tmp_path):
-    """transformers cannot read what it saves here."""
+    """Checked by loading it with transformers, which cannot read what it saves itself in this case."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder("qwen3"), num_hidden_layers=2).eval()
     ours = trl_jax.AutoModelForCausalLM.from_pretrained(folder("qwen3"), num_hidden_layers=2)

@@ -387,7 +387,7 @@ def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
 
 @only_thorough
 def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
-    """A bfloat16 base whose shards are as large as a device's."""
+    """With a sharded bfloat16 base; the bytes per device must match, too."""
     found = alike(checkpoint("llama", head="causal", dtype="bfloat16"), tmp_path, 8, LORA, mesh_shape="fsdp:4,tensor:2")
     assert found.memory.gathered > 0 and found.mesh == {"fsdp": 4, "tensor": 2}
 
