@@ -1,4 +1,4 @@
-"""Words of GPUs under `python -m trl_jax`, on a computer whose torch has none."""
+"""GPU-specific code in scripts under `python -m trl_jax`, on a machine where torch has no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m trl_jax` leaves transformers' models and PEFT out of imports until a script needs them."""
+"""`python -m trl_jax` defers imports of transformers' models and PEFT until a script needs them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_processor_of_images_and_videos_loads_without_torchvision(tmp_path, mo
     for owner, name in (
         (auto.AutoVideoProcessor, "from_pretrained"), (mixin, "check_argument_for_proper_class"), (mixin, "to_dict"),
     ):  # fmt: skip
-        monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # so that it is restored
     load_without_videos(auto)
     accept_no_videos(mixin)
     found = transformers.AutoProcessor.from_pretrained(tmp_path)

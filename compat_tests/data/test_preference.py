@@ -1,4 +1,4 @@
-"""Rows of every form become the ids that TRL makes of them, in TRL's order."""
+"""Rows of every form become the same ids as in TRL, in TRL's order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _with(rows, **columns):
 
 
 def _ended(rows):
-    """Every other text already ends with EOS."""
+    """Every other chosen text already ends with EOS."""
     return [row | {"chosen": row["chosen"] + "</s>" * (i % 2)} for i, row in enumerate(rows)]
 
 
@@ -105,7 +105,7 @@ def test_rows_equal_trls(form, limited, streaming, tokenizer):
     for column in set(rows[0]) - {
         "chosen",
         "rejected",
-    }:  # TRL writes EOS and prompt into these two; ours stay
+    }:  # TRL writes EOS and the prompt into these two; we leave them unchanged
         assert [row[column] for row in mine] == [row[column] for row in trls], column
 
 

@@ -1,4 +1,4 @@
-"""Values that are no numbers, in weights and in steps; rows that say nothing.
+"""NaN and infinite values in weights and steps; rows without information.
 
 The number in a test's name is that of the case in the project's table of faults.
 """
@@ -23,7 +23,7 @@ GOOD, BAD = {"chosen_ids": [5, 6], "rejected_ids": [7, 8]}, {"chosen_ids": [5, 5
 
 
 class Overflows(trl_jax.RewardTrainer):
-    """Rows with the token 500 cost more than a number can say."""
+    """The loss of rows with token 500 overflows."""
 
     def loss(self, params, batch, key, **how):
         loss, metrics = super().loss(params, batch, key, **how)
@@ -89,7 +89,8 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
 def test_row11_three_bad_steps_from_the_first_are_explained_though_checkpoints_are_written(run, tmp_path):
     with pytest.raises(FloatingPointError, match="^Step 3: loss inf, .* Steps 1, 2, 3 in a row were not finite"):
         run([BAD] * 4).train()
-    card = (tmp_path / "run" / "README.md").read_text()  # of the first checkpoint, which has no finite loss to draw
+    # From the first checkpoint, when there is no finite loss to plot.
+    card = (tmp_path / "run" / "README.md").read_text()
     assert "| save_steps | 1 |" in card and "training_loss.svg" not in card
     assert not (tmp_path / "run" / "training_loss.svg").exists()
 

@@ -1,4 +1,4 @@
-"""A part of a cache is of the layers of a run that see as many tokens; layers repeat in turns of few."""
+"""A cache part holds the layers of a run with the same attention window; the layers repeat a short pattern."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def turns(windows, chunks=None, first=0):
         ([4, None, 4, None], [((0, 2), 4), ((1, 3), None)], (0, 1)),
         ([4, 4, None, 4, 4, None, 4, 4], [((0, 1, 3, 4, 6, 7), 4), ((2, 5), None)], (0, 0, 1)),
         ([4, 4, None, None], [((0, 1), 4), ((2, 3), None)], (0, 0, 1, 1)),
-        # No pattern of eight layers or fewer: one part that keeps all.
+        # No pattern of at most eight layers: a single part that keeps all tokens.
         ([4] * 6 + [None] * 6, [(tuple(range(12)), None)], (0,)),
     ],
 )

@@ -18,7 +18,7 @@ def test_tanh_is_the_nearest_number_where_it_is_near_one(least, numbers):
 
 
 def test_tanhs_gradient_is_that_of_the_number_found():
-    """Not of its square rounded: near 1 that would be as far off as the number next to it."""
+    """Of the computed value, not of its rounded square: near 1 that would be off by as much as the next float."""
     slope = np.asarray(jax.jit(jax.vmap(jax.grad(tanh)))(SPREAD), np.float64)
     t = np.asarray(jax.jit(tanh)(SPREAD), np.float64)
     np.testing.assert_allclose(slope, (1 - t) * (1 + t), rtol=2e-7)

@@ -1,4 +1,4 @@
-"""AsyncGRPO: TRL's arguments, its loss and advantages, and runs with a stub of vLLM's server."""
+"""AsyncGRPO: TRL's arguments, its loss and advantages, and runs against a stub of a vLLM server."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_an_own_loss_is_refused():
         type("Own", (AsyncGRPOTrainer,), {"compute_loss": lambda self: None, "__module__": "script"})
 
 
-# Numbers
+# Losses, gradients and metrics
 
 
 def test_losses_gradients_and_metrics_are_trls():
-    """Two micro-batches of three completions, whose policy has moved far enough to be clipped on both sides."""
+    """Two micro-batches of three completions; the policy has moved so far that ratios are clipped on both sides."""
     torch = pytest.importorskip("torch")
     trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer").AsyncGRPOTrainer
     draw = np.random.default_rng(0)
@@ -174,7 +174,7 @@ def test_a_token_that_the_sampler_has_no_number_for_has_the_ratio_one():
 
 def test_advantages_and_reward_metrics_are_trls(monkeypatch):
     worker = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker")
-    monkeypatch.setattr(worker, "logger", logging.getLogger("theirs"))  # accelerate's needs a process group
+    monkeypatch.setattr(worker, "logger", logging.getLogger("theirs"))  # accelerate's logger needs a process group
     rewards = [[1.0, None, 0.5, 3.0, 2.0, 2.0, 2.0, 2.0], [0.5, None, None, -1.0, 0.1, 0.1, 0.1, 0.1]]
     samples = []
     for part in (slice(4), slice(4, 8)):
@@ -199,10 +199,11 @@ def test_advantages_and_reward_metrics_are_trls(monkeypatch):
 
 
 def test_a_run_generates_ahead_counts_epochs_by_prompts_and_resumes(make, stub, tmp_path):
-    """Five prompts, two passes, two prompts a step: the third step has the last prompt of a pass and the first."""
+    """Five prompts, two epochs, two prompts per step: the third step has the last prompt of an epoch and the first of
+    the next."""
     asked, completed = [], []
 
-    def reward(prompts, completions, completion_ids, answer):  # no further arguments, as in TRL
+    def reward(prompts, completions, completion_ids, answer):  # no other arguments, as in TRL
         asked.append(prompts[0] != prompts[4] and [answer[0], answer[4]])
         completed.append(completion_ids)
         return length_reward(completions)
@@ -246,11 +247,11 @@ def test_weights_are_updated_every_few_steps_and_requests_are_limited(make, stub
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["sample/staleness_mean"] for log in logs] == [0, 0, 1, 0, 1]
-    assert stub.loads == 2 and peak == 1  # the generations of steps 0 to 2, and of 3 and 4
+    assert stub.loads == 2 and peak == 1  # one generation for steps 0 to 2, one for 3 and 4
 
 
 def test_a_step_without_whole_groups_and_what_is_not_generated_ahead(make):
-    """A generation of 4 trains for two steps of 2, during which the weights are updated once."""
+    """A generation of 4 completions is used for two steps of 2, during which the weights are updated once."""
     half = make(per_device_train_batch_size=2, max_staleness=3)
     assert half._setup.rollout.ahead and half.args.generation_batch_size == 4
     assert half._setup.task.cycle.parts == 2 and half._setup.length.max_steps == 10
@@ -275,7 +276,7 @@ def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folde
 
 
 def test_a_server_may_start_later_than_a_generation_may_be_silent(folder):
-    """Only a generation is bounded by `alive`; without a server, the run ends after its own timeout."""
+    """`alive` limits only a generation; without a server, the run fails after vllm_server_timeout."""
     needs = Requirements(str(folder), vocab_size=16, max_tokens=8, processed_logps=True)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"did not answer for 0\.8 s \(vllm_server_timeout;"):

@@ -1,4 +1,4 @@
-"""TRL's callbacks: the moving average is that of the weights of each step, and prompts are completed on the way."""
+"""TRL's callbacks: the moving average of the weights over steps, completions during training, and others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(checkpoint, tmp_path):
 
 
 def expected(folders) -> dict[str, np.ndarray]:
-    """By the paper's formula, in float64, of the weights after each step."""
+    """The average by the paper's formula, in float64, from the weights saved after each step."""
     steps = {step: read_weights(folder) for step, folder in folders.items()}
     begin = average = {name: array.astype(float) for name, array in steps[AVERAGE["update_after"]].items()}
     for step in (3, 5, 7):
@@ -97,7 +97,7 @@ def test_prompts_are_completed_and_given_to_trackers(make, monkeypatch):
 
 
 def test_a_run_stops_after_its_minutes_and_resumes(make, tmp_path, caplog, capsys):
-    """With metrics as lines of JSON, and completions in the terminal where there is no tracker."""
+    """Also logs metrics as JSON lines, and prints completions to the terminal if there is no tracker."""
     rows = [{"prompt": row["prompt"], "completion": " Yes."} for row in prompt_rows(8)]
     config = {"max_steps": 3, "save_strategy": "no", "log_json": str(tmp_path / "logs" / "run.jsonl"),
               "logging_steps": 1}  # fmt: skip

@@ -1,4 +1,5 @@
-"""Online trainers generate a few completions at a time where an argument or the memory asks for it: the same rows."""
+"""Online trainers generate fewer completions at a time if an argument or the memory requires it: the rows are the
+same."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CONFIG = {"max_completion_length": 8, "per_device_train_batch_size": 8, "generat
 
 @pytest.fixture
 def make(checkpoint, tmp_path):
-    """Returns a trainer, and a function for the completions of its first generation."""
+    """make(kind, **config) -> a trainer on 20 prompts."""
     folder = str(checkpoint(**SMALL))
 
     def made(kind="GRPO", **config):
@@ -34,7 +35,7 @@ def make(checkpoint, tmp_path):
 
 @pytest.fixture
 def queues(monkeypatch):
-    """The number of slots of each generation that was not of all completions at once."""
+    """The number of slots of each generation that did not generate all completions at once."""
     slots, queue = [], generator.generate_queue
 
     def generate_queue(*given, **options):
@@ -61,7 +62,7 @@ def test_an_argument_bounds_them(kind, sizes, make, queues):
 
 
 def test_memory_bounds_them(make, queues, monkeypatch):
-    """By what the run holds, the optimizer's state included, not by what happens to be free."""
+    """The limit depends on what the run keeps, including the optimizer state, not on what happens to be free."""
     complete, free = rollout.complete, []
 
     def completed(*given, **options):
@@ -73,7 +74,7 @@ def test_memory_bounds_them(make, queues, monkeypatch):
     trainer = make(num_generations=4, beta=0.1)
     params, of_run = trainer.model.params, trainer.parts.setup.arrays
     held = sum(array.nbytes for array in of_run.values())
-    assert held == 2 * sum(array.nbytes for array in params.values())  # the reference, too
+    assert held == 2 * sum(array.nbytes for array in params.values())  # including the reference
     wanted = completions(trainer)
     trainer.parts.setup.progress.optimizer_state = [params, np.zeros(10)]
     completions(trainer)

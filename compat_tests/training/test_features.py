@@ -1,4 +1,4 @@
-"""Features of images under a frozen tower are computed once, and losses are those of a run that keeps none."""
+"""Image features of a frozen tower are computed once, and losses equal those of a run that does not cache them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llava(tmp_path_factory):
 
 
 def frozen(made):
-    """Freeze the tower and its connector, as scripts do."""
+    """Freeze the tower and its projector, as user scripts do."""
     for name, parameter in made.model.named_parameters():
         if "vision_tower" in name or "multi_modal_projector" in name:
             parameter.requires_grad_(False)
@@ -50,7 +50,7 @@ def run(kind, freeze, llava, out):
     return logged(made if adapter else frozen(made))
 
 
-# With an adapter, the reference has the policy's tower; without, a copy of it, or a teacher its own.
+# With an adapter, the reference shares the policy's tower; without one, it has a copy. A teacher has its own.
 CASES = {
     ("SFT", "adapter"): 4,
     ("SFT", "flags"): 4,
@@ -97,7 +97,7 @@ def test_features_are_joined_with_separators():
 
 
 class Tower:
-    """Stands for a tower, and counts its images."""
+    """A stand-in for a tower that counts its images."""
 
     def __init__(self, value):
         self.graph = self.dtype = None

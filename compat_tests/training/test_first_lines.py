@@ -1,4 +1,4 @@
-"""What a run says by itself: three lines before its first step, one at its end, one when it has saved."""
+"""What a run logs by default: three lines before its first step, one at the end, one after saving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(checkpoint):
 
 @pytest.fixture
 def told(caplog):
-    """told() -> the lines that this module showed so far."""
+    """told() -> the lines that this module logged so far."""
     return lambda: [record.getMessage() for record in caplog.records if record.name == first_lines.__name__]
 
 
@@ -98,7 +98,7 @@ def test_a_first_evaluation_says_that_it_compiles(folder, tmp_path, told):
 def test_a_quieter_log_level_is_heard(folder, tmp_path, told):
     make(trl_jax, folder, tmp_path, config={"max_steps": 1, "log_level": "warning"}).train()
     assert told() == []
-    first_lines.show_lines(logging.ERROR, asked=False)  # transformers' own verbosity
+    first_lines.show_lines(logging.ERROR, asked=False)  # transformers' verbosity
     assert not first_lines.logger.isEnabledFor(logging.INFO)
     first_lines.show_lines(logging.WARNING, asked=False)
     assert first_lines.logger.isEnabledFor(logging.INFO)
@@ -116,7 +116,7 @@ def test_the_bar_expects_no_compilation_of_the_steps_to_come(folder, tmp_path):
     trainer.callback_handler.pop_callback(ProgressCallback)
     trainer.add_callback(bar)
     bar.on_train_begin(trainer.args, trainer.state, trainer.control)
-    bar.training_bar._time = lambda: bar.training_bar.last_print_t + 100.0  # the compiler's
+    bar.training_bar._time = lambda: bar.training_bar.last_print_t + 100.0  # pretend that compiling took 100 seconds
     began = bar.training_bar.start_t
     compilation = CompilationUntimed(trainer._setup.events)
     compilation.done((1, 8))

@@ -1,4 +1,4 @@
-"""Which layout a run takes, what the log says of it, and that its numbers do not depend on it."""
+"""Which layout a run uses, what it logs about it, and that results do not depend on it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_line_at_the_start(caplog):
     data = ids(900, *[(100, 150)] * 8)
     with caplog.at_level(logging.INFO, "trl_jax"):
         plan = layout_choice.plan(asked(), CAUSAL, data, COLUMNS, parameters=10**6, batch_size=2, steps=2)
-    # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
+    # Four pairs in two packed rows of 2 x (900 + 100 + 150) tokens, against 2 micro-batches of 4 rows of 1,050.
     assert plan.buckets.lengths == (2304,)
     text = "Layout shared: 4.6k of 8.4k padded tokens a step (45% less), for 8.2k tokens of text; packed rows of 2,304 "
     assert caplog.messages == [text + "tokens."]
@@ -141,14 +141,15 @@ def test_a_layout_that_is_not_is_refused():
 
 
 def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monkeypatch):
-    """With margins, centring, ragged accumulation, evaluation on a size the batch does not divide, and predict; the
-    last with attention text by text, as on GPUs."""
+    """With margins, centering, ragged accumulation, predict(), and an evaluation set that the batch size does not
+    divide. The last layout computes attention per text, as on GPUs."""
     config = {
         "gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.1, "eval_strategy": "epoch", "bf16": False,
         "learning_rate": 1e-3,
     }  # fmt: skip
     found = {}
-    layouts = ("packed", "shared", "rows") if THOROUGH else ("shared", "rows")  # packed rows: parity/test_sft_curve.py
+    # `packed` is covered by parity/test_sft_curve.py.
+    layouts = ("packed", "shared", "rows") if THOROUGH else ("shared", "rows")
     for layout in ("padded", *layouts):
         if layout == "rows":
             monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
@@ -187,7 +188,7 @@ def test_completions_of_a_prompt_are_read_by_text_on_tpus():
 @only_thorough
 @pytest.mark.parametrize("model", [thorough(SMALL), WINDOWS])
 def test_completions_give_the_same_numbers_by_text(model, checkpoint, tmp_path, monkeypatch):
-    """Keys in the order of texts, as on TPUs, with and without a window, a reference beside."""
+    """Keys ordered by text, as on TPUs, with and without a sliding window, with a reference."""
     found, calls = {}, []
 
     def by_text(*qkv, **options):
@@ -245,7 +246,7 @@ def test_gradients_beside_a_reference_are_the_same_in_every_layout(kind, checkpo
         config = {"bf16": False, "batch_layout": layout, "max_steps": 1, "per_device_train_batch_size": 4}
         args = getattr(trl_jax, f"{kind}Config")(str(tmp_path), **(BASE | config))
         rows = Dataset.from_list(rows_of(kind, 4))
-        reference = str(checkpoint(**SMALL, seed=5))  # another model, or a DPO's gradient would not depend on it
+        reference = str(checkpoint(**SMALL, seed=5))  # another model; otherwise DPO's loss would not depend on it
         trainer = getattr(trl_jax, f"{kind}Trainer")(model, reference, args, train_dataset=rows)
         [step, *_] = trainer.get_train_dataloader().steps
         assert (step.arrays.packed is None) == (layout == "padded")

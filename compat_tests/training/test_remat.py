@@ -1,4 +1,4 @@
-"""A step keeps what fits, shape by shape."""
+"""The remat policy of a step: the first one that fits, separately for each shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fits(steps, room):
 
 
 def large(params, state, batch, rate):
-    """Two products that have to exist at once: 2 n^2 numbers."""
+    """Needs two products at the same time: 2 n^2 numbers."""
     rows = batch["tokens"]
     return jnp.linalg.norm(jnp.sort(rows @ rows.T) + jnp.sort(rows @ rows.T, axis=0)) + rate
 
@@ -46,7 +46,7 @@ def test_the_first_that_fits_is_taken_for_each_shape(caplog):
 
 
 class Refused:
-    """A step that a compiler for an accelerator does not take."""
+    """A step that an accelerator's compiler refuses."""
 
     def __init__(self, error):
         self.error, self.tried = error, []
@@ -64,7 +64,8 @@ def test_what_the_compiler_refuses_does_not_fit():
     assert float(step(None, None, batch(2), 0.0)) == 8
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         fits([Refused("INTERNAL: Mosaic failed"), jax.jit(small)], 1)(None, None, batch(2), 0.0)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):  # the last has to
+    # The error of the last candidate is raised.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         fits([Refused("RESOURCE_EXHAUSTED")], 1)(None, None, batch(2), 0.0)
 
 

@@ -1,5 +1,5 @@
-"""Adapters on a model whose vocabulary was resized: the tables go with the adapter, as PEFT has them by
-save_embedding_layers="auto", and with the checkpoint."""
+"""Adapters on a model whose vocabulary was resized: embedding and head are saved with the adapter, as PEFT does for
+save_embedding_layers="auto", and with checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Q = {"target_modules": ["q_proj"]}
 
 
 def resized(base, seed=0):
-    """A torch model with new rows, drawn by this seed."""
+    """A torch model whose new rows are drawn with this seed."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(seed)
     model.resize_token_embeddings(model.config.vocab_size + NEW, mean_resizing=False)
@@ -121,7 +121,8 @@ def losses(trainer):
 @usual("SFT")
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_a_resume_goes_on_with_the_same_rows(kind, checkpoint, tmp_path):
-    """Though the script has drawn others; the reference of DPO, under a head that trains, has the first ones, too."""
+    """Even though the user's script has drawn other rows. DPO's reference also gets the first ones, under a trained
+    head."""
     base = checkpoint(**SMALL)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<note>", "</note>", "<end>"])

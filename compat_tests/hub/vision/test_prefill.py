@@ -1,4 +1,4 @@
-"""Prompts with images and a cache give the logits of whole texts."""
+"""Prefilling prompts with images into a cache gives the logits of a full forward pass."""
 
 from __future__ import annotations
 
