@@ -199,14 +199,14 @@ class AutoModelForCausalLM:
 
 class AutoModelForImageTextToText:
     """Load a vision-language model by name or folder, with its vision tower, as transformers' class of the same name
-    does. `AutoModelForCausalLM` loads its text part alone."""
+    does. `AutoModelForCausalLM` only loads its text model."""
 
     @staticmethod
     @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
     ) -> PreTrainedModel:
-        """Load a checkpoint of a model type whose images are computed (docs/pages/vision.md); arguments as of
+        """Load a checkpoint of a model type for which images are supported (docs/pages/vision.md). Arguments are as in
         `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -221,7 +221,8 @@ class AutoModelForImageTextToText:
 
 
 class _WholeModel(AutoModelForCausalLM):
-    """The classes of transformers that have a vision tower, by name; a trainer computes it if there are images."""
+    """Base of the classes named like transformers' ...ForConditionalGeneration. A trainer computes the vision tower if
+    there are images."""
 
     @staticmethod
     @api_boundary
@@ -242,11 +243,11 @@ def _from_pretrained(
     mesh_shape: str | Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a checkpoint for a script.
+    """Load a checkpoint for user code.
 
     Args:
-        images: with its vision tower.
-        text_class: by AutoModelForCausalLM, for which transformers may have a class of the text alone.
+        images: whether to load the vision tower.
+        text_class: whether AutoModelForCausalLM was called, for which transformers may have a class without vision.
     """
     plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
@@ -263,7 +264,7 @@ def _from_pretrained(
 
 
 def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
-    """Return the `config` that a script passed for a checkpoint, after checking that it has the same architecture.
+    """Return the `config` that was passed for a checkpoint, after checking that it has the same architecture.
 
     Raises:
         ValueError: the config would change how the checkpoint is computed.
@@ -313,7 +314,8 @@ class Checkpoint:
         vocab_size, max_positions: as in PreTrainedModel. If `vocab_size` differs from the files, the model is resized
             before it gets an adapter.
         adapter, lora: folder and config of an adapter saved for this model.
-        quantization: quantization that an already loaded model uses; its files hold the dequantized floats.
+        quantization: how frozen weights are quantized. The files of a quantized torch model hold its dequantized
+        weights.
     """
 
     name: str
@@ -443,8 +445,8 @@ class Checkpoint:
         quantization: BitsAndBytesConfig | None = None,
         place: Placement | None = None,
     ) -> PreTrainedModel:
-        """The model with a new adapter, or with the one saved in `folder`. The base weights keep their stored dtype or
-        are quantized.
+        """The model with a new adapter, or with the one saved in the folder `adapter`. The base weights keep their
+        stored dtype or are quantized.
 
         Raises:
             ValueError: the model runs as an exported program, or the adapter does not fit it.

@@ -99,7 +99,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        """Read the parameters that `save` wrote, placed on several devices if `place` is given."""
+        """Read the parameters that `save` wrote, sharded over several devices if `place` is given."""
 
     @abc.abstractmethod
     def resized(self, rows: int) -> Backend:

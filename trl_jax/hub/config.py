@@ -54,8 +54,7 @@ class NativeConfig:
 
     @property
     def names(self) -> Names:
-        """Our module names -> names on disk, for trunk and head; before the text model, what precedes it in
-        transformers' model."""
+        """Our module names -> names on disk, for the vision tower, the trunk and the head, in transformers' order."""
         text = self.family.names(self.arch)
         if self.vision_arch is None:
             return text | dict(self.head.names)
@@ -71,7 +70,7 @@ class NativeConfig:
 
     @property
     def vision(self) -> VisionFamily:
-        """How this model_type sees. Raises ValueError if its images are not supported."""
+        """The vision family of this model_type. Raises ValueError if its images are not supported."""
         family = vision_families().get(self.family.model_type)
         if family is None:
             known = ", ".join(vision_families())
@@ -82,7 +81,7 @@ class NativeConfig:
         return family
 
     def with_images(self) -> NativeConfig:
-        """The config of the same model with its vision tower, which is left out where only texts are computed.
+        """The config of the same model with its vision tower, which is otherwise left out.
 
         Raises:
             ValueError: images of this model_type are not supported.
@@ -177,7 +176,7 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
 
 
 def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
-    """What a run or its script changed in a config object, compared to the config.json it was read from. Changes in a
+    """What training or user code changed in a config object, compared to the config.json it was read from. Changes in a
     nested config are nested in the same way."""
     loaded = transformers_config(raw, path, head)
     return _different(*(json.loads(one.to_json_string(use_diff=False)) for one in (loaded, config)))

@@ -388,7 +388,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def limits(self, key: str) -> tuple[float, float]:
-        """A lower and an upper limit, both at least 0; the upper one is infinite if it is not given."""
+        """A lower and an upper limit, both at least 0; the upper one may be infinite."""
         value = with_floats(self.value(key))
         two = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
         if not two or not 0 <= value[0] <= value[1]:

@@ -177,7 +177,7 @@ class Settings:
 
     config: a copy of transformers' object.
     eos: ids that end a text.
-    pad: id after the end; None if neither a pad id nor an EOS is known.
+    pad: id that fills a row after its end; None if neither a pad id nor an EOS is known.
     default_max_length, default_min_length: whether these values are defaults rather than choices.
     """
 
@@ -194,7 +194,7 @@ class Settings:
 
     @property
     def beams(self) -> Beams | None:
-        """How to search with beams; None without."""
+        """Settings of the beam search; None if there is none."""
         config = self.config
         if (config.num_beams or 1) == 1:
             return None
@@ -209,7 +209,7 @@ def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Setti
         The settings, and the keyword arguments that are not fields.
 
     Raises:
-        ValueError: fields contradict each other, in transformers' words, or are not supported in this release.
+        ValueError: fields contradict each other (with transformers' message), or are not supported in this release.
     """
     from transformers import GenerationConfig
 
@@ -289,7 +289,7 @@ def processors_of(settings: Settings, text: Text) -> tuple[dict[str, Processor],
     """Processors by field: those applied before the user's own, and those applied after.
 
     Raises:
-        ValueError: a value is out of range, in transformers' words.
+        ValueError: a value is out of range (with transformers' message).
     """
     options = options_of(settings, text.prompt_length, text.max_length)
     least = 1 if settings.beams is None else 1 + max(1, len(settings.eos))
@@ -314,7 +314,7 @@ _GUIDANCE = "there is no guidance, which runs the model twice. Leave it out."
 _INNER = "intermediate values of the model are not kept. Get them from transformers' model."
 _KEPT = "the cache always stores keys and values as computed, on the device. Leave it out."
 
-# Field of GenerationConfig -> values that request nothing, and the error message for other values.
+# Field of GenerationConfig -> values that leave the feature off, and the error message for other values.
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beam_groups": ((None, 1), _BEAMS),
     "diversity_penalty": ((None, 0.0), _BEAMS),
@@ -348,7 +348,7 @@ _ARGUMENTS = {
 }
 
 
-# Fields that do not go with num_beams above 1 -> values that request nothing.
+# Fields that cannot be combined with beam search -> values that leave them off.
 _BESIDE_BEAMS: dict[str, tuple[Any, ...]] = {
     "stop_strings": (None,), "max_time": (None,), "return_dict_in_generate": (None, False), "top_h": (None,),
     "typical_p": (None, 1.0),
@@ -356,7 +356,8 @@ _BESIDE_BEAMS: dict[str, tuple[Any, ...]] = {
 
 
 def _check_beams(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields that a beam search does not have, or that contradict it in transformers' words."""
+    """Raise ValueError for fields that beam search does not support, or that contradict it (with transformers'
+    message)."""
     beams, completions = values["num_beams"] or 1, values["num_return_sequences"] or 1
     if beams == 1:
         return
@@ -366,7 +367,7 @@ def _check_beams(values: Mapping[str, Any]) -> None:
 
 
 def refuse_beside_beams(beams: int, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if something else was asked of a beam search."""
+    """Raise ValueError if there is an option that cannot be combined with beam search."""
     for name in asked:
         raise ValueError(
             f"generate: {name} with num_beams={beams} is not in this release of trl_jax. Leave one of the two out."

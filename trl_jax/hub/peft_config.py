@@ -52,7 +52,7 @@ class PeftConfig:
 class LoraConfig(PeftConfig):
     """PEFT's fields, defaults and order. Unsupported options are refused when the adapter is added to a model.
 
-    r, lora_alpha: the rank, and the scale before it is divided by the rank (with `use_rslora`, by its square root).
+    r, lora_alpha: the rank, and the numerator of the scale: lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`.
     target_modules: module names or suffixes of them, a regular expression for full names, or "all-linear".
     modules_to_save: suffixes of the names of modules to train fully; the head is always one of them.
     rank_pattern, alpha_pattern: regular expressions for suffixes of names -> a different rank or alpha.
@@ -135,7 +135,7 @@ def task_of(task: Any) -> str:
 
 
 def _read_numpy(config: Any) -> None:
-    """Make NumPy numbers plain. Raises ValueError for an array, which rules could not read."""
+    """Convert NumPy scalars to Python numbers. Raises ValueError for an array."""
     for one in fields(config):
         value = getattr(config, one.name)
         if isinstance(value, np.ndarray):
@@ -178,7 +178,7 @@ def _list(value: Any, each: Callable[[Any], bool]) -> bool:
 
 
 def check(config: LoraConfig) -> None:
-    """Raise ValueError for invalid values, by field."""
+    """Raise ValueError for the first field with an invalid value."""
     values = vars(config)
 
     def must(good: bool, name: str, wanted: str) -> None:
@@ -235,7 +235,7 @@ _INITIAL = (True, False, "gaussian", PISSA)
 
 
 def refuse_beyond(config: LoraConfig) -> None:
-    """Raise ValueError for options that are not supported in this release, by field and with a way out."""
+    """Raise ValueError for the first unsupported option; the message suggests an alternative."""
     for name, idle in _BEYOND.items():
         value = vars(config)[name]
         if value not in idle:
@@ -255,7 +255,8 @@ def refuse_beyond(config: LoraConfig) -> None:
 
 
 def begun(config: LoraConfig) -> LoraConfig:
-    """The config of an already initialized adapter, whose base model PEFT may have modified."""
+    """The config of an adapter that is already initialized: without the options that would modify the base model
+    again."""
     began = {"init_lora_weights": True, "loftq_config": {}}
     return replace(config, **began, **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config")))
 
@@ -290,7 +291,8 @@ def kind_of(keys: dict[str, Any]) -> Any:
 
 
 def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
-    """The config of class `cls` with these keys. Raises ValueError for keys of a later PEFT release."""
+    """The config of class `cls` with these keys. Raises ValueError for unknown keys, which a later PEFT release may
+    use."""
     known = {f.name for f in fields(cls)}
     unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
     if unknown:

@@ -11,7 +11,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.modules import Module, in_order
 from trl_jax.hub.peft_config import PISSA, LoraConfig
 
-# target_parameters: parameters of linear layers, and of experts, which share a parameter
+# target_parameters: adapters on parameters of linear layers and experts (all experts of a layer share one parameter)
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _BECAME = {
 
 
 def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """Replace older modules that are now part of a parameter by that parameter, as PEFT does.
+    """Replace module names from older transformers releases by the parameters that these modules became, as PEFT does.
 
     Raises:
         ValueError: only one of two modules that share a parameter is selected.
@@ -83,12 +83,16 @@ def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str
 
 
 def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Targets:
-    """Each parameter that gets an adapter, in order: its full name and the module that owns it.
+    """Each parameter that gets an adapter, in order: its full name, the module that owns it, and the layer.
 
-    As in PEFT, layer and exclusion options do not apply to parameters. `alone`: no module gets an adapter.
+    As in PEFT, layer and exclusion options do not apply to parameters.
+
+    Args:
+        alone: True if no module gets an adapter. It is then an error if no parameter matches, otherwise a warning.
 
     Raises:
-        ValueError: nothing is selected, or something that is not a matrix, or an option is set that only modules have.
+        ValueError: no parameter matches although `alone`, one is not a matrix, or the config has an option that only
+            works for modules.
     """
     wanted = tuple(config.target_parameters or ())
     every = [

@@ -91,9 +91,10 @@ def _embedded(base: NativeBackend, arrays: dict[str, Any], ids: np.ndarray) -> n
 
 
 class VirtualBackend(AdaptedBackend):
-    """A native model with `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
+    """A native model that reads `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
 
-    trains: False for vectors computed by a network that was not saved.
+    trains: False if the vectors were computed by a network that was not saved, so that they can only be used as they
+    are.
     """
 
     def __init__(
@@ -350,7 +351,8 @@ def place_of(config: PromptLearningConfig, native: NativeConfig) -> Place:
 
 
 def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMaker:
-    """What makes the vectors of a resolved config; if it is not trained, they are used as saved."""
+    """The module that computes the vectors of a resolved config. If it is not trained, this is a table of the saved
+    vectors."""
     count, width, inner = config.num_virtual_tokens, config.token_dim, config.token_dim
     if isinstance(config, PrefixTuningConfig):
         width = 2 * config.num_layers * inner
@@ -367,7 +369,7 @@ def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMake
 
 
 def is_made(config: PromptLearningConfig) -> bool:
-    """Whether a network makes the vectors."""
+    """Whether the vectors are computed by a network."""
     return isinstance(config, PromptEncoderConfig) or (
         isinstance(config, PrefixTuningConfig) and config.prefix_projection
     )

@@ -87,8 +87,8 @@ def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterat
 
 
 def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
-    """Use the padding index that the embedding was created with as the row that is not trained; torch does not know
-    about a pad token that a script sets in the config later."""
+    """Freeze the row of the padding index that the embedding was created with: torch does not know about a pad token
+    that user code sets in the config later."""
     if checkpoint.native is None:
         return checkpoint
     import torch
@@ -247,8 +247,8 @@ def _is_causal(model: Any) -> bool:
 
 
 def frozen_names(model: Any) -> list[str]:
-    """Names of parameters with requires_grad=False. None for a base model that PEFT froze, and none for a quantized
-    model, which has an adapter or is refused."""
+    """Names of parameters with requires_grad=False. Empty for a PeftModel, whose base model PEFT has frozen, and for a
+    quantized model, which needs an adapter anyway."""
     if is_adapted(model) or _in_few_bits(model):
         return []
     return [name for name, one in model.named_parameters() if not one.requires_grad]
@@ -294,7 +294,7 @@ def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
             arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
             model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
         return
-    carried = backend.plan.carried  # as they are in the torch model
+    carried = backend.plan.carried  # unchanged in the torch model
     state = {name: torch.tensor(value) for name, value in backend.on_disk(params) if name not in carried}
     if not is_adapted(model):
         if not peft_available():
@@ -514,7 +514,8 @@ def _as_long(values: np.ndarray) -> np.ndarray:
 
 
 def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leaf tensors of these arrays that record gradients, and the tensors for the script, which may modify them."""
+    """Convert arrays to leaf tensors that record gradients, and to clones of these, which user code may modify in
+    place."""
     leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
     return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
 
@@ -535,7 +536,7 @@ def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.
     """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one.
 
     Raises:
-        TypeError: some have a gradient already.
+        TypeError: some tensors already have a gradient, because user code called backward().
     """
     if any(leaf.grad is not None for of_call in leaves for leaf in of_call.values()):
         raise TypeError(
@@ -562,7 +563,7 @@ def are_tensors(*values: Any) -> bool:
 
 
 def also_of_tensors(function: Callable) -> Callable:
-    """A function of arrays that takes tensors, too, and then gives a tensor, without a gradient."""
+    """Let a function of arrays also accept tensors; it then returns a tensor without a gradient."""
 
     @functools.wraps(function)
     def called(*values: Any, **options: Any) -> Any:
