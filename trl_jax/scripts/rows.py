@@ -73,7 +73,7 @@ class Output:
             Path(path).resolve(),
             source,
             overwrite,
-        )  # resolves links, so that they stay
+        )  # follow links, so that they are not replaced
         self.partial = self.path.with_name(f"{self.path.name}.partial")
         self.sidecar = self.path.with_name(f"{self.path.name}.partial.mark")
         self._check()
