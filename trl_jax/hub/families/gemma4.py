@@ -1,5 +1,5 @@
-"""gemma4_text: gemma3_text with other head sizes in full attention, layers that share keys and values, and
-embeddings of each layer's own."""
+"""gemma4_text: gemma3_text with other head sizes in full attention, layers that share keys and values, and per-layer
+embeddings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """qwen3_vl, qwen3_vl_moe, qwen3_5 and qwen3_5_moe: Qwen towers with rotary positions and, interpolated from a table,
-learned ones. Those of qwen3_vl give features to the first layers of the decoder, too."""
+learned ones. The towers of qwen3_vl also add features to the first layers of the decoder."""
 
 from __future__ import annotations
 
