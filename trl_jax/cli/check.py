@@ -151,7 +151,7 @@ _TEMPLATE = (
 )
 _PASS_ITEMS = ("SFTConfig", "DPOConfig", "KTOConfig")  # of trainers that call compute_loss with num_items_in_batch
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
-# Packages whose names are checked; of others, only whether they are installed.
+# Packages whose names are checked; for others, only whether they are installed.
 _CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
 
 

@@ -141,7 +141,8 @@ class AutoModelForSequenceClassification:
                 rms_norm_eps=1e-5.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message names
+            it.
         """
         kwargs |= {"num_labels": num_labels, "dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
@@ -177,7 +178,8 @@ class AutoModelForCausalLM:
             **kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message names
+            it.
         """
         kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, text_class=True, **kwargs)
@@ -192,7 +194,7 @@ class AutoModelForCausalLM:
             dtype: dtype that the weights are saved in, as in `from_pretrained`; None uses the config's.
 
         Raises:
-            ValueError: names the unsupported model_type, key or value.
+            ValueError: the model_type, a key or a value is not supported; the message names it.
         """
         return new_model(config, "lm", seed, dtype)
 
@@ -210,7 +212,8 @@ class AutoModelForImageTextToText:
         `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message names
+            it.
         """
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
 
@@ -381,7 +384,7 @@ class Checkpoint:
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
     def placement(self, plan: ShardingPlan | None) -> Placement | None:
-        """Where `plan` places the parameters; None means on one device.
+        """How `plan` shards the parameters; None means one device.
 
         Raises:
             ValueError: the model runs as an exported program, or the plan cannot split its attention heads.
@@ -563,10 +566,11 @@ def _find_adapted(
 def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, images: bool = False) -> PreTrainedModel:
     """Build a model with new weights from a transformers config object or a dict like config.json.
 
-    Matrices and embeddings are normal with the config's `initializer_range`; norms and biases start as the identity.
+    Matrices and embeddings are drawn from a normal distribution with the config's `initializer_range`; norms start as
+    the identity, biases at zero.
 
     Raises:
-        ValueError: names the unsupported model_type, key or value.
+        ValueError: the model_type, a key or a value is not supported; the message names it.
     """
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
@@ -611,7 +615,7 @@ def _one_plus(arch: Any, path: tuple) -> bool:
     return kind.endswith("_one_plus")
 
 
-# Placement of models loaded outside of a trainer
+# Sharding of models loaded outside of a trainer
 
 
 def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | None:

@@ -185,7 +185,7 @@ def load(
         place: a parameter's logical axes and shape -> its sharding, for several devices.
 
     Raises:
-        FileNotFoundError, ValueError: names the file, tensor or key that is wrong.
+        FileNotFoundError, ValueError: a file, tensor or key is missing or wrong; the message names it.
         MemoryError: an array does not fit into host or device memory.
     """
     files = open_files(config.path.parent)
@@ -223,7 +223,7 @@ def outline(
     formats: dict[str, Format] | None = None,
     bits: Collection[str] = (),
 ) -> tuple[Shapes, Source]:
-    """What `load` would return, from a config.json alone, with shapes instead of arrays. Assumes that the checkpoint
+    """What `load` would return, with shapes instead of arrays, from config.json alone. Assumes that the checkpoint
     lacks the tensors that checkpoints of this architecture usually lack.
 
     Raises:
@@ -522,7 +522,7 @@ Files = CheckpointFiles | GgufFiles | PickledFiles
 
 
 def open_files(folder: Path) -> Files:
-    """Open the weights of a folder in whatever format they have."""
+    """Open the weights in a folder: GGUF, pytorch_model.bin, or safetensors with or without MXFP4."""
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)
     if only_pickled(folder):
@@ -553,7 +553,8 @@ class ArrayReader:
         return "float32" if dtype in HALVES and self.in_float32 and re.search(self.in_float32, name) else dtype
 
     def stored_dtype(self, entry: TensorEntry) -> Any:
-        """The dtype of an array that keeps its stored dtype: its first tensor's, or the one that all are rounded to."""
+        """The dtype of an array that keeps its stored dtype: the one of its first tensor, or the one that all are
+        rounded to."""
         return jnp.dtype(self.dtype_of(self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]))
 
     def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
@@ -733,5 +734,5 @@ def _read_part(
 
 
 def _read_values(read: Read, entry: TensorEntry, tensor: str, inner: Index) -> np.ndarray:
-    """A fused tensor is read as a whole because our values are not contiguous in it."""
+    """Read our values from a tensor. A fused tensor is read as a whole because our values are not contiguous in it."""
     return read(tensor, inner) if entry.tensor_slice is None else entry.take(read(tensor, None))[inner]

@@ -28,7 +28,7 @@ from trl_jax.models.model import abstract
 
 
 PASSED_OVER = {"use_cache"}  # scripts pass these for any model; accepted even if the config does not have them
-# Determined by what is saved, whatever the config object says.
+# Keys that are determined by what is saved, not by the config object.
 _OF_FILES = {
     "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
     "vocab_size_per_layer_input",
@@ -125,7 +125,7 @@ def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> 
     """Parse a config.json that has been read.
 
     Raises:
-        ValueError: names the unsupported model_type, key or value.
+        ValueError: the model_type, a key or a value is not supported; the message names it.
     """
     family, arch = read_arch(raw, path)
     return NativeConfig(path, raw, family, arch, _head_of(family, head, path))
@@ -193,7 +193,7 @@ def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head_of(family: Family, head: HeadName, path: Path) -> Head:
-    """The head of that name for a family."""
+    """The head of a family. Raises ValueError if it has none of this kind."""
     found = {"score": family.score_head, "lm": family.lm_head}[head]
     if found is None:
         raise ValueError(
@@ -219,8 +219,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     """Check the arguments of `from_pretrained`.
 
     Returns:
-        The arguments that say where to download from, the name of the dtype, and the rest, which may be config values
-        (see `with_values`).
+        The download arguments, the name of the dtype, and the rest, which may be config values (see `with_values`).
     """
     dtype = kwargs.pop("torch_dtype", dtype)
     dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"

@@ -541,7 +541,8 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
 
 
 def told_from_now_on(operations: Callable[[], list[str]]) -> None:
-    """Like `leaving_told`, but permanent, and without SIGINT: after it, Python waits for the script's threads."""
+    """Like `leaving_told`, but permanent, and without SIGINT: after a SIGINT, Python still waits for the script's
+    threads."""
     _handled(_ENDING, operations, lambda: None)
 
 

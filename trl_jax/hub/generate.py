@@ -85,7 +85,7 @@ class GenerationApi:
         dtype: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, draws the same tokens.
+        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, samples the same tokens.
 
         Args:
             inputs: token ids `[rows, T]` as lists or as NumPy, JAX or torch arrays. Alternatively pass `input_ids` and
@@ -279,7 +279,7 @@ class Completion:
 
     @property
     def request_id(self) -> str:
-        """ "req_0", "req_1", ..."""
+        """The request id: "req_0", "req_1", ..."""
         return f"req_{self.number}"
 
 
@@ -583,7 +583,7 @@ def run(
         beams: settings of a beam search, which runs all rows at once and without a `watch`; None for no beam search.
 
     Raises:
-        ValueError: the model does not support the length of the longest completion, or beams cannot be searched.
+        ValueError: the model does not support the length of the longest completion, or the beam search is not possible.
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)

@@ -49,7 +49,7 @@ class Prompts:
         return self.ids.shape[1]
 
     def repeats(self, images: Sequence[TextImages] | None) -> int:
-        """How often each prompt is repeated in adjacent rows, with equal images."""
+        """The number of adjacent rows in which each prompt is repeated, with equal images."""
         keys = [b""] * len(self.rows) if images is None else [text.key for text in images]
         both = zip((row.tobytes() for row in self.rows), keys, strict=True)
         return math.gcd(*(len(list(run)) for _, run in groupby(both)))
@@ -264,7 +264,7 @@ def max_length(settings: Settings, prompt_length: int, positions: int | None) ->
 
 
 def options_of(settings: Settings, prompt_length: int, longest: int) -> Options:
-    """The options that modify scores."""
+    """The options of the score processors; warns if the minimum length exceeds the maximum."""
     config = settings.config
     options = Options(**{field.name: vars(config)[field.name] for field in dataclasses.fields(Options)})
     if config.min_new_tokens is None:
@@ -422,11 +422,11 @@ class StopStrings:
         self._text = lru_cache(None)(_TokenTexts(tokenizer))
 
     def __call__(self, ids: np.ndarray, scores: Any = None) -> np.ndarray:
-        """bool `[B]` for int ids `[B, T]`, which include the prompts."""
+        """Whether each row ends, bool `[B]`, for int ids `[B, T]` that include the prompts."""
         return np.array([self._ends_at(row, len(row) - 1) for row in ids.tolist()])
 
     def end_of(self, prompt: Sequence[int], tokens: Sequence[int], first: int = 0) -> int | None:
-        """The number of `tokens` up to the one that completes a string; None if none does.
+        """The number of `tokens` up to and including the one that completes a string; None if none does.
 
         Args:
             first: the first of `tokens` to check.
@@ -489,7 +489,7 @@ def _bytes_of_characters() -> dict[str, int]:
 def encoded_prompt(
     prompt: str | Sequence[dict[str, Any]], tokenizer: Any, where: str = "The prompt", **template_kwargs: Any
 ) -> list[int]:
-    """Token ids of a text with the tokenizer's special tokens, or of a conversation in its chat template.
+    """Token ids of a text with the tokenizer's special tokens, or of a conversation in the chat template.
 
     A conversation ends with a generation prompt. If its last message is from the assistant, that message is continued.
 

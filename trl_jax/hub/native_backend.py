@@ -165,7 +165,7 @@ class NativeBackend(Backend):
         return {name: jax.device_put(stored, arrays[name].sharding)}
 
     def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """All arrays, as in a backend without quantized weights."""
+        """All arrays in float32, dequantized."""
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 

@@ -278,7 +278,7 @@ def pass_over_towers(
     config: LoraConfig, plan: AdapterPlan, carried: Mapping[str, Pieces], generator: TorchGenerator
 ) -> None:
     """Advance the generator by what PEFT draws before the text model's adapters. PEFT also adapts matching linear
-    layers of the vision towers, which are not trained by text and which we do not adapt.
+    layers of the vision towers, which text does not train and which we do not adapt.
 
     Args:
         config: the config as passed by the user.
@@ -521,7 +521,7 @@ def make_adapter_plan(
         resized: whether the vocabulary was resized, so that the tables must be saved with the adapter.
 
     Raises:
-        ValueError: names what does not exist in the model or is not supported in this release.
+        ValueError: the config names something that the model lacks, or that is not supported in this release.
     """
     refuse_beyond(lora)
     modules = modules_of(config.untied())
@@ -613,7 +613,7 @@ def is_token_table(module: Module) -> bool:
 
 
 def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:
-    """The config as PEFT would save it, the modules that get adapters, and the parameters that do.
+    """The config as PEFT would save it, and the modules and the parameters that get adapters.
 
     Raises:
         ValueError: the config selects nothing, or something that cannot have an adapter.
@@ -633,7 +633,7 @@ def _auto_mapping(config: NativeConfig) -> dict[str, str]:
 
 
 def _owner(name: str) -> str:
-    """The module that owns a parameter."""
+    """The name of the module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -670,8 +670,8 @@ def _module_adapters(lora: LoraConfig, module: Module, targets: Targets) -> Modu
 
 
 def _wrapped_names(module: Module, targets: Targets) -> list[str]:
-    """If several parameters of a module have adapters, PEFT nests the wrappers; only the last keeps the module's
-    name."""
+    """The names of a module's parameters in PEFT's files. If several of them have adapters, PEFT nests its wrappers,
+    and only the last keeps the module's name."""
     every, wrapped = [name for name, _, _ in targets], []
     for name in module.names():
         siblings = [one for one in every if _owner(one) == _owner(name)]

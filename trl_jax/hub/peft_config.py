@@ -116,7 +116,7 @@ class LoraConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LoraConfig:
-        """Read the adapter_config.json of a folder. Raises as `read_keys`, or if it is another type of adapter."""
+        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
         return read_config_of(cls, Path(folder), "LORA")
 
 
@@ -304,7 +304,7 @@ def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
 
 
 def read_config_of(cls: type, folder: Path, kind: str) -> Any:
-    """Read the config in a folder as class `cls`. Raises as `read_keys`, or if it is another type of adapter."""
+    """Read the config in a folder as class `cls`. Raises like `read_keys`, or ValueError for another type."""
     keys, source = read_keys(folder), str(folder / CONFIG)
     if kind_of(keys) != kind:
         raise ValueError(f"{source}: peft_type must be {kind}, got {brief(kind_of(keys))}.")
@@ -319,7 +319,7 @@ def _copied(value: Any) -> Any:
 
 
 VECTORS = "prompt_embeddings"  # PEFT's name for the vectors in an adapter's file
-ENCODER = "prompt_encoder.safetensors"  # weights of the network that makes the vectors; PEFT does not save them
+ENCODER = "prompt_encoder.safetensors"  # weights of the network that computes the vectors; PEFT does not save them
 
 
 class PromptTuningInit(str, Enum):  # noqa: UP042 - like PEFT's
@@ -383,7 +383,7 @@ class PromptLearningConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Any:
-        """Read the adapter_config.json of a folder. Raises as `read_keys`, or if it is another type of adapter."""
+        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
         return read_config_of(cls, Path(folder), cls.kind)
 
 
@@ -391,7 +391,7 @@ class PromptLearningConfig(PeftConfig):
 class PromptTuningConfig(PromptLearningConfig):
     """PEFT's PromptTuningConfig: trains one vector per virtual token.
 
-    prompt_tuning_init: initialize with RANDOM numbers, with embeddings of random tokens (SAMPLE_VOCAB), or of a TEXT.
+    prompt_tuning_init: initialize from RANDOM numbers, or from embeddings of random tokens (SAMPLE_VOCAB) or of a TEXT.
     prompt_tuning_init_text, tokenizer_name_or_path, tokenizer_kwargs: that text and its tokenizer.
     """
 
@@ -418,7 +418,7 @@ class PromptTuningConfig(PromptLearningConfig):
 class PrefixTuningConfig(PromptLearningConfig):
     """PEFT's PrefixTuningConfig: trains the keys and values of virtual tokens in each layer.
 
-    token_dim, num_attention_heads: size of all keys of a layer, and number of key heads.
+    token_dim, num_attention_heads: size of a layer's keys over all heads, and number of key heads.
     init_weights: "zero" initializes with zeros.
     prefix_projection: compute the vectors with a network with `encoder_hidden_size` hidden units.
     """
@@ -483,7 +483,7 @@ _NEAREST = {
 
 
 def as_adapter_config(config: Any) -> AdapterConfig:
-    """Convert an adapter config, ours or peft's, to a new config of ours.
+    """Convert an adapter config, of our classes or peft's, to a new config of our classes.
 
     Raises:
         TypeError, ValueError: it is not an adapter config, or one of an unsupported type.
@@ -515,6 +515,6 @@ def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
 
 
 def positions_beside(max_positions: int | None, config: AdapterConfig | None) -> int | None:
-    """How many positions virtual tokens leave for texts; None if there is no limit."""
+    """The number of positions that virtual tokens leave for the text; None if there is no limit."""
     taken = config.num_virtual_tokens if isinstance(config, PromptLearningConfig) else None
     return max_positions if max_positions is None else max_positions - (taken or 0)

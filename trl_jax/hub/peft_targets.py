@@ -145,7 +145,7 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
     """The config of an adapter that also trains the rows of new tokens and the full language model head, as in TRL.
 
     Raises:
-        ValueError: this type of adapter cannot train rows.
+        ValueError: this type of adapter cannot train embedding rows.
     """
     if not isinstance(lora, LoraConfig):
         raise ValueError(
@@ -216,7 +216,7 @@ _PEFT_SAVED = ["classifier", "score"]  # what PEFT adds to modules_to_save for a
 def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> tuple[LoraConfig, str | None]:
     """The adapter's config as PEFT changes it for a model with this head, and a message about the change, if any.
 
-    PEFT would build a different model for another task. The head of a classifier is trained too and is added to
+    PEFT would build a different model for another task_type. The head of a classifier is also trained and added to
     `modules_to_save`.
     """
     if kind == "lm":

@@ -55,7 +55,7 @@ def token_logps_and_entropies(
         params: used instead of `model.params`, with the same names and shapes.
 
     Returns:
-        Two float32 arrays `[rows, T - 1]` for the second to the last token; zero for padding.
+        Two float32 arrays `[rows, T - 1]`, for all tokens except the first; zero for padding.
 
     Raises:
         ValueError: the model has no language model head, or rows have fewer than two tokens.
@@ -539,7 +539,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
-            attention_mask: `[rows, T]`, 0 for tokens to hide; None hides nothing.
+            attention_mask: `[rows, T]`, 0 for tokens to mask out; None masks nothing.
             token_type_ids: all zeros, as tokenizers return them for single texts. Decoders ignore it.
 
         Raises:

@@ -124,7 +124,7 @@ class VirtualBackend(AdaptedBackend):
         return self.base.axes
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        """Write PEFT's files, and the weights of the network that makes the vectors, if there is one."""
+        """Write PEFT's files, and the weights of the network that computes the vectors, if there is one."""
         super().save(folder, params, config, writes=writes)
         if isinstance(self.maker, Table):
             return
@@ -260,7 +260,7 @@ def settled(config: PromptLearningConfig, native: NativeConfig) -> PromptLearnin
     """The config with sizes filled in from a native model, as PEFT does.
 
     Raises:
-        ValueError: names the field that does not fit the model or is not supported in this release.
+        ValueError: a field does not fit the model or is not supported in this release; the message names it.
     """
     name = type(config).__name__
     _check_model(native, name)
@@ -313,7 +313,7 @@ def _of_keys(config: PrefixTuningConfig, native: NativeConfig) -> PrefixTuningCo
             f"{native.family.model_type} does not have. Use a PromptTuningConfig or a LoraConfig."
         )
     heads, channels = arch.num_key_heads, arch.num_key_heads * arch.head_dim
-    if heads != arch.num_heads:  # unconditional, as in PEFT
+    if heads != arch.num_heads:  # even if they are set, as in PEFT
         config = replace(config, token_dim=channels, num_attention_heads=heads)
     config = _with_sizes(config, channels, arch.num_layers, heads)
     config.must(config.token_dim == channels, "token_dim", f"{channels}, the size of a layer's keys")

@@ -340,7 +340,7 @@ class Publisher:
                 raise
 
     def _failure(self, error: Exception, problem: str) -> OSError:
-        """The error for a failed request; `problem` says which request."""
+        """The error for a failed request; `problem` describes what failed."""
         status = _status(error)
         text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError

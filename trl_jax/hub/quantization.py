@@ -62,8 +62,8 @@ class BitsAndBytesConfig:
 
 
 def as_quantization(config: Any) -> BitsAndBytesConfig | None:
-    """Convert our config, transformers', or a dict to our config. None for transformers' `Mxfp4Config` with
-    `dequantize=True`, because MXFP4 checkpoints are always dequantized.
+    """Convert a config of our class, of transformers' or a dict to our class. Returns None for transformers'
+    `Mxfp4Config` with `dequantize=True`, because MXFP4 checkpoints are always dequantized.
 
     Raises:
         TypeError: it is another kind of quantization.

@@ -46,7 +46,7 @@ def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[P
     """Save the model as transformers does, in a temporary folder that exists within the context.
 
     Args:
-        dropout: whether its dropout matters, because it will be trained with it.
+        dropout: whether its dropout must match its config, because it will be trained with it.
 
     Raises:
         TypeError, ValueError: it is not a transformers model with this head, or is quantized by a library other than
@@ -370,7 +370,7 @@ def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True)
     Args:
         base: the model without a PEFT adapter.
         plain: whether its modules are transformers' own: no adapter and no quantized weights.
-        dropout: whether its dropout matters.
+        dropout: whether dropout must match the config, too.
     """
     found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
     if plain:

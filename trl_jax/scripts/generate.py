@@ -241,7 +241,7 @@ class _Seeing:
         """The ids and images of a prompt.
 
         Raises:
-            ValueError: a picture cannot be read, or the prompt has another number of placeholders.
+            ValueError: a picture cannot be read, or the numbers of placeholders and pictures differ.
         """
         import numpy as np
 

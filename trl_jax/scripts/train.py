@@ -216,7 +216,7 @@ def reward_sources(args: RewardSources) -> list[str | Callable]:
     """The name of the reward model, if any, followed by the reward functions.
 
     Raises:
-        ValueError: there is neither, or a name does not lead to a function.
+        ValueError: there is neither, or a name cannot be resolved to a function.
     """
     model = args.reward_model_name_or_path
     found = [*([model] if model else []), *(_reward_function(name) for name in args.reward_funcs or ())]

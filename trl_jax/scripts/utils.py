@@ -245,7 +245,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _check_size(path: str, config: dict[Any, Any]) -> None:
-    """Raise ValueError for a file that a few lines of aliases expand to a huge number of values."""
+    """Raise ValueError if a few lines of aliases expand to a huge number of values."""
     waiting, found = [config], 0
     while waiting:
         value, found = waiting.pop(), found + 1

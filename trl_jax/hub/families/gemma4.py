@@ -20,7 +20,7 @@ _UNUSED = r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."
 
 
 def arch(config: ConfigReader) -> Arch:
-    config.refuse("use_bidirectional_attention", None, "vision")  # between the tokens of an image
+    config.refuse("use_bidirectional_attention", None, "vision")  # "vision": only between the tokens of an image
     base = llama.arch(config.with_values(rope_parameters=None, hidden_act=None))
     types = _types(config, base.num_layers)
     heads = _heads(config, base, types)
@@ -53,7 +53,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _types(config: ConfigReader, num_layers: int) -> list[str]:
-    """The last layer always has full attention."""
+    """The attention type of each layer; the last layer always has full attention."""
     types = read_layer_types(config, [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers)])
     return [*types[:-1], FULL]
 

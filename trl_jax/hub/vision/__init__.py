@@ -114,7 +114,7 @@ class VisionFamily:
         """The architecture of the whole model, given its text part.
 
         Raises:
-            ValueError: names the unsupported key or value of `vision_config`.
+            ValueError: a key or a value of `vision_config` is not supported; the message names it.
         """
         whole = config_object(raw, source)
         if whole.vision_config is None:

@@ -1,4 +1,4 @@
-"""internvl: an InternViT tower for tiles of a picture, and two linear maps of squares of patches."""
+"""internvl: an InternViT tower for tiles of a picture, and two linear layers over squares of patches."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def load_image_processor(folder: Path) -> Any:
     return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
 
 
-# What transformers' processors return, as `generate` takes it
+# Image arguments of `generate`, as transformers' processors return them
 
 
 def native_of(model: Any) -> NativeConfig | None:

@@ -43,7 +43,7 @@ def blocks(config: ConfigReader, size: int, mlp_size: int, activation: str, **fa
 
 
 def _rope(config: ConfigReader, channels: int) -> Rope:
-    """Half of the pairs of channels turn with the row, the other half with the column."""
+    """Half of the channel pairs rotate with the row, the other half with the column."""
     source = f"{config.source}: rope_parameters"
     section = ConfigReader(config.section("rope_parameters"), source)
     section.refuse("rope_type", "axial")
@@ -179,7 +179,7 @@ def _windowed_patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[I
 
 
 def with_axes(arch: Arch, axes: tuple[int, ...]) -> Arch:
-    """The same decoder, whose rotated channel pairs rotate with these axes: 0 frame, 1 row, 2 column."""
+    """The same decoder, whose channel pairs rotate with these axes: 0 frame, 1 row, 2 column."""
     return replace(arch, ropes=tuple(None if rope is None else replace(rope, axes=axes) for rope in arch.ropes))
 
 
@@ -192,7 +192,7 @@ def read_sections(whole: Any, default: list[int]) -> list[int]:
 
 
 def _text(arch: Arch, whole: Any) -> Arch:
-    """The sections follow one another."""
+    """The sections are contiguous."""
     sections = read_sections(whole, [16, 24, 24])
     if sum(sections) != arch.head_dim // 2:
         raise ValueError(

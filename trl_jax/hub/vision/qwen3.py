@@ -87,8 +87,8 @@ def interpolated(places: np.ndarray, size: tuple[int, int], side: int) -> tuple[
 
 
 def _text(arch: Arch, whole: Any, *, default: list[int]) -> Arch:
-    """The sections are interleaved: pairs of channels turn with frame, row, column, frame, ... until the sections of
-    row and column are used up. All other pairs turn with the frame."""
+    """The sections are interleaved: channel pairs rotate with frame, row, column, frame, ... until the sections of row
+    and column are used up. All other pairs rotate with the frame."""
     axes = [0] * ((arch.rotary_dim + 1) // 2)
     for axis, count in enumerate(read_sections(whole, default)):
         for pair in range(axis, min(3 * count, len(axes)), 3):
