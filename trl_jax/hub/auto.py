@@ -141,8 +141,8 @@ class AutoModelForSequenceClassification:
                 rms_norm_eps=1e-5.
 
         Raises:
-            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message names
-            it.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         kwargs |= {"num_labels": num_labels, "dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
@@ -178,8 +178,8 @@ class AutoModelForCausalLM:
             **kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message names
-            it.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, text_class=True, **kwargs)
@@ -212,8 +212,8 @@ class AutoModelForImageTextToText:
         `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message names
-            it.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
 
@@ -318,7 +318,7 @@ class Checkpoint:
             before it gets an adapter.
         adapter, lora: folder and config of an adapter saved for this model.
         quantization: how frozen weights are quantized. The files of a quantized torch model hold its dequantized
-        weights.
+            weights.
     """
 
     name: str

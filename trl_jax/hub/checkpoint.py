@@ -144,8 +144,8 @@ class Source:
     Attributes:
         shards: file name -> its tensors.
         dtypes: tensor -> dtype that it is saved in.
-            dtype: dtype of tensors that the files lack; also saved in config.json.
-            carried: readers of tensors that the model does not use and that are saved unchanged.
+        dtype: dtype of tensors that the files lack; also saved in config.json.
+        carried: readers of tensors that the model does not use and that are saved unchanged.
         drawn: tensors that the checkpoint lacks and that were initialized.
         resized: whether the vocabulary was resized after loading.
     """

@@ -101,8 +101,8 @@ class GenerationApi:
             seed: for sampling; None continues the process's random stream, which `trl_jax.set_seed` seeds.
             dtype: dtype of the computation. None uses float32 on a CPU, otherwise the stored 16-bit type, if any.
             kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`. For a model loaded with
-            `AutoModelForImageTextToText`, also what its processor returns for images (`pixel_values`, `image_grid_thw`,
-            ...).
+                `AutoModelForImageTextToText`, also what its processor returns for images (`pixel_values`,
+                `image_grid_thw`, ...).
 
         Returns:
             int64 `[rows, T + new]`, as a torch tensor if the prompts are one; a GenerateOutput with
@@ -182,9 +182,9 @@ class GenerationApi:
             progress_bar: show the number of generated tokens, and tokens per second.
             generation_config, seed, dtype, kwargs: as in `generate`; image inputs are those of all prompts together.
 
-            Returns:
-                Completions by request_id ("req_0", "req_1", ...); completions of the same prompt are adjacent. After
-                Ctrl-C, the completions finished so far.
+        Returns:
+            Completions by request_id ("req_0", "req_1", ...); completions of the same prompt are adjacent. After
+            Ctrl-C, the completions finished so far.
         """
         if not len(inputs):
             return {}
@@ -296,7 +296,7 @@ class Batches:
         tokenizer: for stop strings.
         window: number of consecutive prompts to sort by length; None sorts all.
         images: returns the images of a prompt, given its number; called when the prompt's window starts. None for text
-        only.
+            only.
     """
 
     def __init__(
@@ -499,8 +499,8 @@ def complete(
         tokenizer: for `stop_strings`.
 
     Raises:
-            ValueError: options are not supported in this release or out of range, there is no room for a new token, or
-                there are stop strings but no tokenizer.
+        ValueError: options are not supported in this release or out of range, there is no room for a new token, or
+            there are stop strings but no tokenizer.
         RuntimeError: the model's logits are not finite.
     """
     settings = check_completes(model, options)

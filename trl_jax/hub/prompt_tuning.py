@@ -94,7 +94,7 @@ class VirtualBackend(AdaptedBackend):
     """A native model that reads `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
 
     trains: False if the vectors were computed by a network that was not saved, so that they can only be used as they
-    are.
+        are.
     """
 
     def __init__(
