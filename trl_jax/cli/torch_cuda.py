@@ -197,7 +197,7 @@ def _on_cpu(torch: ModuleType) -> Any:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether it names a GPU: "cuda:0", torch.device("cuda"), 0."""
+    """Whether `device` is a GPU: "cuda:0", torch.device("cuda"), 0."""
     return type(device) is int or (device is not None and _CUDA.fullmatch(str(device)) is not None)
 
 

@@ -338,7 +338,7 @@ class Checkpoint:
         """The same checkpoint with its vision tower, which is otherwise left out.
 
         Raises:
-            ValueError: it has none, or images of its model type are not supported.
+            ValueError: the model has none, or images of its model type are not supported.
         """
         if "vision_config" not in self.config.to_dict():
             raise ValueError(f"{self.name}: model_type {self.config.model_type!r} has no vision tower.")

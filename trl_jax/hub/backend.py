@@ -30,12 +30,12 @@ class Backend(abc.ABC):
         vocab_size: token ids are below this number.
         max_positions: longest supported text in tokens; None if there is no limit.
         embeddings: paths of the token and position embeddings.
-        tensors: path of a parameter -> a name of it on disk.
+        tensors: path of a parameter -> one of its names on disk.
         dtypes: tensor on disk -> dtype that it is saved in.
         undecayed: paths of parameters without weight decay that cannot be recognized by their names.
         decays_by_name: paths of norms that transformers recognizes by their names alone, so that some decay.
         buffers: paths of arrays that are saved but never trained.
-        infers_lengths: whether it finds the end of a row by its padding; without a pad id, the last token is the end.
+        infers_lengths: whether the end of a row is inferred from its padding; without a pad id, it is the last token.
         ignores_types: whether token_type_ids have no effect.
         takes_packed: whether several texts can be packed into a row without influencing each other.
         takes_stripes: whether the tokens of a text can be split over devices.

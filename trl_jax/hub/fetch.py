@@ -91,7 +91,7 @@ class Repository:
         """Download the weights of an adapter.
 
         Raises:
-            FileNotFoundError: there are none, or only a pickle.
+            FileNotFoundError: the adapter has no weights, or only a pickle.
         """
         self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
@@ -267,7 +267,7 @@ def _download(name, file, subfolder, revision, access) -> Path:
     """Download a file unless it is in the cache.
 
     Raises:
-        ValueError: its digest differs from the Hub's.
+        ValueError: the file's digest differs from the Hub's.
     """
     with _fetching(name, file):
         path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)

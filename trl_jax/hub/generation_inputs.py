@@ -64,7 +64,7 @@ class Prompts:
 
 
 def is_torch(value: Any) -> bool:
-    """Whether it is a torch tensor, without importing torch."""
+    """Whether `value` is a torch tensor, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
@@ -113,7 +113,7 @@ def left_padded(rows: Sequence[Sequence[int]], fill: int | None) -> np.ndarray:
 
 
 def _ragged(input_ids: Any) -> bool:
-    """Whether it is a list of rows with different lengths."""
+    """Whether `input_ids` is a list of rows with different lengths."""
     if not isinstance(input_ids, list | tuple) or not all(isinstance(row, Sized) for row in input_ids):
         return False
     return len({len(row) for row in input_ids}) > 1
@@ -178,7 +178,7 @@ class Settings:
     config: a copy of transformers' object.
     eos: ids that end a text.
     pad: id that fills a row after its end; None if neither a pad id nor an EOS is known.
-    default_max_length, default_min_length: whether these values are defaults rather than choices.
+    default_max_length, default_min_length: whether neither the user nor the checkpoint set these values.
     """
 
     config: Any
@@ -497,7 +497,7 @@ def encoded_prompt(
         where: name of the prompt in errors.
 
     Raises:
-        ValueError: it is neither text nor messages, or there are images, or the chat template is missing or fails.
+        ValueError: the prompt is neither text nor messages, or has images, or the chat template is missing or fails.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

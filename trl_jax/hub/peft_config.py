@@ -157,7 +157,7 @@ def _text(value: Any) -> bool:
 
 
 def _pattern(value: Any) -> bool:
-    """Whether it is a valid regular expression."""
+    """Whether `value` is a valid regular expression."""
     try:
         return isinstance(value, str) and bool(re.compile(value))
     except (re.error, OverflowError, RecursionError):
@@ -165,7 +165,7 @@ def _pattern(value: Any) -> bool:
 
 
 def _inner_pattern(value: Any) -> bool:
-    """Whether it is a valid regular expression that can be embedded in another."""
+    """Whether `value` is a valid regular expression that can be embedded in another."""
     return _pattern(value) and _pattern(f"(?P<number>.)({value})")
 
 
@@ -272,7 +272,7 @@ def read_keys(folder: Path) -> dict[str, Any]:
     """Read the adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, or not a JSON object.
+        FileNotFoundError, ValueError: the file is missing, or not a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -486,7 +486,7 @@ def as_adapter_config(config: Any) -> AdapterConfig:
     """Convert an adapter config, of our classes or peft's, to a new config of our classes.
 
     Raises:
-        TypeError, ValueError: it is not an adapter config, or one of an unsupported type.
+        TypeError, ValueError: `config` is not an adapter config, or its type is not supported.
     """
     if isinstance(config, AdapterConfig):
         return replace(config)
@@ -500,7 +500,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read the adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, not valid JSON, of an unsupported type or of a later PEFT release.
+        FileNotFoundError, ValueError: the file is missing, not valid JSON, or from a later PEFT release, or its
+            type is not supported.
     """
     return _from_keys(read_keys(folder), str(folder / CONFIG))
 

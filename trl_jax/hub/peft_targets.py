@@ -299,7 +299,7 @@ def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraC
     """Fill in `target_modules` with names: the usual modules if it is None, all linear layers for "all-linear".
 
     Raises:
-        ValueError: it is None, and PEFT has no default for this model_type.
+        ValueError: `target_modules` is None, and PEFT has no default for this model_type.
     """
     wanted, places = config.target_modules, in_order(modules)
     if wanted is None and not (config.target_parameters and model_type not in _USUAL):

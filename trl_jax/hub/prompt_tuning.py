@@ -175,7 +175,7 @@ def _read(folder: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read the vectors from an adapter's folder.
 
     Raises:
-        FileNotFoundError, ValueError: they are missing, or belong to a different model.
+        FileNotFoundError, ValueError: the vectors are missing, or belong to a different model.
     """
     if not (folder / WEIGHTS).is_file():
         raise no_adapter(str(folder), (folder / PICKLED).exists())

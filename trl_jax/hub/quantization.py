@@ -66,7 +66,7 @@ def as_quantization(config: Any) -> BitsAndBytesConfig | None:
     `Mxfp4Config` with `dequantize=True`, because MXFP4 checkpoints are always dequantized.
 
     Raises:
-        TypeError: it is another kind of quantization.
+        TypeError: the config is for another kind of quantization.
         ValueError: `Mxfp4Config` without `dequantize`.
     """
     if isinstance(config, BitsAndBytesConfig):

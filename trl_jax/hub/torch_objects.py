@@ -37,7 +37,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether it is a torch module, without importing torch."""
+    """Whether `value` is a torch module, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
 
 
@@ -49,8 +49,8 @@ def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[P
         dropout: whether its dropout must match its config, because it will be trained with it.
 
     Raises:
-        TypeError, ValueError: it is not a transformers model with this head, or is quantized by a library other than
-            bitsandbytes.
+        TypeError, ValueError: `model` is not a transformers model with this head, or is quantized by a library
+            other than bitsandbytes.
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base, head)
@@ -126,7 +126,7 @@ def _check_no_adapter(model: Any) -> None:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a PeftModel, which has an adapter."""
+    """Whether `model` is a PeftModel, which has an adapter."""
     return type(model).__module__.startswith("peft.")
 
 
@@ -197,7 +197,7 @@ def quantization_of(base: Any) -> BitsAndBytesConfig | None:
     off, because quantizing the scales again would change them.
 
     Raises:
-        ValueError: they were quantized by a library other than bitsandbytes.
+        ValueError: the weights were quantized by a library other than bitsandbytes.
     """
     if "quantization_config" not in base.config.to_dict():
         return None
@@ -558,7 +558,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def are_tensors(*values: Any) -> bool:
-    """Whether any of these is a tensor, without importing torch."""
+    """Whether any of `values` is a tensor, without importing torch."""
     return "torch" in sys.modules and any(map(is_tensor, values))
 
 

@@ -42,7 +42,7 @@ def write_adamw_moments(
         The number of steps that AdamW has taken.
 
     Raises:
-        ValueError: it is not the state of AdamW for this model, or cannot be read without running code.
+        ValueError: the file is not an AdamW state for this model, or cannot be read without running code.
     """
     saved = _read(checkpoint / OPTIMIZER)
     names, files = _parameter_names(checkpoint, config, head), (checkpoint / ADAPTER, checkpoint / "config.json")

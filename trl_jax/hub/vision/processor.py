@@ -144,7 +144,7 @@ def open_picture(value: Any) -> Any:
     returns without decoding (`{"bytes": ..., "path": ...}`).
 
     Raises:
-        ValueError: it cannot be read as a picture.
+        ValueError: `value` cannot be read as a picture.
     """
     from PIL import Image
 
