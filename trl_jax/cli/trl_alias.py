@@ -400,7 +400,8 @@ class StandIns(MetaPathFinder, Loader):
     """Finds stand-ins for peft, accelerate and bitsandbytes if they are not installed, only for imports by the script
     itself.
 
-    Other packages, and a script that asks importlib, still find that they are not installed.
+    Other packages, and a script that asks importlib, still find that they are not installed. Imports by the script of
+    other missing modules of a package in `ADVICE` raise ModuleNotFoundError with that advice.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -455,7 +455,7 @@ class KeyedDrawing:
 
 
 def exact_draws(dtype: Any) -> bool:
-    """Whether sampling reproduces transformers' tokens: on a CPU, in float32."""
+    """Whether sampling reproduces transformers' tokens: in float32 on a single CPU device."""
     return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and jax.local_device_count() == 1
 
 
