@@ -38,7 +38,7 @@ class Parser(CleanParser):
         return (args,)
 
     def _own(self, argv: list[str]) -> tuple[list[str], bool, list[str]]:
-        """Split the command's own leading flags off: those flags, whether `--` ends them, and the rest."""
+        """Split off the command's own leading flags: those flags, whether `--` ends them, and the rest."""
         end = 0
         while end < len(argv) and argv[end].partition("=")[0] in _OWN:
             end += 1 if "=" in argv[end] else 2

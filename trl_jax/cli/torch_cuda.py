@@ -61,7 +61,8 @@ def answer_bf16(module: ModuleType) -> None:
 
 
 def answer_tf32(module: ModuleType) -> None:
-    """Make transformers accept tf32=True when torch has no GPU. JAX computes, so torch's precision is left alone."""
+    """Make transformers accept tf32=True when torch has no GPU. JAX does the computing, so torch's precision is not
+    changed."""
     module.is_torch_tf32_available = lambda: True
     module.enable_tf32 = lambda enable: None
 
@@ -196,7 +197,7 @@ def _on_cpu(torch: ModuleType) -> Any:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether it names a GPU: "cuda:0", torch.device("cuda"), 0."""
+    """Whether `device` is a GPU: "cuda:0", torch.device("cuda"), 0."""
     return type(device) is int or (device is not None and _CUDA.fullmatch(str(device)) is not None)
 
 

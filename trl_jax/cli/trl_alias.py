@@ -246,7 +246,7 @@ _FUNCTION = type(install)
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is, found without importing the packages above it; None: nowhere."""
+    """The spec of a module, found without importing its parent packages; None if there is none."""
     parent, _, _ = module.rpartition(".")
     if not parent:
         return PathFinder.find_spec(module)
@@ -373,7 +373,7 @@ def _accept_our_adapters(module: ModuleType) -> None:
         package.get_peft_model = get_peft_model
 
 
-# Stand-ins for packages that a script imports and this machine does not have
+# Stand-ins for packages that a script imports but that are not installed
 
 _STAND_INS = {
     "accelerate": ("PartialState", "Accelerator"),
@@ -384,7 +384,7 @@ _STAND_INS = {
         "prepare_model_for_kbit_training",
     ),
 }  # fmt: skip
-# Package -> what to write where a script needs more of it than a stand-in has.
+# Package -> advice for a script that needs more of it than its stand-in has.
 ADVICE = {
     "accelerate": "trl_jax distributes a run itself: leave it out, or use PartialState or Accelerator for the rank.",
     "bitsandbytes": "trl_jax quantizes itself: pass quantization_config=BitsAndBytesConfig(...) of transformers, and "
@@ -397,9 +397,11 @@ ADVICE = {
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds what only the script itself imports: peft, accelerate and bitsandbytes, where they are not installed.
+    """Finds stand-ins for peft, accelerate and bitsandbytes if they are not installed, only for imports by the script
+    itself.
 
-    A script that asks importlib whether they are installed hears that they are not, and so do other packages.
+    Other packages, and a script that asks importlib, still find that they are not installed. Imports by the script of
+    other missing modules of a package in `ADVICE` raise ModuleNotFoundError with that advice.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -419,7 +421,7 @@ class StandIns(MetaPathFinder, Loader):
 
 
 def stands_in(module: str, name: str) -> bool:
-    """Whether a script may import this name, or the module where it is "", if the package is missing."""
+    """Whether the stand-in for a missing package has this name; "" stands for the module itself."""
     return module in _STAND_INS and (not name or name in _STAND_INS[module])
 
 
@@ -438,7 +440,7 @@ class _StandIn(ModuleType):
 
 
 class _Rank:
-    """What scripts ask accelerate's PartialState and Accelerator about ranks. JAX has one process per host."""
+    """The parts of accelerate's PartialState and Accelerator that are about ranks. JAX has one process per host."""
 
     device = "cpu"  # for tensors of the script; JAX chooses its own
 
@@ -465,7 +467,7 @@ class _Rank:
         return self.process_index == 0
 
     def wait_for_everyone(self) -> None:
-        """Do nothing: trainers wait for each other by themselves."""
+        """Do nothing: trainers synchronize by themselves."""
 
     def print(self, *args: Any, **options: Any) -> None:
         if self.is_main_process:
@@ -487,7 +489,7 @@ class _Rank:
 
 
 def _imported_by_script() -> bool:
-    """Whether the import in progress is an import statement of the user's script, not a question to importlib."""
+    """Whether the import in progress is an import statement of the user's script, not a call of importlib."""
     frame = sys._getframe(2)
     while "importlib" in (file := frame.f_code.co_filename):
         if "importlib.util" in file or file.endswith("util.py") or frame.f_back is None:
@@ -497,7 +499,7 @@ def _imported_by_script() -> bool:
 
 
 def _remember_missing() -> None:
-    """Have transformers find out now that these are missing; it keeps the answers."""
+    """Let transformers check now that these packages are missing; it caches the answers."""
     from transformers.utils import import_utils
 
     for name in ("is_peft_available", "is_accelerate_available", "is_bitsandbytes_available"):
@@ -505,7 +507,7 @@ def _remember_missing() -> None:
 
 
 def _quantize_without_torch(module: ModuleType) -> None:
-    """Without torch, transformers' BitsAndBytesConfig cannot be made; ours takes its place."""
+    """Without torch, transformers' BitsAndBytesConfig cannot be created, so ours takes its place."""
     if importlib.util.find_spec("torch") is None:
         module.BitsAndBytesConfig = importlib.import_module("trl_jax.hub.quantization").BitsAndBytesConfig
 
@@ -518,7 +520,7 @@ class _DeepSpeedConfig:
 
 
 def _shard_without_deepspeed(module: ModuleType) -> None:
-    """Without deepspeed, transformers' config of it cannot be made. A run here reads the argument `deepspeed` alone."""
+    """Without deepspeed, transformers' config for it cannot be created. Only the argument `deepspeed` is read here."""
     if importlib.util.find_spec("deepspeed") is None:
         module.HfDeepSpeedConfig = _DeepSpeedConfig
 

@@ -141,7 +141,8 @@ class AutoModelForSequenceClassification:
                 rms_norm_eps=1e-5.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         kwargs |= {"num_labels": num_labels, "dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
@@ -177,7 +178,8 @@ class AutoModelForCausalLM:
             **kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, text_class=True, **kwargs)
@@ -192,25 +194,26 @@ class AutoModelForCausalLM:
             dtype: dtype that the weights are saved in, as in `from_pretrained`; None uses the config's.
 
         Raises:
-            ValueError: names the unsupported model_type, key or value.
+            ValueError: the model_type, a key or a value is not supported; the message names it.
         """
         return new_model(config, "lm", seed, dtype)
 
 
 class AutoModelForImageTextToText:
     """Load a vision-language model by name or folder, with its vision tower, as transformers' class of the same name
-    does. `AutoModelForCausalLM` loads its text part alone."""
+    does. `AutoModelForCausalLM` only loads its text model."""
 
     @staticmethod
     @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
     ) -> PreTrainedModel:
-        """Load a checkpoint of a model type whose images are computed (docs/pages/vision.md); arguments as of
+        """Load a checkpoint of a model type for which images are supported (docs/pages/vision.md). Arguments are as in
         `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
 
@@ -221,7 +224,8 @@ class AutoModelForImageTextToText:
 
 
 class _WholeModel(AutoModelForCausalLM):
-    """The classes of transformers that have a vision tower, by name; a trainer computes it if there are images."""
+    """Base of the classes named like transformers' ...ForConditionalGeneration. A trainer computes the vision tower if
+    there are images."""
 
     @staticmethod
     @api_boundary
@@ -242,11 +246,11 @@ def _from_pretrained(
     mesh_shape: str | Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a checkpoint for a script.
+    """Load a checkpoint for user code.
 
     Args:
-        images: with its vision tower.
-        text_class: by AutoModelForCausalLM, for which transformers may have a class of the text alone.
+        images: whether to load the vision tower.
+        text_class: whether AutoModelForCausalLM was called, for which transformers may have a class without vision.
     """
     plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
@@ -263,7 +267,7 @@ def _from_pretrained(
 
 
 def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
-    """Return the `config` that a script passed for a checkpoint, after checking that it has the same architecture.
+    """Return the `config` that was passed for a checkpoint, after checking that it has the same architecture.
 
     Raises:
         ValueError: the config would change how the checkpoint is computed.
@@ -313,7 +317,8 @@ class Checkpoint:
         vocab_size, max_positions: as in PreTrainedModel. If `vocab_size` differs from the files, the model is resized
             before it gets an adapter.
         adapter, lora: folder and config of an adapter saved for this model.
-        quantization: quantization that an already loaded model uses; its files hold the dequantized floats.
+        quantization: how frozen weights are quantized. The files of a quantized torch model hold its dequantized
+            weights.
     """
 
     name: str
@@ -333,7 +338,7 @@ class Checkpoint:
         """The same checkpoint with its vision tower, which is otherwise left out.
 
         Raises:
-            ValueError: it has none, or images of its model type are not supported.
+            ValueError: the model has none, or images of its model type are not supported.
         """
         if "vision_config" not in self.config.to_dict():
             raise ValueError(f"{self.name}: model_type {self.config.model_type!r} has no vision tower.")
@@ -379,7 +384,7 @@ class Checkpoint:
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
     def placement(self, plan: ShardingPlan | None) -> Placement | None:
-        """Where `plan` places the parameters; None means on one device.
+        """How `plan` shards the parameters; None means one device.
 
         Raises:
             ValueError: the model runs as an exported program, or the plan cannot split its attention heads.
@@ -443,8 +448,8 @@ class Checkpoint:
         quantization: BitsAndBytesConfig | None = None,
         place: Placement | None = None,
     ) -> PreTrainedModel:
-        """The model with a new adapter, or with the one saved in `folder`. The base weights keep their stored dtype or
-        are quantized.
+        """The model with a new adapter, or with the one saved in the folder `adapter`. The base weights keep their
+        stored dtype or are quantized.
 
         Raises:
             ValueError: the model runs as an exported program, or the adapter does not fit it.
@@ -561,10 +566,11 @@ def _find_adapted(
 def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, images: bool = False) -> PreTrainedModel:
     """Build a model with new weights from a transformers config object or a dict like config.json.
 
-    Matrices and embeddings are normal with the config's `initializer_range`; norms and biases start as the identity.
+    Matrices and embeddings are drawn from a normal distribution with the config's `initializer_range`; norms start as
+    the identity, biases at zero.
 
     Raises:
-        ValueError: names the unsupported model_type, key or value.
+        ValueError: the model_type, a key or a value is not supported; the message names it.
     """
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
@@ -609,7 +615,7 @@ def _one_plus(arch: Any, path: tuple) -> bool:
     return kind.endswith("_one_plus")
 
 
-# Placement of models loaded outside of a trainer
+# Sharding of models loaded outside of a trainer
 
 
 def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | None:

@@ -144,8 +144,8 @@ class Source:
     Attributes:
         shards: file name -> its tensors.
         dtypes: tensor -> dtype that it is saved in.
-        dtype: dtype of tensors that the files do not have; also saved in config.json.
-        carried: readers of the tensors that are saved unchanged.
+        dtype: dtype of tensors that the files lack; also saved in config.json.
+        carried: readers of tensors that the model does not use and that are saved unchanged.
         drawn: tensors that the checkpoint lacks and that were initialized.
         resized: whether the vocabulary was resized after loading.
     """
@@ -170,8 +170,7 @@ def load(
     bits: Collection[str] = (),
     place: Placement | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
-    """Read the weights of a config.json, from a checkpoint with the wanted head, with another head, which is dropped,
-    or with no head.
+    """Read the weights of a checkpoint. A head other than the config's is dropped, and a missing head is initialized.
 
     Args:
         config: the parsed config. Its folder holds safetensors, single or sharded, or pytorch_model.bin if torch is
@@ -186,7 +185,7 @@ def load(
         place: a parameter's logical axes and shape -> its sharding, for several devices.
 
     Raises:
-        FileNotFoundError, ValueError: names the file, tensor or key that is wrong.
+        FileNotFoundError, ValueError: a file, tensor or key is missing or wrong; the message names it.
         MemoryError: an array does not fit into host or device memory.
     """
     files = open_files(config.path.parent)
@@ -224,11 +223,11 @@ def outline(
     formats: dict[str, Format] | None = None,
     bits: Collection[str] = (),
 ) -> tuple[Shapes, Source]:
-    """What `load` would return, from a config.json alone, with shapes instead of arrays. Assumes that the checkpoint
+    """What `load` would return, with shapes instead of arrays, from config.json alone. Assumes that the checkpoint
     lacks the tensors that checkpoints of this architecture usually lack.
 
     Raises:
-        ValueError: arrays keep their stored dtype, but neither `dtype` nor config.json names it.
+        ValueError: `as_stored` needs the stored dtype, but neither `dtype` nor config.json names it.
     """
     _, shapes = config.abstract
     tensor_map = make_tensor_map(shapes, config.names)
@@ -310,8 +309,13 @@ _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 
 
 class Matched(NamedTuple):
-    """The tensor map of a checkpoint; full name of a tensor -> its name on disk; and whether the files have a separate
-    head although config.json says that it is tied to the embedding."""
+    """The result of `match`.
+
+    Attributes:
+        tensor_map: the tensor map for these files.
+        on_disk: full name of a tensor -> its name on disk.
+        has_own_head: whether the files have a separate head although config.json says that it is tied to the embedding.
+    """
 
     tensor_map: list[TensorEntry]
     on_disk: dict[str, str]
@@ -485,11 +489,11 @@ def has_own_head(config: NativeConfig, files: Files, on_disk: Mapping[str, str],
 
 
 def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the checkpoint's config.json with only the keys changed that TRL's save changes.
+    """A copy of the checkpoint's config.json that differs only where TRL's save would change it.
 
     Args:
         dtype: name of the dtype on disk.
-        changed: keys that a run or its script has set, such as token ids; keys of a nested config such as text_config
+        changed: keys that training or user code has set, such as token ids; keys of a nested config such as text_config
             are nested.
     """
     raw, head = config.raw, config.head.kind
@@ -518,7 +522,7 @@ Files = CheckpointFiles | GgufFiles | PickledFiles
 
 
 def open_files(folder: Path) -> Files:
-    """Open the weights of a folder in whatever format they have."""
+    """Open the weights in a folder: GGUF, pytorch_model.bin, or safetensors with or without MXFP4."""
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)
     if only_pickled(folder):
@@ -549,11 +553,12 @@ class ArrayReader:
         return "float32" if dtype in HALVES and self.in_float32 and re.search(self.in_float32, name) else dtype
 
     def stored_dtype(self, entry: TensorEntry) -> Any:
-        """The dtype of an array that keeps its stored dtype: its first tensor's, or the one that all are rounded to."""
+        """The dtype of an array that keeps its stored dtype: the one of its first tensor, or the one that all are
+        rounded to."""
         return jnp.dtype(self.dtype_of(self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]))
 
     def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
-        """One of our arrays, on one device or sharded as `sharding` says."""
+        """One of our arrays, on one device or with the given sharding."""
         if sharding is None:
             return self._assemble(entry, shape, dtype, lambda values: values.astype(dtype, copy=False))
         return read_sharded(self._read_part, entry, shape, self.on_disk, sharding, dtype)
@@ -692,7 +697,7 @@ def read_sharded(
     sharding: Any,
     dtype: Any = np.float32,
 ) -> jax.Array:
-    """Read one of our arrays, sharded as `sharding` says. Each process only reads the parts of its own devices.
+    """Read one of our arrays, with the given sharding. Each process only reads the parts of its own devices.
 
     In addition to the array, the host holds one device's part, and briefly two copies of it.
     """
@@ -729,5 +734,5 @@ def _read_part(
 
 
 def _read_values(read: Read, entry: TensorEntry, tensor: str, inner: Index) -> np.ndarray:
-    """A fused tensor is read as a whole because our values are not contiguous in it."""
+    """Read our values from a tensor. A fused tensor is read as a whole because our values are not contiguous in it."""
     return read(tensor, inner) if entry.tensor_slice is None else entry.take(read(tensor, None))[inner]

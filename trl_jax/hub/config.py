@@ -28,7 +28,7 @@ from trl_jax.models.model import abstract
 
 
 PASSED_OVER = {"use_cache"}  # scripts pass these for any model; accepted even if the config does not have them
-# Determined by what is saved, whatever the config object says.
+# Keys that are determined by what is saved, not by the config object.
 _OF_FILES = {
     "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
     "vocab_size_per_layer_input",
@@ -54,8 +54,7 @@ class NativeConfig:
 
     @property
     def names(self) -> Names:
-        """Our module names -> names on disk, for trunk and head; before the text model, what precedes it in
-        transformers' model."""
+        """Our module names -> names on disk, for the vision tower, the trunk and the head, in transformers' order."""
         text = self.family.names(self.arch)
         if self.vision_arch is None:
             return text | dict(self.head.names)
@@ -71,7 +70,7 @@ class NativeConfig:
 
     @property
     def vision(self) -> VisionFamily:
-        """How this model_type sees. Raises ValueError if its images are not supported."""
+        """The vision family of this model_type. Raises ValueError if its images are not supported."""
         family = vision_families().get(self.family.model_type)
         if family is None:
             known = ", ".join(vision_families())
@@ -82,7 +81,7 @@ class NativeConfig:
         return family
 
     def with_images(self) -> NativeConfig:
-        """The config of the same model with its vision tower, which is left out where only texts are computed.
+        """The config of the same model with its vision tower, which is otherwise left out.
 
         Raises:
             ValueError: images of this model_type are not supported.
@@ -126,7 +125,7 @@ def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> 
     """Parse a config.json that has been read.
 
     Raises:
-        ValueError: names the unsupported model_type, key or value.
+        ValueError: the model_type, a key or a value is not supported; the message names it.
     """
     family, arch = read_arch(raw, path)
     return NativeConfig(path, raw, family, arch, _head_of(family, head, path))
@@ -177,7 +176,7 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
 
 
 def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
-    """What a run or its script changed in a config object, compared to the config.json it was read from. Changes in a
+    """What training or user code changed in a config object, compared to the config.json it was read from. Changes in a
     nested config are nested in the same way."""
     loaded = transformers_config(raw, path, head)
     return _different(*(json.loads(one.to_json_string(use_diff=False)) for one in (loaded, config)))
@@ -194,7 +193,7 @@ def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head_of(family: Family, head: HeadName, path: Path) -> Head:
-    """The head of that name for a family."""
+    """The head of a family. Raises ValueError if it has none of this kind."""
     found = {"score": family.score_head, "lm": family.lm_head}[head]
     if found is None:
         raise ValueError(
@@ -220,8 +219,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     """Check the arguments of `from_pretrained`.
 
     Returns:
-        The arguments that say where to download from, the name of the dtype, and the rest, which may be config values
-        (see `with_values`).
+        The download arguments, the name of the dtype, and the rest, which may be config values (see `with_values`).
     """
     dtype = kwargs.pop("torch_dtype", dtype)
     dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"

@@ -108,7 +108,7 @@ def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozen
         extra_keys: keys of the rope section that the family reads itself.
 
     Raises:
-        ValueError: names an unsupported rope type, or an unknown or missing key.
+        ValueError: the rope type is not supported, or a key is unknown or missing; the message names it.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
     return _rope(config, _section(config), theta, partial=partial, extra_keys=extra_keys)
@@ -354,7 +354,7 @@ class ConfigReader:
         return None if self.value(key) is None else self.number(key)
 
     def refuse(self, key: str, *allowed: Any) -> None:
-        """Refuse all values except those allowed, because they ask for something that is not implemented."""
+        """Refuse all values except those allowed, because the others request something that is not implemented."""
         value = self.value(key, allowed[0])
         if value not in allowed:
             supported = " or ".join(map(repr, allowed))
@@ -388,7 +388,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def limits(self, key: str) -> tuple[float, float]:
-        """A lower and an upper limit, both at least 0; the upper one is infinite if it is not given."""
+        """A lower and an upper limit, both at least 0; the upper one may be infinite."""
         value = with_floats(self.value(key))
         two = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
         if not two or not 0 <= value[0] <= value[1]:

@@ -91,7 +91,7 @@ class Repository:
         """Download the weights of an adapter.
 
         Raises:
-            FileNotFoundError: there are none, or only a pickle.
+            FileNotFoundError: the adapter has no weights, or only a pickle.
         """
         self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
@@ -99,7 +99,7 @@ class Repository:
         raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
-        """Download pytorch_model.bin if it exists and torch can read it; return whether that was the case."""
+        """Download pytorch_model.bin if it exists and torch can read it; return whether it did."""
         if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
             return False
         self._snapshot(["pytorch_model*.bin"], [])
@@ -200,7 +200,7 @@ def _text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _fetching(name: str, files: str) -> Iterator[None]:
-    """Limit the Hub requests of a block; an error that interrupts it names the model and the files.
+    """Apply the time limit to the Hub requests of a block, and name the model and the files in errors.
 
     Raises:
         ConnectionError: the Hub did not send the files completely.
@@ -267,7 +267,7 @@ def _download(name, file, subfolder, revision, access) -> Path:
     """Download a file unless it is in the cache.
 
     Raises:
-        ValueError: its digest differs from the Hub's.
+        ValueError: the file's digest differs from the Hub's.
     """
     with _fetching(name, file):
         path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
@@ -290,7 +290,7 @@ _WARN_AFTER = 5.0  # seconds without an answer
 _POLL = 0.25  # seconds between checks
 _RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that make the client retry
 
-_NOT_OURS = ("/datasets/", "/api/datasets/")  # a script may load a dataset meanwhile, under its own library's limits
+_NOT_OURS = ("/datasets/", "/api/datasets/")  # user code may load datasets meanwhile; their library has its own limits
 _UNLIMITED = "trl_jax.unlimited"  # extension that marks these requests; redirected requests inherit it
 
 _operations: list[str] = []  # in progress: "fetching ..."
@@ -477,7 +477,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def check_digest(file: Path, model: str) -> None:
-    """Check the digest of a cached file, once until the file changes.
+    """Check the digest of a cached file, and remember the result until the file changes.
 
     The cache names the content of a large file by its sha256 on the Hub and links to it. Other files, and caches
     without links, are not checked.
@@ -541,7 +541,8 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
 
 
 def told_from_now_on(operations: Callable[[], list[str]]) -> None:
-    """Like `leaving_told`, but permanent and without SIGINT, which does not end the script's threads."""
+    """Like `leaving_told`, but permanent, and without SIGINT: after a SIGINT, Python still waits for the script's
+    threads."""
     _handled(_ENDING, operations, lambda: None)
 
 

@@ -121,8 +121,9 @@ class CheckpointFiles:
             return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
     def release(self, tensor: str, count: int) -> None:
-        """Count `count` bytes read for this tensor, and reopen its file occasionally, because mapped pages count as
-        memory of this process until the file is closed. Not after loading, when the file may have been overwritten."""
+        """Count `count` bytes as read for this tensor, and reopen its file occasionally, because mapped pages count as
+        memory of this process until the file is closed. Do not call this after loading: the file may have been
+        overwritten by then."""
         shard = self._shard_of[tensor]
         self._read[shard] = self._read.get(shard, 0) + count
         if self._read[shard] > _MAPPED:
@@ -149,7 +150,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """Read all tensors of a small file.
 
     Raises:
-        ValueError: the file is unreadable, or has a tensor of another dtype.
+        ValueError: the file is unreadable, or has a tensor that is not float32, bfloat16 or float16.
     """
     handle = _opened(path)
     names = list(handle.keys())
@@ -161,7 +162,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _opened(path: Path) -> Any:
-    """Open a file with safetensors, which would silently use the last of several tensors with the same name."""
+    """Open a file and check that its header has no name twice: safetensors would silently use the last such tensor."""
     try:
         with text.naming(path):
             handle = safe_open(path, framework="numpy")
@@ -230,9 +231,10 @@ def write_checkpoint(
     """Write `shards` (file name -> tensors) and, for several shards, the index, with one piece of a tensor in memory
     at a time.
 
-    With `writes=False`, tensors are read but not stored: several processes gather a tensor, and one of them writes it.
-    A file replaces the old one once it is complete, because tensors may be read from the old one. Other files that an
-    earlier save left in `folder` are removed at the end, so that a reader does not use their weights.
+    With `writes=False`, tensors are read but not stored: reading them may be a collective operation, in which all
+    processes take part and one writes. A file replaces the old one once it is complete, because tensors may be read
+    from the old one. Weights that an earlier save left in `folder` are removed at the end, so that a reader does not
+    use them.
     """
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():

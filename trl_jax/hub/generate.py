@@ -62,7 +62,7 @@ from trl_jax.mesh.mesh import platform
 
 
 class GenerationApi:
-    """transformers' `generate` for models with a language model head. Mixin that needs `backend`, `config`,
+    """A mixin with transformers' `generate` for models with a language model head. It needs `backend`, `config`,
     `generation_config`, `graph` and `arrays`."""
 
     generation_config: Any
@@ -85,7 +85,7 @@ class GenerationApi:
         dtype: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, draws the same tokens.
+        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, samples the same tokens.
 
         Args:
             inputs: token ids `[rows, T]` as lists or as NumPy, JAX or torch arrays. Alternatively pass `input_ids` and
@@ -100,9 +100,9 @@ class GenerationApi:
             streamer: receives the prompts and the tokens of each step.
             seed: for sampling; None continues the process's random stream, which `trl_jax.set_seed` seeds.
             dtype: dtype of the computation. None uses float32 on a CPU, otherwise the stored 16-bit type, if any.
-            kwargs: fields of a GenerationConfig, `tokenizer` for `stop_strings`, and what the processor of a
-                vision-language model returns for images (`pixel_values`, `image_grid_thw`, ...), for a model that
-                `AutoModelForImageTextToText` loaded.
+            kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`. For a model loaded with
+                `AutoModelForImageTextToText`, also what its processor returns for images (`pixel_values`,
+                `image_grid_thw`, ...).
 
         Returns:
             int64 `[rows, T + new]`, as a torch tensor if the prompts are one; a GenerateOutput with
@@ -146,7 +146,7 @@ class GenerationApi:
     ) -> Any:
         """Complete the prompts; returns the result of `generate`. `images` has one entry per row."""
         text, beams = text_of(self, settings, prompts.width), settings.beams
-        repeats = prompts.repeats(images) if beams is None else 1  # with beams, each row is searched for on its own
+        repeats = prompts.repeats(images) if beams is None else 1  # with beams, each row has its own search
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
             group = repeats * (settings.completions if beams is None else 1)
@@ -180,12 +180,11 @@ class GenerationApi:
             inputs: token ids of each prompt, without padding.
             batch_size: number of completions computed together.
             progress_bar: show the number of generated tokens, and tokens per second.
-            generation_config: as in `generate`; so are `seed`, `dtype` and `kwargs`, with what the processor of a
-                vision-language model returns for the images of all prompts.
+            generation_config, seed, dtype, kwargs: as in `generate`; image inputs are those of all prompts together.
 
         Returns:
-            Completions by request_id ("req_0", "req_1", ...), with those of a prompt adjacent. After Ctrl-C, the
-            completions finished so far.
+            Completions by request_id ("req_0", "req_1", ...); completions of the same prompt are adjacent. After
+            Ctrl-C, the completions finished so far.
         """
         if not len(inputs):
             return {}
@@ -231,7 +230,7 @@ def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[An
     """Return input_ids and attention_mask.
 
     Args:
-        seeing: whether there are images, whose tokens then have a type of their own.
+        seeing: whether images are passed, whose tokens have their own token type.
 
     Raises:
         ValueError: ids are given twice, or there are unknown arguments.
@@ -280,7 +279,7 @@ class Completion:
 
     @property
     def request_id(self) -> str:
-        """ "req_0", "req_1", ..."""
+        """The request id: "req_0", "req_1", ..."""
         return f"req_{self.number}"
 
 
@@ -296,7 +295,8 @@ class Batches:
         batch_size: number of completions computed together.
         tokenizer: for stop strings.
         window: number of consecutive prompts to sort by length; None sorts all.
-        images: number of a prompt -> its images, called when the window of the prompt begins; None for text alone.
+        images: returns the images of a prompt, given its number; called when the prompt's window starts. None for text
+            only.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Batches:
     def _asked(
         self, numbers: np.ndarray, done: Callable[[list[Completion]], None]
     ) -> tuple[Request, KeyedDrawing | None, Callable[[Sequence[Completed]], None]]:
-        """The request for the prompts with these numbers, how to draw tokens, and what receives the completions."""
+        """The request for the prompts with these numbers, how to draw tokens, and a callback for completed rows."""
         group = self._settings.completions
         rows = (numbers[:, None] * group + np.arange(group)).reshape(-1)
         prompts = [self._prompts[number] for number in numbers]
@@ -438,8 +438,8 @@ class ExactDrawing:
 
 @dataclass(frozen=True)
 class KeyedDrawing:
-    """Sample from a key, the number of each row, and the position of its token. Rows are numbered from 0 unless
-    `numbers`, int `[R]`, is given."""
+    """Sample from random numbers that only depend on a key, the number of the row, and the position of the token. Rows
+    are numbered from 0 unless `numbers`, int `[R]`, is given."""
 
     key: jax.Array
     numbers: np.ndarray | None = None
@@ -455,7 +455,7 @@ class KeyedDrawing:
 
 
 def exact_draws(dtype: Any) -> bool:
-    """Whether sampling reproduces transformers' tokens: on a CPU, in float32."""
+    """Whether sampling reproduces transformers' tokens: in float32 on a single CPU device."""
     return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and jax.local_device_count() == 1
 
 
@@ -493,14 +493,14 @@ def complete(
         dtype: dtype of the computation.
         head_dtype: dtype of the head's computation; None means `dtype`.
         logps: whether to return log-probabilities under the model's logits divided by the temperature.
-        images: of each prompt, if any has some.
-        progress: called with the progress, as by `generation.generator.generate`.
-        limit: completions beyond it wait until others have ended; the tokens are the same.
+        images: the images of each prompt; None if no prompt has any.
+        progress: callback as in `generation.generator.generate`.
+        limit: how many completions may be computed at once; the others wait. It does not change the tokens.
         tokenizer: for `stop_strings`.
 
     Raises:
-        ValueError: options are not supported in this release or out of range, there is no room for a new token, or stop
-            strings come without a tokenizer.
+        ValueError: options are not supported in this release or out of range, there is no room for a new token, or
+            there are stop strings but no tokenizer.
         RuntimeError: the model's logits are not finite.
     """
     settings = check_completes(model, options)
@@ -542,7 +542,7 @@ def check_completes(model: Any, options: Mapping[str, Any]) -> Settings:
 
 
 def stop_rule(model: Any, options: Mapping[str, Any], tokenizer: Any) -> StopRule | None:
-    """What ends a completion besides its ids, for the `options` of `complete`; None without stop strings."""
+    """What ends a completion besides EOS ids, for the `options` of `complete`; None without stop strings."""
     strings = options.get("stop_strings") or model.generation_config.stop_strings
     return StopStrings(strings, tokenizer).end_of if strings else None
 
@@ -579,11 +579,11 @@ def run(
     """Generate. The stream is advanced by the steps taken, or left unchanged if generation fails.
 
     Args:
-        limit: not with a `watch`, which sees all completions at once.
-        beams: how to search with beams, all at once and without a `watch`; None decodes one completion per row.
+        limit: cannot be combined with a `watch`, which sees all completions at once.
+        beams: settings of a beam search, which runs all rows at once and without a `watch`; None for no beam search.
 
     Raises:
-        ValueError: the model does not support the length of the longest completion, or beams cannot be searched.
+        ValueError: the model does not support the length of the longest completion, or the beam search is not possible.
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)

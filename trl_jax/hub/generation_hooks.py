@@ -42,7 +42,8 @@ class GenerateOutput:
 
 
 class Caller:
-    """The user's functions, which modify scores and end texts, and the per-step outputs that the user requested."""
+    """The user's functions, which modify scores and end texts, and a record of the per-step outputs that were
+    requested."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class HostProcessor(NamedTuple):
 
 
 def _dispatch(number: Any, ids: Any, lengths: Any, scores: Any) -> np.ndarray:
-    """All rows have the same length, because rows are not replaced when host functions are used."""
+    """Call a registered function. All rows have the same length, because rows are not replaced with host functions."""
     return _running[int(number)](np.asarray(ids)[:, : int(np.max(lengths))].astype(np.int64), np.array(scores))
 
 
@@ -263,7 +264,7 @@ def criteria_of(config: Any, tokenizer: Any) -> list[Criterion]:
     """The criteria of a GenerationConfig that are checked on the host.
 
     Raises:
-        ValueError: stop strings without a tokenizer, in transformers' words.
+        ValueError: there are stop strings but no tokenizer (with transformers' message).
     """
     criteria: list[Criterion] = [] if config.max_time is None else [MaxTime(config.max_time)]
     return criteria if config.stop_strings is None else [*criteria, StopStrings(config.stop_strings, tokenizer)]

@@ -35,7 +35,7 @@ _CONFIG = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-# Further keys that do not affect the computation; among rope keys, only scaling does.
+# Further keys that need no counterpart. Rope scaling must be off, which `_config` checks.
 _INERT = re.compile(r"rope\.dimension_count|attention\.value_length|rope\.scaling\.(type|factor)$")
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -80,7 +80,7 @@ class GgufFiles:
         projection = re.search(r"\.([qk])_proj\.", tensor)
         if projection is None or self._heads is None:
             return values
-        # llama.cpp rotates adjacent channels of a head, transformers those half a head apart.
+        # llama.cpp's rotary embeddings pair adjacent channels of a head, transformers' pair channels half a head apart.
         split = values.reshape(self._heads[projection[1]], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
 
@@ -216,7 +216,7 @@ _FIELDS = 1 << 16
 
 
 def check_fields(path: Path) -> None:
-    """Walk over the fields of a file.
+    """Check the sizes of all fields of a file without reading their values.
 
     Raises:
         ValueError: a field claims more than the file holds, or than is plausible.

@@ -84,7 +84,8 @@ class NativeBackend(Backend):
 
     @property
     def decays_by_name(self) -> frozenset[str]:
-        """The RMS norms of a vision tower: of its norms, transformers exempts torch's LayerNorm by its class."""
+        """The RMS norms of a vision tower: transformers recognizes LayerNorms by their class, but these only by their
+        names."""
         if self.source.config.vision_arch is None:
             return frozenset()
         model = nnx.eval_shape(self.source.config.model)
@@ -107,7 +108,7 @@ class NativeBackend(Backend):
         return model
 
     def torch_param_layout(self) -> TorchParamLayout:
-        # transformers fuses some parameters of experts into one tensor, which are separate on disk
+        # parameters of experts that transformers fuses into one tensor, although they are separate on disk
         experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
         tensor_map = self.source.tensor_map
         joined = {entry.path: entry.tensor for entry in tensor_map if entry.tensor_slice is not None} | experts
@@ -164,7 +165,7 @@ class NativeBackend(Backend):
         return {name: jax.device_put(stored, arrays[name].sharding)}
 
     def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """All arrays, as in a backend without quantized weights."""
+        """All arrays in float32, dequantized."""
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 

@@ -149,7 +149,7 @@ def merged(
     If the head is tied to an embedding with an adapter, it is untied, because the adapter does not apply to the head.
 
     Raises:
-        ValueError: it also adapts a vision tower, and the model was loaded without.
+        ValueError: the adapter also covers the vision tower, but the model was loaded without it.
     """
     plan, plain = backend.plan, NativeBackend(backend.base.source)
     if plan.carried and plain.source.config.vision_arch is None:

@@ -11,7 +11,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.modules import Module, in_order
 from trl_jax.hub.peft_config import PISSA, LoraConfig
 
-# target_parameters: parameters of linear layers, and of experts, which share a parameter
+# target_parameters: adapters on parameters of linear layers and experts (all experts of a layer share one parameter)
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _BECAME = {
 
 
 def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """Replace older modules that are now part of a parameter by that parameter, as PEFT does.
+    """Replace module names from older transformers releases by the parameters that these modules became, as PEFT does.
 
     Raises:
         ValueError: only one of two modules that share a parameter is selected.
@@ -83,12 +83,16 @@ def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str
 
 
 def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Targets:
-    """Each parameter that gets an adapter, in order: its full name and the module that owns it.
+    """Each parameter that gets an adapter, in order: its full name, the module that owns it, and the layer.
 
-    As in PEFT, layer and exclusion options do not apply to parameters. `alone`: no module gets an adapter.
+    As in PEFT, layer and exclusion options do not apply to parameters.
+
+    Args:
+        alone: True if no module gets an adapter. It is then an error if no parameter matches, otherwise a warning.
 
     Raises:
-        ValueError: nothing is selected, or something that is not a matrix, or an option is set that only modules have.
+        ValueError: no parameter matches although `alone`, one is not a matrix, or the config has an option that only
+            works for modules.
     """
     wanted = tuple(config.target_parameters or ())
     every = [
@@ -141,7 +145,7 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
     """The config of an adapter that also trains the rows of new tokens and the full language model head, as in TRL.
 
     Raises:
-        ValueError: this type of adapter cannot train rows.
+        ValueError: this type of adapter cannot train embedding rows.
     """
     if not isinstance(lora, LoraConfig):
         raise ValueError(
@@ -212,7 +216,7 @@ _PEFT_SAVED = ["classifier", "score"]  # what PEFT adds to modules_to_save for a
 def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> tuple[LoraConfig, str | None]:
     """The adapter's config as PEFT changes it for a model with this head, and a message about the change, if any.
 
-    PEFT would build a different model for another task. The head of a classifier is trained too and is added to
+    PEFT would build a different model for another task_type. The head of a classifier is also trained and added to
     `modules_to_save`.
     """
     if kind == "lm":
@@ -295,7 +299,7 @@ def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraC
     """Fill in `target_modules` with names: the usual modules if it is None, all linear layers for "all-linear".
 
     Raises:
-        ValueError: it is None, and PEFT has no default for this model_type.
+        ValueError: `target_modules` is None, and PEFT has no default for this model_type.
     """
     wanted, places = config.target_modules, in_order(modules)
     if wanted is None and not (config.target_parameters and model_type not in _USUAL):

@@ -91,9 +91,10 @@ def _embedded(base: NativeBackend, arrays: dict[str, Any], ids: np.ndarray) -> n
 
 
 class VirtualBackend(AdaptedBackend):
-    """A native model with `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
+    """A native model that reads `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
 
-    trains: False for vectors computed by a network that was not saved.
+    trains: False if the vectors were computed by a network that was not saved, so that they can only be used as they
+        are.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class VirtualBackend(AdaptedBackend):
         return self.base.axes
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        """Write PEFT's files, and the weights of the network that makes the vectors, if there is one."""
+        """Write PEFT's files, and the weights of the network that computes the vectors, if there is one."""
         super().save(folder, params, config, writes=writes)
         if isinstance(self.maker, Table):
             return
@@ -174,7 +175,7 @@ def _read(folder: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read the vectors from an adapter's folder.
 
     Raises:
-        FileNotFoundError, ValueError: they are missing, or belong to a different model.
+        FileNotFoundError, ValueError: the vectors are missing, or belong to a different model.
     """
     if not (folder / WEIGHTS).is_file():
         raise no_adapter(str(folder), (folder / PICKLED).exists())
@@ -259,7 +260,7 @@ def settled(config: PromptLearningConfig, native: NativeConfig) -> PromptLearnin
     """The config with sizes filled in from a native model, as PEFT does.
 
     Raises:
-        ValueError: names the field that does not fit the model or is not supported in this release.
+        ValueError: a field does not fit the model or is not supported in this release; the message names it.
     """
     name = type(config).__name__
     _check_model(native, name)
@@ -312,7 +313,7 @@ def _of_keys(config: PrefixTuningConfig, native: NativeConfig) -> PrefixTuningCo
             f"{native.family.model_type} does not have. Use a PromptTuningConfig or a LoraConfig."
         )
     heads, channels = arch.num_key_heads, arch.num_key_heads * arch.head_dim
-    if heads != arch.num_heads:  # unconditional, as in PEFT
+    if heads != arch.num_heads:  # even if they are set, as in PEFT
         config = replace(config, token_dim=channels, num_attention_heads=heads)
     config = _with_sizes(config, channels, arch.num_layers, heads)
     config.must(config.token_dim == channels, "token_dim", f"{channels}, the size of a layer's keys")
@@ -350,7 +351,8 @@ def place_of(config: PromptLearningConfig, native: NativeConfig) -> Place:
 
 
 def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMaker:
-    """What makes the vectors of a resolved config; if it is not trained, they are used as saved."""
+    """The module that computes the vectors of a resolved config. If it is not trained, this is a table of the saved
+    vectors."""
     count, width, inner = config.num_virtual_tokens, config.token_dim, config.token_dim
     if isinstance(config, PrefixTuningConfig):
         width = 2 * config.num_layers * inner
@@ -367,7 +369,7 @@ def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMake
 
 
 def is_made(config: PromptLearningConfig) -> bool:
-    """Whether a network makes the vectors."""
+    """Whether the vectors are computed by a network."""
     return isinstance(config, PromptEncoderConfig) or (
         isinstance(config, PrefixTuningConfig) and config.prefix_projection
     )

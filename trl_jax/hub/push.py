@@ -202,8 +202,8 @@ class Upload:
 class Publisher:
     """Uploads to one repository.
 
-    `failures` are the error messages of failed background pushes, `running` says whether one is in progress, and
-    `uploading` which. The token is only passed to the Hub client; error messages do not contain it.
+    `failures` are the error messages of failed background pushes, `running` says whether a push is in progress, and
+    `uploading` is its commit message. The token is only passed to the Hub client; error messages do not contain it.
 
     Raises:
         TypeError, ValueError: the token is invalid.
@@ -340,7 +340,7 @@ class Publisher:
                 raise
 
     def _failure(self, error: Exception, problem: str) -> OSError:
-        """The error for a failed request; `problem` says which request."""
+        """The error for a failed request; `problem` describes what failed."""
         status = _status(error)
         text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError

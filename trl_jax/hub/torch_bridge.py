@@ -31,7 +31,7 @@ def available() -> bool:
 
 
 def peft_available() -> bool:
-    """Whether peft is installed; the stand-in of `python -m trl_jax` has no file."""
+    """Whether peft is installed; the stub that `python -m trl_jax` provides does not count, and has no file."""
     spec = importlib.util.find_spec("peft")
     return spec is not None and spec.origin is not None
 
@@ -141,7 +141,7 @@ def of_rows(module: Any, head: str) -> Any:
 
 
 def operation_of(node: Any) -> str:
-    """ "aten.add.Tensor", "operator.mul", "torch.sym_max"."""
+    """The qualified name of an operation, such as "aten.add.Tensor", "operator.mul" or "torch.sym_max"."""
     import torch
 
     target = node.target

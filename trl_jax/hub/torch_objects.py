@@ -37,7 +37,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether it is a torch module, without importing torch."""
+    """Whether `value` is a torch module, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
 
 
@@ -46,11 +46,11 @@ def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[P
     """Save the model as transformers does, in a temporary folder that exists within the context.
 
     Args:
-        dropout: whether its dropout matters, because it will be trained with it.
+        dropout: whether its dropout must match its config, because it will be trained with it.
 
     Raises:
-        TypeError, ValueError: it is not a transformers model with this head, or is quantized by a library other than
-            bitsandbytes.
+        TypeError, ValueError: `model` is not a transformers model with this head, or is quantized by a library
+            other than bitsandbytes.
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base, head)
@@ -87,8 +87,8 @@ def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterat
 
 
 def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
-    """Use the padding index that the embedding was created with as the row that is not trained; torch does not know
-    about a pad token that a script sets in the config later."""
+    """Freeze the row of the padding index that the embedding was created with: torch does not know about a pad token
+    that user code sets in the config later."""
     if checkpoint.native is None:
         return checkpoint
     import torch
@@ -126,7 +126,7 @@ def _check_no_adapter(model: Any) -> None:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a PeftModel, which has an adapter."""
+    """Whether `model` is a PeftModel, which has an adapter."""
     return type(model).__module__.startswith("peft.")
 
 
@@ -197,7 +197,7 @@ def quantization_of(base: Any) -> BitsAndBytesConfig | None:
     off, because quantizing the scales again would change them.
 
     Raises:
-        ValueError: they were quantized by a library other than bitsandbytes.
+        ValueError: the weights were quantized by a library other than bitsandbytes.
     """
     if "quantization_config" not in base.config.to_dict():
         return None
@@ -247,8 +247,8 @@ def _is_causal(model: Any) -> bool:
 
 
 def frozen_names(model: Any) -> list[str]:
-    """Names of parameters with requires_grad=False. None for a base model that PEFT froze, and none for a quantized
-    model, which has an adapter or is refused."""
+    """Names of parameters with requires_grad=False. Empty for a PeftModel, whose base model PEFT has frozen, and for a
+    quantized model, which needs an adapter anyway."""
     if is_adapted(model) or _in_few_bits(model):
         return []
     return [name for name, one in model.named_parameters() if not one.requires_grad]
@@ -294,7 +294,7 @@ def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
             arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
             model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
         return
-    carried = backend.plan.carried  # as they are in the torch model
+    carried = backend.plan.carried  # unchanged in the torch model
     state = {name: torch.tensor(value) for name, value in backend.on_disk(params) if name not in carried}
     if not is_adapted(model):
         if not peft_available():
@@ -370,7 +370,7 @@ def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True)
     Args:
         base: the model without a PEFT adapter.
         plain: whether its modules are transformers' own: no adapter and no quantized weights.
-        dropout: whether its dropout matters.
+        dropout: whether dropout must match the config, too.
     """
     found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
     if plain:
@@ -514,7 +514,8 @@ def _as_long(values: np.ndarray) -> np.ndarray:
 
 
 def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leaf tensors of these arrays that record gradients, and the tensors for the script, which may modify them."""
+    """Convert arrays to leaf tensors that record gradients, and to clones of these, which user code may modify in
+    place."""
     leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
     return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
 
@@ -535,7 +536,7 @@ def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.
     """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one.
 
     Raises:
-        TypeError: some have a gradient already.
+        TypeError: some tensors already have a gradient, because user code called backward().
     """
     if any(leaf.grad is not None for of_call in leaves for leaf in of_call.values()):
         raise TypeError(
@@ -557,12 +558,12 @@ def is_tensor(value: Any) -> bool:
 
 
 def are_tensors(*values: Any) -> bool:
-    """Whether any of these is a tensor, without importing torch."""
+    """Whether any of `values` is a tensor, without importing torch."""
     return "torch" in sys.modules and any(map(is_tensor, values))
 
 
 def also_of_tensors(function: Callable) -> Callable:
-    """A function of arrays that takes tensors, too, and then gives a tensor, without a gradient."""
+    """Let a function of arrays also accept tensors; it then returns a tensor without a gradient."""
 
     @functools.wraps(function)
     def called(*values: Any, **options: Any) -> Any:

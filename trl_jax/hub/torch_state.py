@@ -28,7 +28,8 @@ OPTIMIZER = "optimizer.pt"
 def write_adamw_moments(
     checkpoint: Path, folder: Path, config: Any, head: HeadName, decays: Callable[[str], bool]
 ) -> int:
-    """Write the moments in a Trainer checkpoint to `folder`/mu and `folder`/nu in the form of weights, for `load`.
+    """Write the moments in a Trainer checkpoint to `folder`/mu and `folder`/nu as weight files, which `Backend.load`
+    reads.
 
     torch numbers an optimizer's tensors. Their names follow from the order of the model's parameters, with those that
     have weight decay first. For an adapter, peft is needed to know that order.
@@ -41,7 +42,7 @@ def write_adamw_moments(
         The number of steps that AdamW has taken.
 
     Raises:
-        ValueError: it is not the state of AdamW for this model, or cannot be read without running code.
+        ValueError: the file is not an AdamW state for this model, or cannot be read without running code.
     """
     saved = _read(checkpoint / OPTIMIZER)
     names, files = _parameter_names(checkpoint, config, head), (checkpoint / ADAPTER, checkpoint / "config.json")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
-_WINDOW = 4  # batches; rows are sorted by length within so many
+_WINDOW = 4  # number of batches within which rows are sorted by length
 
 
 def _added(row: dict[str, Any]) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class GenerateArguments:
 
     model: folder or Hub name.
     file: jsonl; None means lines of stdin.
-    image: files of pictures that every prompt is about.
+    image: picture files for every prompt.
     output: jsonl; None means stdout.
     fields: fields of a GenerationConfig.
     """
@@ -218,16 +218,16 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Seeing:
-    """Rows with pictures as prompts of a vision-language model, by number. Pictures are read at each call, because
-    those of all rows may not fit into memory."""
+    """Encodes rows with pictures as prompts of a vision-language model. Pictures are read on each call, because those
+    of all rows may not fit into memory."""
 
     def __init__(self, processor: VisionProcessor, pictures: list[str], rows: list[Row]):
         """
         Args:
-            pictures: that every prompt is about.
+            pictures: files for every prompt.
 
         Raises:
-            ValueError: there are some, and a row has its own.
+            ValueError: there are such files, but a row has pictures of its own.
         """
         self._processor, self._pictures, self._rows = processor, pictures, rows
         own = next((row for row in rows if pictures and _has_pictures(row)), None)
@@ -241,7 +241,7 @@ class _Seeing:
         """The ids and images of a prompt.
 
         Raises:
-            ValueError: a picture cannot be read, or the prompt has another number of placeholders.
+            ValueError: a picture cannot be read, or the numbers of placeholders and pictures differ.
         """
         import numpy as np
 

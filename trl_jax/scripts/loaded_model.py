@@ -159,7 +159,7 @@ class LoadedModel:
         return self.model
 
     def vision_processor(self) -> VisionProcessor:
-        """What makes ids and patches of texts with pictures."""
+        """The processor that turns texts with pictures into ids and patches."""
         from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
 
         found = self.checkpoint

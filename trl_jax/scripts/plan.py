@@ -203,7 +203,7 @@ class PlanParser(TrlParser):
         args = list(sys.argv[1:] if args is None else args)
         named = _trainer_in(args)
         if named in (None, self.trainer):
-            # The flag is how a plan learns of the teacher, which a script passes to GKDTrainer.
+            # A plan gets the teacher from this flag, whereas a script passes it to GKDTrainer.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="teacher_model_name_or_path=")
                 return super().parse_args_and_config(args, **options)

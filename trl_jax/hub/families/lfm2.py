@@ -69,7 +69,7 @@ def names(arch: Arch) -> Names:
 
 
 def _mixer_names(arch: Arch, kind: LayerKind) -> Names:
-    """All but the MLP of a layer."""
+    """The names of a layer, except for its MLP."""
     layer, ours = "model.layers.{}.", "decoder.layers.attention."
     if kind.mixer == "convolution":
         size = arch.hidden_size
