@@ -165,7 +165,7 @@ def test_row20_other_libraries_are_told_of_once(train, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         train("run", True, max_steps=3)
     [line] = [record.message for record in caplog.records if "other library versions" in record.message]
-    assert f"written with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
+    assert f"saved with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
 
 
 @pytest.mark.parametrize(
