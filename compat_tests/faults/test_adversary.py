@@ -57,7 +57,7 @@ def test_a_manifest_that_lists_files_elsewhere_reads_none(name, tmp_path):
     body = read_manifest(folder)
     body["files"][name] = {"bytes": 1, "xxh3_128": "0"}
     (folder / "manifest.json").write_text(_rendered(body))
-    with pytest.raises(BrokenCheckpoint, match="it lists .*, which is not in its folder"):
+    with pytest.raises(BrokenCheckpoint, match="it lists .*, which is outside its folder"):
         find(folder, str(tmp_path))
 
 

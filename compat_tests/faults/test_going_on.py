@@ -147,7 +147,7 @@ def test_row20_another_dataset_is_refused(rows, train, tmp_path):
 )
 def test_row20_another_order_is_refused_within_an_epoch(then, now, named, train):
     train("run", max_steps=2, **then)
-    with pytest.raises(ValueError, match="is in the middle of an epoch in the order of") as error:
+    with pytest.raises(ValueError, match="was saved in the middle of an epoch whose row order came from") as error:
         train("run", True, max_steps=4, **now)
     assert all(name in str(error.value) for name in named) and "or ignore_data_skip=True to restart" in str(error.value)
     assert train("run", True, max_steps=3, ignore_data_skip=True, **now).state.global_step == 3
@@ -164,8 +164,8 @@ def test_row20_other_libraries_are_told_of_once(train, monkeypatch, caplog):
     monkeypatch.setattr(resume, "libraries", lambda: now | {"jax": "9.9", "transformers": "8.8"})
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         train("run", True, max_steps=3)
-    [line] = [record.message for record in caplog.records if "other versions" in record.message]
-    assert f"written with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
+    [line] = [record.message for record in caplog.records if "other library versions" in record.message]
+    assert f"saved with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_row21_without_torch_it_says_what_restarts(trls, train, monkeypatch, cap
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         ours = train("ours", str(trls[0] / "checkpoint-6"), num_train_epochs=2)
-    assert "optimizer.pt takes torch to read, which is not installed: AdamW's moments restart from zero." in caplog.text
+    assert "optimizer.pt requires torch, which is not installed: AdamW's moments restart from zero." in caplog.text
     assert ours.parts.setup.progress.optimizer_state[1].count == 2
 
 

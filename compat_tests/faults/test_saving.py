@@ -151,7 +151,7 @@ def test_row16_a_path_says_which_other_checkpoint_is_whole(saved):
     path.write_bytes(path.read_bytes().replace(b"4", b"5", 1))
     with pytest.raises(BrokenCheckpoint) as error:
         find(str(saved / "checkpoint-4"), str(saved))
-    why, other = f"{path} is damaged: its bytes are not those that were written.", saved / "checkpoint-2"
+    why, other = f"{path} is damaged: its contents have changed since it was written.", saved / "checkpoint-2"
     assert str(error.value) == f"{why} {other} is whole: pass that one."
 
 
@@ -160,7 +160,7 @@ def test_row16_only_true_falls_back(saved, caplog):
     path.write_bytes(path.read_bytes()[::-1])
     with caplog.at_level(logging.WARNING):
         assert find(True, str(saved)).folder == saved / "checkpoint-2"
-    assert f"{saved / 'checkpoint-4'} is passed over: {path} is damaged: its bytes are not those" in caplog.text
+    assert f"{saved / 'checkpoint-4'} is passed over: {path} is damaged: its contents have changed" in caplog.text
     with pytest.raises(BrokenCheckpoint, match="checkpoint-2 is whole: pass that one"):
         find(str(saved / "checkpoint-4"), str(saved))
 

@@ -96,7 +96,7 @@ def test_an_adapter_that_was_given_by_hand_and_again_is_one(folder, tmp_path, ca
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
     model = peft.get_peft_model(loaded(folder), lora)
     found = trainer(model, tokenizer_of(folder), tmp_path, peft_config=lora).model
-    assert "peft_config says what the model's adapter is already" in caplog.text
+    assert "peft_config has no effect: the model already has this adapter" in caplog.text
     assert found.num_parameters(only_trainable=True) == model.num_parameters(only_trainable=True)
     with pytest.raises(ValueError, match="the model has an adapter already. Leave peft_config out"):
         trainer(model, tokenizer_of(folder), tmp_path, peft_config=peft.LoraConfig(r=8, target_modules="all-linear"))

@@ -96,7 +96,7 @@ def test_numbers_that_do_not_fit_together_are_named_in_all_processes(tmp_path):
     assert_ended(found, error, error, codes=(1, 1))
 
     found = run(tmp_path, "joining", (2, 0), (3, 1))
-    error = "ValueError: The processes of this run have different num_processes: 3 in the one with process_id=1 on "
+    error = "ValueError: The processes of this run have different num_processes: 3 on process_id=1 on "
     assert_ended(found, error, error, codes=(1, 1))
 
 

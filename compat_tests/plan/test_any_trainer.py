@@ -114,7 +114,7 @@ def test_a_loss_of_a_scripts_own_is_planned(run, tmp_path):
     assert own.compiled.cost.flops == pytest.approx(theirs.compiled.cost.flops, rel=0.05)
     assert own.memory.moments == theirs.memory.moments and own.compiled.peak < wide.compiled.peak - 4 * 6 * 1_000_000
     pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="compute_loss gets JAX arrays, which torch does not accept"):
+    with pytest.raises(TypeError, match="compute_loss receives JAX arrays: torch functions do not accept them"):
         plan(replace(run, trainer=TorchLoss), config(tmp_path, RewardConfig), place)
 
 

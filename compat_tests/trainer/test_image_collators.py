@@ -97,7 +97,7 @@ def test_what_is_refused(llava, processor, tmp_path):
             make(data_collator=own)
     with pytest.raises(ValueError, match="data_collator has another processor than processing_class"):
         make(data_collator=collator("SFT")(processor), processing_class=AutoProcessor.from_pretrained(llava))
-    with pytest.raises(ValueError, match="for rows with images, and train_dataset has none"):
+    with pytest.raises(ValueError, match="for rows with images, but train_dataset has no images"):
         texts = messages().remove_columns("images")
         trainer(trl_jax, "SFT", llava, tmp_path, texts, data_collator=collator("SFT")(processor))
     with pytest.raises(ValueError, match="calculate_kl=False, and loss_type='kto' needs calculate_kl=True"):

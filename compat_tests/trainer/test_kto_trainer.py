@@ -189,7 +189,7 @@ def test_tokens_of_other_rows_answers_are_not_counted(model, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "config", "words"),
     [
-        ({"n": 5}, {"desirable_weight": 0.7}, ["The last row of train_dataset is alone in its block"]),
+        ({"n": 5}, {"desirable_weight": 0.7}, ["The last row of train_dataset is the only row in its batch"]),
         ({"n": 4, "paired": True}, {}, ["a micro-batch holds only one kind"]),
         ({"n": 8, "share": 1.0}, {}, ["EITHER desirable_weight in [0.12, 0.17] or undesirable_weight in [6.02, 8.0]"]),
         ({"n": 4, "share": 1.0}, {"desirable_weight": 0.3}, []),

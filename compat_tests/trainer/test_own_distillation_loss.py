@@ -106,8 +106,10 @@ def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
     args = DistillationConfig(str(tmp_path), **BASE | CONFIG | {"max_steps": 1})
     trainer = Bad(str(checkpoint(**SMALL)), str(checkpoint(**SMALL)), args, Dataset.from_list(prompt_rows(4)))
     refused = {
-        "another model than the one the loss is given": lambda self, *_: self._get_per_token_divergences(self.model),
-        r"in a distillation of self._get_per_token_divergences\(model\)": lambda self, model, inputs: model(inputs),
+        "must be called with the model that the loss receives": lambda self, *_: self._get_per_token_divergences(
+            self.model
+        ),
+        r"in distillation, self._get_per_token_divergences\(model\)": lambda self, model, inputs: model(inputs),
         "got another prompt_ids than the inputs have": lambda self, model, inputs: super(Bad, self)._compute_loss(
             model, inputs | {"prompt_ids": 0}, None
         ),

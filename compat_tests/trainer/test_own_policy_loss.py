@@ -160,19 +160,19 @@ def test_a_geometric_mean_trains_an_adapter_and_resumes_bit_for_bit(trained, tmp
 
 
 REFUSED = {
-    "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "another model"),
+    "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "not with self.model"),
     "a call": (
         lambda self, model, inputs: model(inputs["prompt_ids"]).logits.sum(),
-        "which never computes whole logits",
+        "full logits are never materialized",
     ),
     "no scalar": (lambda self, model, inputs: logps_of(self, model, inputs)[0], r"an array \[4, 32\]; expected a JAX"),
     "a number": (
         lambda self, model, inputs: float(inputs["advantages"].sum()),
-        r"arrays have no values when it is called.*self\._metrics",
+        r"arrays have no concrete values.*self\._metrics",
     ),
     "torch": (
         lambda self, model, inputs: inputs["advantages"].sum(dim=0),
-        "torch does not accept and whose methods are NumPy's",
+        "torch functions do not accept them, and their methods follow NumPy",
     ),
     "other ids": (
         lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs | {"prompt_ids": 0}),
@@ -195,7 +195,7 @@ def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
     with pytest.raises(RuntimeError, match="_compute_loss of Own can be called within its own _compute_loss only"):
         GRPOTrainer._compute_loss(trainer, None, {})
     trainer._compute_loss = None
-    with pytest.raises(TypeError, match="_compute_loss was set on the trainer itself"):
+    with pytest.raises(TypeError, match="_compute_loss was set on the trainer instance"):
         trainer.train()
 
 

@@ -215,7 +215,7 @@ def test_a_step_of_ones_own_gets_no_virtual_tokens(checkpoint, tmp_path):
 
     folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(4))
     adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(TypeError, match="The trainer's own training_step would get logits of the texts only"):
+    with pytest.raises(TypeError, match="An overridden training_step would receive logits for the text tokens only"):
         Own(str(folder), trl_jax.SFTConfig(str(tmp_path), **CONFIG), train_dataset=rows, peft_config=adapter)
 
 
@@ -300,7 +300,9 @@ def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
     args = trl_jax.RewardConfig(str(tmp_path), **CONFIG)
     trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8))
     trainer.in_torch = True
-    with pytest.raises(TypeError, match="Own.create_optimizer: An optimizer of torch's cannot take.*multi_transform"):
+    with pytest.raises(
+        TypeError, match="Own.create_optimizer: A torch optimizer cannot update JAX arrays.*multi_transform"
+    ):
         trainer.train()
     trainer.in_torch, before = False, {name: values.numpy() for name, values in trainer.model.named_parameters()}
     trainer.train()

@@ -69,7 +69,7 @@ def test_a_value_that_a_compiled_loss_has_not_is_explained(folder, tmp_path, lin
     exec(compile(source + line, str(tmp_path / "script.py"), "exec"), scope)
     kind = type("Mine", (trl_jax.RewardTrainer,), {"compute_loss": scope["compute_loss"]})
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(16))
-    with pytest.raises(TypeError, match=r"compute_loss is compiled, so.*jnp\.where.*self\.state"):
+    with pytest.raises(TypeError, match=r"compute_loss is traced and compiled, so.*jnp\.where.*self\.state"):
         trainer.train()
 
 

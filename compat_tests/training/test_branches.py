@@ -116,5 +116,5 @@ def test_a_scripts_own_loss_is_refused(models, tmp_path):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return 0.0
 
-    with pytest.raises(TypeError, match="own compute_loss would be given whole logits.*BranchesTask"):
+    with pytest.raises(TypeError, match="overridden compute_loss would receive logits.*BranchesTask"):
         branches.trainer(*models, tmp_path, branches.rows(), kind=Own)

@@ -73,17 +73,17 @@ class Own(trl_jax.RewardTrainer):
 
 def test_a_loss_of_ones_own_has_its_layout_told(folder, tmp_path, told):
     Own(str(folder), make(trl_jax, folder, tmp_path, config={"max_steps": 1}).args, train_dataset=table(8)).train()
-    assert told()[1] == "Layout padded: the script's own loss gets whole rows."
+    assert told()[1] == "Layout padded: a user-defined loss receives whole rows."
     assert told()[2].startswith("Compiling the step for shape 1, tokens ")
 
 
 def test_rows_that_a_run_writes_have_their_layout_told_with_its_reason(monkeypatch):
     said = []
     monkeypatch.setattr(first_lines, "tell", lambda told, kind, text: said.append(text))
-    for layout, reason in (("padded", "attention along packed rows knows no dropout"), ("shared", "")):
+    for layout, reason in (("padded", "packed attention does not support dropout"), ("shared", "")):
         first_lines.tell_layout(set(), layout, reason, own_loss=False)
     assert said == [
-        "Layout padded: attention along packed rows knows no dropout.",
+        "Layout padded: packed attention does not support dropout.",
         "Layout shared: texts end to end, without padding; a prompt that several texts share is computed once.",
     ]
 
@@ -92,7 +92,7 @@ def test_a_first_evaluation_says_that_it_compiles(folder, tmp_path, told):
     trainer = make(trl_jax, folder, tmp_path, config={"max_steps": 1})
     for _ in range(2):
         trainer.evaluate(table(4))
-    assert told() == ["Compiling the evaluation; the first one takes longer than the others."]
+    assert told() == ["Compiling the evaluation: the first one takes longer than the others."]
 
 
 def test_a_quieter_log_level_is_heard(folder, tmp_path, told):

@@ -47,11 +47,11 @@ def asked(layout="auto", device="cpu", **more):
         (asked("packed"), CAUSAL, "packed", ""),
         (asked("padded"), CAUSAL, "padded", ""),
         (asked(), ENCODER, "packed", ""),
-        (asked("shared"), ENCODER, "packed", "see what comes after them"),
-        (asked(), WHOLE, "padded", "reads whole rows"),
-        (asked("shared"), WHOLE, "padded", "reads whole rows"),
+        (asked("shared"), ENCODER, "packed", "attention is bidirectional"),
+        (asked(), WHOLE, "padded", "does not support several texts in one row"),
+        (asked("shared"), WHOLE, "padded", "does not support several texts in one row"),
         (asked(disable_dropout=False), CAUSAL, "shared", ""),
-        (asked(disable_dropout=False), DROPS, "padded", "knows no dropout"),
+        (asked(disable_dropout=False), DROPS, "padded", "does not support dropout"),
         (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
         (asked(device="cuda"), CAUSAL, "shared", ""),
@@ -68,7 +68,7 @@ def asked(layout="auto", device="cpu", **more):
         (asked(), DRAWS, "packed", ""),
         (asked("packed"), DRAWS, "packed", ""),
         (asked("padded"), DRAWS, "padded", ""),
-        (asked("shared"), DRAWS, "packed", "draw experts for each text"),
+        (asked("shared"), DRAWS, "packed", "sample experts for each text"),
     ],
 )
 def test_what_is_exact_and_why_not(args, backend, layout, reason):
@@ -83,9 +83,9 @@ def test_what_is_exact_and_why_not(args, backend, layout, reason):
         (asked("padded"), WHOLE, None),
         (asked("shared"), CAUSAL, None),
         (asked("packed"), ENCODER, None),
-        (asked("shared"), DRAWS, "so rows are packed: routers of this model draw experts for each text"),
-        (asked("shared"), WHOLE, "so rows are padded: this model reads whole rows"),
-        (asked("shared"), ENCODER, "so rows are packed: the tokens of this model see what comes after them"),
+        (asked("shared"), DRAWS, "so rows are packed: this model's routers sample experts for each text"),
+        (asked("shared"), WHOLE, "so rows are padded: this model does not support several texts in one row"),
+        (asked("shared"), ENCODER, "so rows are packed: this model's attention is bidirectional"),
     ],
 )
 def test_only_what_was_asked_for_and_cannot_be_had_is_warned_of(args, backend, said, caplog):
@@ -130,7 +130,7 @@ def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
             == "shared"
         )
     assert caplog.messages == [
-        "Layout padded: this model reads whole rows, not texts laid end to end.",
+        "Layout padded: this model does not support several texts in one row.",
         "Layout shared: how much it saves on a stream of rows is not known beforehand.",
     ]
 
@@ -171,7 +171,9 @@ def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monk
 
 def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
     found, why = layout_choice.exact_layout(asked(device="cuda"), CAUSAL, striped=True)
-    assert found == "padded" and "have no kernel along packed rows; batch_layout='shared' uses XLA" in why
+    assert (
+        found == "padded" and "no GPU kernel for packed rows split over devices; batch_layout='shared' uses XLA" in why
+    )
     assert layout_choice.exact_layout(asked("shared", device="cuda"), CAUSAL, striped=True)[0] == "shared"
 
 

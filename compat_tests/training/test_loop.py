@@ -204,5 +204,5 @@ def test_batches_that_run_out_end_the_run_with_a_warning(tmp_path, caplog):
 
 
 def test_a_run_without_a_batch_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="gave no batch, so there is nothing to train on"):
+    with pytest.raises(ValueError, match="yielded no batch, so there is nothing to train on"):
         run_loop(tmp_path, rows=10, max_steps=4, empty_from=0)

@@ -41,8 +41,8 @@ def test_the_first_that_fits_is_taken_for_each_shape(caplog):
     wanted = float(large(None, None, batch(16), 0.5))
     assert found == pytest.approx([wanted, 4 * ROW + 0.5] * 2)
     (line,) = [record.getMessage() for record in caplog.records if "gradient_checkpointing" in record.getMessage()]
-    assert line.startswith("gradient_checkpointing: whole layers are computed twice; to keep their matrix products")
-    assert line.endswith("of the 0.00 GB there are.") and "would take 0.0" in line
+    assert line.startswith("gradient_checkpointing recomputes whole layers: saving matrix products")
+    assert line.endswith("of 0.00 GB.") and "would take 0.0" in line
 
 
 class Refused:

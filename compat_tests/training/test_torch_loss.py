@@ -215,5 +215,5 @@ def test_without_torch_the_line_is_shown_in_jax(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
     kind = in_torch(trl_jax.RewardTrainer)
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
-    with pytest.raises(TypeError, match=r"which torch does not accept.*in JAX: `chosen, rejected = jnp\.split"):
+    with pytest.raises(TypeError, match=r"torch functions do not accept them.*in JAX: `chosen, rejected = jnp\.split"):
         trainer.train()

@@ -142,12 +142,12 @@ _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and t
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
 _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
-    "The script sets a chat template, and this trainer loads a tokenizer of its own, which may have none. Pass "
+    "The script sets a chat template, but this trainer loads its own tokenizer, which may not have one. Pass "
     "processing_class=tokenizer."
 )
 _TEMPLATE = (
-    "Since transformers 5, it gives a dictionary of input_ids and attention_mask, under TRL, too. If the script takes "
-    "the token ids alone, pass return_dict=False."
+    "Since transformers 5, it returns a dict of input_ids and attention_mask, also under TRL. If the script expects "
+    "only the token ids, pass return_dict=False."
 )
 _PASS_ITEMS = ("SFTConfig", "DPOConfig", "KTOConfig")  # of trainers that call compute_loss with num_items_in_batch
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
@@ -406,7 +406,7 @@ def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     elif name in never_called:
         text = f"trl_jax never calls it. {never_called[name]}"
     elif name in trainer._compiled_methods:
-        text = f"Its class's is called: write a subclass of {trainer.__name__} with a method {name} of its own."
+        text = f"trl_jax calls the class's method instead. Define {name} in a subclass of {trainer.__name__}."
     return Finding(line, what, "refused", text) if text else None
 
 

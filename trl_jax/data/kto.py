@@ -168,7 +168,7 @@ def _kl_rows(
 
 def _warn_alone(where: str, block: int, state: tokenize.StreamState) -> None:
     what = (
-        f"The last row of {where} is alone in its block of per_device_train_batch_size={block} rows, so its KL is "
+        f"The last row of {where} is the only row in its batch of per_device_train_batch_size={block}, so its KL is "
         "estimated from its own answer, as in TRL, and its loss stays at 0.5 if it is desirable and has become more "
         "likely. Remove a row or add one"
     )

@@ -78,7 +78,7 @@ def _parse(address: str) -> tuple[str, int]:
 def _impossible(report: Report) -> str:
     return (
         f"process_id must be between 0 and {report.count - 1} with num_processes={report.count}, got "
-        f"{report.number} (on {report.host}, pid {report.pid}). Give each process a number of its own, from 0."
+        f"{report.number} (on {report.host}, pid {report.pid}). Give each process its own process_id, starting at 0."
     )
 
 
@@ -213,7 +213,7 @@ class _Host:
             text = (
                 f"{_names(self._missing()).capitalize()} of {self._own.count} did not join the run at {self._address} "
                 f"within {self._timeout:g} s. Start every process with the same coordinator_address and "
-                "num_processes, and a process_id of its own; a larger initialization_timeout waits longer."
+                "num_processes and with its own process_id. To wait longer, increase initialization_timeout."
             )
             self._reply(refused=text)
             raise TimeoutError(text)
@@ -248,15 +248,15 @@ class _Host:
         own, there = self._own, self._present.get(report.number)
         if report.count != own.count:
             text = (
-                f"The processes of this run have different num_processes: {report.count} in the one with "
-                f"{report.where()}, and {own.count} in the one with {own.where()}. Start all with the same number."
+                f"The processes of this run have different num_processes: {report.count} on "
+                f"{report.where()}, but {own.count} on {own.where()}. Start all processes with the same number."
             )
         elif not 0 <= report.number < own.count:
             text = _impossible(report)
         elif there is not None:
             text = (
                 f"Two processes of this run have process_id={report.number}: pid {there.pid} on {there.host}, and pid "
-                f"{report.pid} on {report.host}. Give each process a number of its own, from 0 to {own.count - 1}."
+                f"{report.pid} on {report.host}. Give each process its own process_id from 0 to {own.count - 1}."
             )
         else:
             return
@@ -341,5 +341,5 @@ class _Guest:
             raise TimeoutError(
                 f"Process {self._own.number} of {self._own.count} could not join the run at {self._address} within "
                 f"{self._timeout:g} s: {self._state}. Start process 0 on that host, with the same coordinator_address; "
-                "a larger initialization_timeout waits longer."
+                "to wait longer, increase initialization_timeout."
             )

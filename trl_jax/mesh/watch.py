@@ -96,7 +96,7 @@ class Watch:
         threading.Thread(target=tell, daemon=True).start()
         self._joining = lambda: (
             f"JAX could not connect {what()} within {timeout:g} s (its own message is above): a process is missing, or "
-            "the address cannot be reached. Start all processes; a larger initialization_timeout waits longer."
+            "the address cannot be reached. Start all processes; to wait longer, increase initialization_timeout."
         )
         try:
             yield

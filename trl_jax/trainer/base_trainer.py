@@ -211,8 +211,8 @@ class BaseTrainer(abc.ABC):
         self._editable = self._setup.editable
         if isinstance(data_collator, VisionCollator) and self._setup.encoder is None:
             raise ValueError(
-                f"data_collator is a {type(data_collator).__name__}, for rows with images, and train_dataset has none. "
-                "Leave it out."
+                f"data_collator is a {type(data_collator).__name__}, which is for rows with images, but train_dataset "
+                "has no images. Leave it out."
             )
         self.accelerator = Accelerator(args, self.end)  # starts JAX's devices, so after rows are prepared
         if self.data_collator is None:

@@ -364,9 +364,10 @@ class Absent:
 
 
 OF_TORCH = (
-    "An optimizer of torch's cannot take the parameters, which are JAX's. Return an optax transformation; for groups "
-    "with rates of their own optax.multi_transform({'slow': optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), "
-    "where label(params) maps each key of params to 'slow' or 'fast'. get_decay_parameter_names chooses what decays."
+    "A torch optimizer cannot update JAX arrays. Return an optax transformation. For groups with different learning "
+    "rates, use optax.multi_transform({'slow': optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), where "
+    "label(params) maps each key of params to 'slow' or 'fast'. To choose which parameters have weight decay, override "
+    "get_decay_parameter_names."
 )
 
 # Methods that are read of a class alone: set on a trainer itself, they would be passed over.
@@ -436,8 +437,8 @@ def check_set(
         raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
     if compiled := sorted(cls._compiled_methods & names):
         raise TypeError(
-            f"{compiled[0]} was set on the trainer itself, but the method of its class is the one that is called. "
-            f"Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
+            f"{compiled[0]} was set on the trainer instance, but trl_jax calls the method of its class. Define "
+            f"{compiled[0]} in a subclass of {cls.__name__}."
         )
 
 
@@ -478,9 +479,9 @@ _INSTEAD_OF_COLLATOR = {
 
 
 OWN_COLLATOR = (
-    "A collate function of the script's own is not called by trl_jax. Leave data_collator out and train on the columns "
-    "directly (`messages`, or `prompt` and `completion`, with `images` where there are any): the trainer applies the "
-    "chat template and the processor, and the config says which tokens have labels."
+    "trl_jax does not call user-defined collate functions. Leave data_collator out and train on the columns directly "
+    "(`messages`, or `prompt` and `completion`, with `images` if there are any): the trainer applies the chat template "
+    "and the processor, and the config determines which tokens have labels."
 )
 
 

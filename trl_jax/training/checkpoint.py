@@ -295,9 +295,9 @@ def record(run_dir: Path, run: str, *, fresh: bool, replaces: bool = False) -> N
         _write(run_dir / RECORD, run)
         if fresh:
             logger.warning(
-                "output_dir=%r holds checkpoints of other runs: %s. This run leaves them there, %s where it needs "
-                "their names, and from now on resume_from_checkpoint=True takes this run's only. To go on from one of "
-                "the others, pass its path.",
+                "output_dir=%r holds checkpoints of other runs: %s. This run keeps them, %s if it needs their names. "
+                "From now on, resume_from_checkpoint=True only considers checkpoints of this run. To resume from "
+                "another one, pass its path.",
                 str(run_dir), ", ".join(others), "but replaces them" if replaces else "renamed",
             )  # fmt: skip
 
@@ -785,7 +785,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
             outside = [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
             if outside:
-                raise ValueError(f"it lists {brief(outside[0])}, which is not in its folder")
+                raise ValueError(f"it lists {brief(outside[0])}, which is outside its folder")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -797,7 +797,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "the folder as model= to start a new run from its weights."
         )
     if not whole:
-        raise BrokenCheckpoint(f"{path} is damaged: its text is not what its own digest says.")
+        raise BrokenCheckpoint(f"{path} is damaged: its contents do not match its digest.")
     return body
 
 
@@ -816,7 +816,7 @@ def verify(folder: Path) -> dict[str, Any]:
         if size != entry["bytes"]:
             raise BrokenCheckpoint(f"{path} has {size:,} bytes, and had {entry['bytes']:,} when it was written.")
         if digest(path) != entry["xxh3_128"]:
-            raise BrokenCheckpoint(f"{path} is damaged: its bytes are not those that were written.")
+            raise BrokenCheckpoint(f"{path} is damaged: its contents have changed since it was written.")
     strange = [path for path in folder.glob("*.safetensors*") if path.name not in manifest["files"]]
     if strange:
         raise BrokenCheckpoint(f"{strange[0]} is not among the files that {MANIFEST} lists. Remove it.")

@@ -249,7 +249,7 @@ class OwnPass:
     def divergences(self, model: Any, beta: float) -> TokenDivergences:
         """Per-token divergences `[B, C]`, for a distillation loss."""
         if model is not self.model:
-            raise TypeError("_get_per_token_divergences was called with another model than the one the loss is given.")
+            raise TypeError("_get_per_token_divergences must be called with the model that the loss receives.")
         return jax.tree.map(self._by_row, self._setup.task.of_tokens(self._outputs["distributions"], beta))
 
     def default_loss(self, inputs: dict[str, Any]) -> jax.Array:
@@ -309,9 +309,8 @@ def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int,
     """
     if model is not own:
         raise TypeError(
-            "_get_per_token_logps_and_entropies was called with another model than the one that the loss is given. "
-            "Pass that argument, not self.model. The reference's log-probabilities are inputs['ref_per_token_logps'] "
-            "(where beta is not 0)."
+            "_get_per_token_logps_and_entropies must be called with the model that the loss receives, not with "
+            "self.model. The reference's log-probabilities are in inputs['ref_per_token_logps'] (if beta is not 0)."
         )
     if np.shape(input_ids) != np.shape(ids) or int(logits_to_keep) != completion:
         raise TypeError(
@@ -329,10 +328,9 @@ class PolicyInPass:
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         raise TypeError(
-            "The model was called in a loss of completions, which never computes whole logits. Their "
-            "log-probabilities and entropies are those of self._get_per_token_logps_and_entropies(model, input_ids, "
-            "attention_mask, logits_to_keep, compute_entropy=True), or in a distillation of "
-            "self._get_per_token_divergences(model)."
+            "The model cannot be called in a loss on completions, because full logits are never materialized. Use "
+            "self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, "
+            "compute_entropy=True), or, in distillation, self._get_per_token_divergences(model)."
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -91,9 +91,9 @@ def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]
     if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
         told.add("num_proc")
         logger.warning(
-            "dataset_num_proc=%d: %s is tokenized in this process alone: JAX already runs in it, and processes that "
-            "fork next to its threads can deadlock. A trainer that is given its model's name, and is the first of its "
-            "process, tokenizes before JAX starts.",
+            "dataset_num_proc=%d: %s is tokenized in this process only, because JAX is already running and forking a "
+            "multithreaded process can deadlock. The first trainer of a process tokenizes before JAX starts if it is "
+            "given the model's name instead of a loaded model.",
             asked,
             argument(name),
         )

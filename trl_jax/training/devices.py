@@ -211,8 +211,7 @@ class RematFallback:
                 return program
             self._refused.append((step, sizes))
             logger.info(
-                "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
-                "%s of the %.2f GB there are.",
+                "gradient_checkpointing recomputes whole layers: saving matrix products would take %s of %.2f GB.",
                 "more" if needed is None else f"{needed / 1e9:.2f}",
                 self._room / 1e9,
             )
@@ -298,7 +297,7 @@ def _limit() -> int | None:
 # A private folder for programs that this process will run.
 
 
-_WHY = "and this process would run what they put there. Take a folder that only you can access, as after `chmod 700`."
+_WHY = "and this process would execute files placed there. Use a directory that only you can access (chmod 700)."
 
 
 def own_folder(path: str | Path) -> Path:
@@ -324,7 +323,7 @@ def own_folder(path: str | Path) -> Path:
 def _check(folder: Path, status: os.stat_result, inside: bool) -> None:
     """inside: files will be written directly into this folder, so a sticky bit does not protect it."""
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{folder} is no folder.")
+        raise NotADirectoryError(f"{folder} is not a directory.")
     _check_owner(folder, status)
     others = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
     if others and (inside or not status.st_mode & stat.S_ISVTX):

@@ -40,18 +40,18 @@ def exact_layout(
     if asked == "padded":
         return "padded", ""
     if not backend.takes_packed:
-        return "padded", "this model reads whole rows, not texts laid end to end"
+        return "padded", "this model does not support several texts in one row"
     if compares and backend.virtual.count:
-        return "padded", "the reference reads the texts of a row without the virtual tokens before them"
+        return "padded", "the reference model does not see the virtual tokens before each text"
     if backend.drops_out and not args.disable_dropout:
-        return "padded", "attention along packed rows knows no dropout, which the model or its adapter has"
+        return "padded", "packed attention does not support dropout, which the model or its adapter uses"
     if args.neftune_noise_alpha:
-        return "padded", "with neftune_noise_alpha each text gets noise of its own, also where two begin alike"
+        return "padded", "with neftune_noise_alpha each text gets its own noise, even if two have the same beginning"
     if asked == "auto" and args.device.type == "cuda" and striped:
-        reason = "texts that are divided over GPUs have no kernel along packed rows; batch_layout='shared' uses XLA"
+        reason = "there is no GPU kernel for packed rows split over devices; batch_layout='shared' uses XLA's"
         return "padded", reason
     if not backend.causal:
-        reason = "the tokens of this model see what comes after them, so answers do not begin alike"
+        reason = "this model's attention is bidirectional, so a shared prompt depends on what follows it"
         return "packed", reason if asked == "shared" else ""
     by_text = by_rows(args, striped=striped, branches=branches)
     if asked == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
@@ -60,7 +60,7 @@ def exact_layout(
             "the TPU kernel does not support windows with shared prompts; batch_layout='shared' shares them",
         )
     if backend.draws_experts:
-        reason = "routers of this model draw experts for each text, also where two begin alike"
+        reason = "this model's routers sample experts for each text, even if two have the same beginning"
         return "packed", reason if asked == "shared" else ""
     return ("shared" if asked == "auto" else asked), ""
 

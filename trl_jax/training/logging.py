@@ -67,7 +67,7 @@ def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> 
         reason: why it is not the requested layout; "" if it is.
         own_loss: whether the script overrides the loss.
     """
-    why = "the script's own loss gets whole rows" if own_loss else reason
+    why = "a user-defined loss receives whole rows" if own_loss else reason
     tell(told, "layout", f"Layout {layout}: {why or _LAYOUTS[layout]}.")
 
 
@@ -88,7 +88,7 @@ def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None
 
 def tell_first(told: set[str], what: str) -> None:
     """Print that the first evaluation or generation is being compiled."""
-    tell(told, what, f"Compiling the {what}; the first one takes longer than the others.")
+    tell(told, what, f"Compiling the {what}: the first one takes longer than the others.")
 
 
 def _from_home(folder: str) -> str:

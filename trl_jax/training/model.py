@@ -216,7 +216,7 @@ def load_policy(
     """
     loaded = isinstance(checkpoint, PreTrainedModel)
     if loaded and adapter is not None and _has_this_adapter(checkpoint, adapter):
-        logger.warning("peft_config says what the model's adapter is already, which is trained. Leave peft_config out.")
+        logger.warning("peft_config has no effect: the model already has this adapter, which is trained. Leave it out.")
         adapter = None
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")

@@ -217,13 +217,15 @@ class NonFiniteGuard:
         values = f"loss {float(loss)}, grad_norm {float(norm)}{', update not finite' if finite else ''}"
         what = f"Step {self._step}: {values}, on rows {_some(batch.rows)} of train_dataset."
         if len(self._bad_steps) < self._patience:
-            logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, self._patience)
+            logger.warning(
+                "%s The update was skipped. After %d such steps in a row the run ends.", what, self._patience
+            )
             return
         raise FloatingPointError(
             f"{what} Steps {_some(self._bad_steps)} in a row were not finite. "
-            f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} The weights are those from before step "
-            f"{self._bad_steps[0]}, and every checkpoint is good: lower learning_rate or max_grad_norm, or look at "
-            "these rows, and resume."
+            f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} Their updates were skipped, so the "
+            "weights and all checkpoints are finite. Lower learning_rate or max_grad_norm, or inspect these rows, and "
+            "resume."
         )
 
 

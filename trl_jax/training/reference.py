@@ -205,8 +205,8 @@ def check_sync(model: Any) -> None:
     if isinstance(model.backend, AdaptedBackend):
         raise NotImplementedError(
             "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
-            "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
-            "weights."
+            "reference is the base model, which training an adapter does not change. Leave sync_ref_model out, or "
+            "train all weights."
         )
 
 

@@ -270,8 +270,8 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
     then = point.manifest["dataset"]
     if then != now:
         raise ValueError(
-            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, then {then}): its "
-            "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
+            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, was {then}), so the saved "
+            "data position does not apply. Pass the same rows, tokenizer and max_length, or "
             "ignore_data_skip=True to restart the epoch with these rows."
         )
 
@@ -306,9 +306,9 @@ def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
     changed = sorted(path for path in then.keys() & now if then[path] != now[path])
     if changed:
         raise ValueError(
-            f"{saved.folder} was trained on other frozen weights than this model has: {listed(changed, 4)}. An adapter "
-            "belongs to the weights that it was trained on. Pass the model that the run began with; one that a script "
-            "has changed is in no file until save_pretrained() writes it."
+            f"{saved.folder} was trained with other frozen weights than this model has: {listed(changed, 4)}. An "
+            "adapter only fits the weights that it was trained with. Pass the model that the run started from; if the "
+            "script modified it in memory, save it with save_pretrained() first."
         )
 
 
@@ -319,9 +319,9 @@ def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
         return
     told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
     raise ValueError(
-        f"{saved.folder} is in the middle of an epoch in the order of {told}. {found} of this run give another order, "
-        "in which some rows would be repeated and others skipped. Pass the same values (data_seed=None means seed's), "
-        "or ignore_data_skip=True to restart the epoch in the new order."
+        f"{saved.folder} was saved in the middle of an epoch whose row order came from {told}. With {found}, this run "
+        "has another order, which would repeat some rows and skip others. Pass the same values (data_seed=None uses "
+        "seed), or ignore_data_skip=True to restart the epoch in the new order."
     )
 
 
@@ -330,8 +330,8 @@ def _log_libraries(folder: Path, then: dict[str, str]) -> None:
     changes = [f"{name}: {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
     if changes:
         logger.warning(
-            "Resuming with other versions than %s was written with: %s. The numbers may differ in their last digits "
-            "from those of an uninterrupted run.",
+            "Resuming with other library versions than %s was saved with: %s. The last digits may differ from an "
+            "uninterrupted run.",
             folder,
             "; ".join(changes),
         )
@@ -697,11 +697,11 @@ def optimizer_state(
         model: the trained model.
         load: reads weights from a folder.
     """
-    logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
+    logger.warning("%s has no manifest, so its files cannot be verified.", folder)
     for name in ("torch", "peft") if (folder / ADAPTER).is_file() else ("torch",):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # the stub of `python -m trl_jax` has no file
-            logger.warning("%s takes %s to read, which is not installed: AdamW's moments restart from zero.",
+            logger.warning("Reading %s requires %s, which is not installed: AdamW's moments restart from zero.",
                            folder / OPTIMIZER_torch_state, name)  # fmt: skip
             return fresh
     with tempfile.TemporaryDirectory() as aside:

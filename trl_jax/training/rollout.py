@@ -648,8 +648,8 @@ class OwnRollout:
         ids = [list(map(int, own)) for own in outputs[0]]
         if len(ids) != len(prompts) or (images is not None and ids != given):
             raise ValueError(
-                f"{self.name}._tokenize_prompts returned {len(ids)} prompts for {len(prompts)}; expected the ids of "
-                "each, and of prompts with images those that super() gave."
+                f"{self.name}._tokenize_prompts returned {len(ids)} prompts for {len(prompts)}; expected one list of "
+                "ids per prompt, and for prompts with images the ids that super() returned."
             )
         return ids, images
 
@@ -686,17 +686,15 @@ class OwnRollout:
 
     def _within(self, name: str) -> tuple[int, str]:
         if self._now is None:
-            raise RuntimeError(
-                f"{name} of {self.name} can only be called as super()'s, by the method of the same name."
-            )
+            raise RuntimeError(f"{name} of {self.name} can only be called as super().{name}(...) from an override.")
         return self._now
 
     def _taken(self, name: str) -> tuple[Any, Any]:
         """The result of the method's `super()`."""
         if name not in self._made:
             raise RuntimeError(
-                f"{self.name}.{name} did not call super().{name}(...), which completions come from. Call it and change "
-                "its result, or pass a rollout_func."
+                f"{self.name}.{name} did not call super().{name}(...), which generates the completions. Call it and "
+                "change its result, or pass a rollout_func."
             )
         return self._made.pop(name)
 

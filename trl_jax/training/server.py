@@ -148,8 +148,8 @@ class ServerPolicy:
                 times = {"weight_sync": seconds, "generation": found.seconds, "rollout_wait": waited}
                 return Completions(found.completions, found.logps, {f"perf/{name}_s": s for name, s in times.items()})
             raise ServerError(
-                f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server is started again "
-                "and again. Give each run a server of its own."
+                f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server keeps restarting. "
+                "Use one server per run."
             ) from lost
 
         return completions

@@ -233,8 +233,8 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
             )
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         raise ValueError(
-            "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the evaluation "
-            "decides, as in metric_for_best_model='loss'."
+            "save_strategy='best' requires metric_for_best_model, the evaluation metric to compare checkpoints by, "
+            "such as metric_for_best_model='loss', got None."
         )
 
 
@@ -472,14 +472,13 @@ def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel
     names = " and ".join(sorted(own_loss))
     if own_loss and policy.backend.virtual.count:
         raise TypeError(
-            f"The trainer's own {names} would get logits of the texts only, and the "
-            "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
+            f"An overridden {names} would receive logits for the text tokens only, but the first token of a text is "
+            "predicted by the virtual tokens before it. Remove the override, or use a LoraConfig."
         )
     if own_loss and task.head == "lm" and task.axis == "read":
         raise TypeError(
-            f"The trainer's own {names} would be given whole logits, and the loss of "
-            f"{type(task).__name__} needs numbers of each token as well. Leave the method out, and write a "
-            "task with another loss."
+            f"An overridden {names} would receive logits, but the loss of {type(task).__name__} also needs per-token "
+            "values. Remove the override, and write a task with another loss."
         )
 
 

@@ -312,8 +312,8 @@ def optimizer_with_decay(
         decayed[path] = wanted.issuperset(of_path)
         if not decayed[path] and (some := sorted(wanted.intersection(of_path))):
             raise ValueError(
-                f"get_decay_parameter_names gives {some[0]} and not {sorted(set(of_path) - wanted)[0]}, which are one "
-                "array in trl_jax. Give both, or none."
+                f"get_decay_parameter_names returned {some[0]} but not {sorted(set(of_path) - wanted)[0]}, which "
+                "trl_jax stores in one array. Return both or neither."
             )
     return _optimizer(choice, backend, args, max_steps, decayed)
 

@@ -58,8 +58,8 @@ class WrittenInTorch(TypeError):
         self.line = line
         self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
         super().__init__(
-            f"compute_loss gets JAX arrays, which torch does not accept and whose methods are NumPy's: `{line}`; "
-            f"{self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
+            f"compute_loss receives JAX arrays: torch functions do not accept them, and their methods follow NumPy: "
+            f"`{line}`; {self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
         )
 
 
@@ -69,7 +69,7 @@ class NeedsValues(WrittenInTorch):
     def __init__(self, line: str, ways_out: str):
         self.line, self.instead = line, "choose with jnp.where, bound with jnp.minimum"
         TypeError.__init__(
-            self, f"compute_loss is compiled, so arrays have no values when it is called: `{line}`. {ways_out}"
+            self, f"compute_loss is traced and compiled, so its arrays have no concrete values: `{line}`. {ways_out}"
         )
 
 
@@ -94,10 +94,9 @@ def torch_explained() -> Iterator[None]:
         if line is not None and _SAYS_TORCH.search(line):
             raise WrittenInTorch(line, error) from error
         ways_out = (
-            "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
-            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
-            "model(...), not self.model(...). What is to be logged is appended to self._metrics[mode][name] as an "
-            "array."
+            "Use jnp.where for conditions and jnp.minimum for bounds; float(), .item(), if and self.log need concrete "
+            "values. self.state.global_step and epoch are traced, too. Call model(...), not self.model(...). To log a "
+            "number, append the array to self._metrics[mode][name]."
         )
         raise NeedsValues(str(error) if line is None else line, ways_out) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -250,8 +249,8 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
 
     def called(*given: Any) -> Any:
         raise TypeError(
-            "compute_loss calls self.model, whose outputs have no gradient there. Call the model that the method is "
-            "given: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
+            "compute_loss calls self.model, whose outputs have no gradient inside it. Call the model that the method "
+            "receives: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
         )
 
     refused = dict.fromkeys(READ, asked) | {"_called": called}
@@ -265,10 +264,10 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
 
 def read_in_jax() -> TypeError:
     return TypeError(
-        "compute_loss reads the model's parameters, which have no gradient there; compute the loss from the outputs of "
-        "model(...). For a penalty on weights, set weight_decay, or return it from create_optimizer, as in "
-        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To look at parameters, read them before "
-        "train()."
+        "compute_loss reads the model's parameters, which have no gradient inside it; compute the loss from the "
+        "outputs of model(...). For a penalty on weights, set weight_decay, or return a chain from create_optimizer, "
+        "such as optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To inspect parameters, read them "
+        "before train()."
     )
 
 

@@ -447,8 +447,8 @@ class Loop:
             return
         if events.state.global_step == 0:
             raise ValueError(
-                "train_dataset gave no batch, so there is nothing to train on. If it is a stream, max_length may have "
-                "removed every row."
+                "train_dataset yielded no batch, so there is nothing to train on. If it is streaming, max_length may "
+                "have dropped every row."
             )
         logger.warning(
             "train_dataset ended before max_steps=%d: training stops at step %d.",

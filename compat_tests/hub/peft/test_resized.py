@@ -174,5 +174,7 @@ def test_a_resume_on_other_frozen_weights_is_refused(dtype, checkpoint, tmp_path
     with torch.no_grad():
         other.model.layers[0].mlp.down_proj.weight[0, 0] += 1
     other = trainer_of("SFT", other, tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="on other frozen weights than this model has: decoder.layers.mlp.down.weight"):
+    with pytest.raises(
+        ValueError, match="with other frozen weights than this model has: decoder.layers.mlp.down.weight"
+    ):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
