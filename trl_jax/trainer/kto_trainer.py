@@ -97,8 +97,8 @@ class KTOTrainer(ReferenceTrainer):
         )  # fmt: skip
 
     def _compute_kl_logps(self, model: Any, batch: dict[str, Any]) -> Any:
-        """The log-probabilities `[B]` of answers to other prompts, without a gradient, for a loss of the script's own.
-        None where the loss does not estimate the KL divergence."""
+        """The log-probabilities `[B]` of completions paired with other rows' prompts, without gradient, for a
+        user-defined loss. None if the loss type does not estimate the KL divergence."""
         if not self.calculate_KL:
             return None
         ids, counted = batch["KL_input_ids"], batch["KL_completion_mask"]

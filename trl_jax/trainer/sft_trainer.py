@@ -170,10 +170,10 @@ class SFTTrainer(BaseTrainer):
         formatting_func: Callable | None,
         dataset_name: str,
     ) -> Any:
-        """The rows as they are tokenized, with TRL's columns. A script may override it and return rows of its own.
+        """The tokenized rows, with TRL's columns. A script may override it and return its own rows.
 
         Raises:
-            ValueError: `packing` or `formatting_func` is not the trainer's.
+            ValueError: `packing` or `formatting_func` differs from the trainer's.
         """
         wanted = self.args.packing if dataset_name == "train" else packing
         if formatting_func is not self._formatting_func or packing != wanted:
