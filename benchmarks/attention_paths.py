@@ -1,9 +1,9 @@
-"""Each way that attention is computed on this machine's device, against the formula in float64 on the host: largest
-difference of results and gradients by their scale, and milliseconds of a forward and backward pass.
+"""Compare each attention implementation on this machine's device with the formula in float64 on the host: the largest
+relative error of results and gradients, and milliseconds of a forward and backward pass.
 
-Pairs of texts with a common beginning fill packed rows: `rows` computes them text by text (cuDNN's kernel in bfloat16
-on NVIDIA GPUs), `blocks` along the packed row in plain XLA, `padded` one text a row in plain XLA. `packed` are texts
-that share nothing, which cuDNN's kernel reads where they lie.
+Packed rows are filled with pairs of texts that share a prefix: `rows` computes them text by text (cuDNN in bfloat16 on
+NVIDIA GPUs), `blocks` on packed rows in plain XLA, `padded` one text per row in plain XLA. In `packed`, texts share
+nothing, so that cuDNN reads the packed rows directly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _drawn(args: Any, apart: bool) -> tuple:
 
 
 def _apart(args: Any) -> tuple:
-    """As `drawn` of the tests, of texts that share nothing."""
+    """As `drawn` of the tests, but with texts that share no prefix."""
     import numpy as np
 
     from trl_jax.core.outputs import Packed
