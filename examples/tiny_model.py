@@ -48,7 +48,7 @@ def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed
     """Write a tokenizer, config.json and model.safetensors to `folder`.
 
     Args:
-        texts: to train the tokenizer on.
+        texts: training data of the tokenizer.
         shape: overrides entries of CONFIG.
     """
     folder = Path(folder)
