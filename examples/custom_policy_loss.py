@@ -22,7 +22,7 @@ from trl_jax.tasks import Batch, OnlineTask, weighted_loss
 
 @dataclass(frozen=True)
 class SpoTask(OnlineTask):
-    """SPO: the optimal ratio of each token is 1 + `epsilon` or 1 - `epsilon`, by the sign of its advantage."""
+    """SPO: the optimal ratio is 1 + `epsilon` or 1 - `epsilon`, by the advantage."""
 
     epsilon: float = 0.2
 

@@ -21,7 +21,7 @@ from trl_jax.tasks import Batch, LossBatch, PairTask, weighted_loss
 
 @dataclass(frozen=True)
 class DpoPositiveTask(PairTask):
-    """DPO whose margin is reduced if a chosen answer becomes less likely than under the reference."""
+    """DPO with a penalty on chosen answers that the reference finds more likely."""
 
     beta: float = 0.1
     penalty: float = 5.0
