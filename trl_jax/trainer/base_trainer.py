@@ -96,8 +96,8 @@ class BaseTrainer(abc.ABC):
         parts: the components of the run: training loop, evaluator, checkpointer, forward pass.
     """
 
-    _name: ClassVar[str]  # in the default output directory, "<model>-<name>"
-    _tag_names: ClassVar[list[str]]  # of the model card
+    _name: ClassVar[str]  # the default output directory is "<model>-<name>"
+    _tag_names: ClassVar[list[str]]  # tags for the model card
     _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number, for the model card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
@@ -143,7 +143,7 @@ class BaseTrainer(abc.ABC):
 
     @abc.abstractmethod
     def make_task(self) -> Task:
-        """Make the task from the current `self.args`; called at construction and before each step and evaluation."""
+        """Create the task from the current `self.args`; called at construction and before each step and evaluation."""
 
     @api_boundary
     def __init__(
@@ -214,7 +214,7 @@ class BaseTrainer(abc.ABC):
                 f"data_collator is a {type(data_collator).__name__}, which is for rows with images, but train_dataset "
                 "has no images. Leave it out."
             )
-        self.accelerator = Accelerator(args, self.end)  # starts JAX's devices, so after rows are prepared
+        self.accelerator = Accelerator(args, self.end)  # starts JAX's backend, so only after rows are prepared
         if self.data_collator is None:
             self._data_collator = self._collator()
         self.parts = setup.assemble(
@@ -571,7 +571,9 @@ class BaseTrainer(abc.ABC):
     train_dataset = _editable("train_dataset", "The prepared training set.")
     eval_dataset = _editable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 
-    is_fsdp_enabled = is_deepspeed_enabled = False  # recipes read these before saving, which is always the same here
+    is_fsdp_enabled = is_deepspeed_enabled = (
+        False  # scripts read these before saving, which does not depend on them here
+    )
 
     @property
     def is_in_train(self) -> bool:
@@ -693,11 +695,11 @@ class BaseTrainer(abc.ABC):
         callbacks.log_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` into `args.output_dir`, and update all_results.json there if `combined`."""
+        """Write `<split>_results.json` to `args.output_dir`, and update all_results.json there if `combined`."""
         callbacks.save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     def save_state(self) -> None:
-        """Write trainer_state.json into `args.output_dir`."""
+        """Write trainer_state.json to `args.output_dir`."""
         write_whole(Path(self.args.output_dir) / STATE_FILE, state_text(self.state))
 
     def end(self) -> None:

@@ -104,8 +104,7 @@ Weights = dict[str, np.ndarray]
 
 class BEMACallback(TrainerCallback):
     r"""Keeps a bias-corrected exponential moving average (BEMA) of the trainable weights, and saves the model with it
-    to `output_dir/bema` at the end of training (https://huggingface.co/papers/2508.00180). Training itself is
-    unaffected.
+    to `output_dir/bema` after training (https://huggingface.co/papers/2508.00180). Training itself is unaffected.
 
     Let $\theta_0$ be the weights at step `update_after`. After every further `update_freq` steps, at step $t$:
 

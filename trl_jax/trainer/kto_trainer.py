@@ -38,7 +38,7 @@ class KTOTrainer(ReferenceTrainer):
             of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
             in `args.model_init_kwargs["dtype"]` ("float32" by default).
         ref_model: the reference model, in the same forms. None: the model before training; with a new adapter, the
-            model without it; with an adapter that the model came with, a copy of that adapter.
+            model without it; with an adapter that the model already had, a copy of that adapter.
         args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
         data_collator: a DataCollatorForUnpairedPreference; only its `pad_to_multiple_of` is used; for rows with
             images a DataCollatorForVisionUnpairedPreference, whose options replace those of `args`.

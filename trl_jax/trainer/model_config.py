@@ -91,7 +91,7 @@ class ModelConfig:
 
     @property
     def trust_remote_code(self) -> bool:
-        """False: code from a model repository is never run. In TRL this moved to the trainers' configs."""
+        """False: a model's own code is never run. In TRL this became an argument of the trainers' configs."""
         return False
 
     @property

@@ -265,8 +265,7 @@ def _checked_sources(reward_funcs: Any, judge: Any) -> list[Any]:
 
 
 def beta_of(beta: float | list[float], epoch: int) -> float:
-    """The value of `beta` in this epoch: a list has one value per epoch, and the last one also applies to later
-    epochs."""
+    """The value of `beta` in this epoch: a list has one value per epoch, and the last one applies to later epochs."""
     return beta[min(epoch, len(beta) - 1)] if isinstance(beta, list) else beta
 
 
@@ -357,8 +356,7 @@ class PairWriter:
     def _scores(
         self, rows: list[dict[str, Any]], prompts: list, texts: list, written: list[np.ndarray], ended: np.ndarray
     ) -> np.ndarray:
-        """The weighted sum of each completion's rewards, minus `missing_eos_penalty` if it did not end; float32
-        `[2B]`."""
+        """The weighted sum of each completion's rewards, less `missing_eos_penalty` without EOS; float32 `[2B]`."""
         args, pad = self.setup.args, self.setup.processing_class.pad_token_id
         longest = max(map(len, written))
         padded = [[*tokens.tolist(), *[pad] * (longest - len(tokens))] for tokens in written]

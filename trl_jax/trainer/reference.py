@@ -269,8 +269,7 @@ class ReferenceTrainer(BaseTrainer):
         return balance_experts(model, args.router_aux_loss_coef)
 
     def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel | None:
-        """The reference that the step evaluates; None without a reference, or if its log-probabilities are
-        precomputed."""
+        """The reference that the step evaluates; None if there is none or its log-probabilities are precomputed."""
         if not task.compared:
             self._refuse_reference(args, task)
         if not task.compared or args.precompute_ref_log_probs:

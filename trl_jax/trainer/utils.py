@@ -1,5 +1,4 @@
-"""Helpers that scripts import from `trl.trainer.utils`, for JAX and NumPy arrays. Those for losses also take
-tensors."""
+"""Helpers that scripts import from `trl.trainer.utils`, for JAX and NumPy arrays, and, for losses, torch tensors."""
 
 from __future__ import annotations
 
