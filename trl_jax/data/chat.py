@@ -146,7 +146,7 @@ def warn_of_shared_pad(tokenizer: Any) -> None:
 
 @cache
 def _warn_shared(token: str) -> None:
-    """Warn once per process and token, thanks to the cache."""
+    """Warn once per process and token (cached)."""
     logger.warning(
         "pad_token and eos_token are both %r, so the score is read at the last token before the EOS, as in TRL. Set "
         "RewardConfig(pad_token=...) to another token to read the score at the EOS.",
@@ -346,7 +346,7 @@ def errors_of_template(where: str) -> Iterator[None]:
             f"steps; the limits are {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Fix the template, "
             "or leave the row out."
         ) from error
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # templates may raise any exception
         error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{where}: raised by the tokenizer's chat template.")
         raise

@@ -33,8 +33,7 @@ class Buckets:
     serves_from: tuple[int, ...] = ()
 
     def __call__(self, tokens: int, step: int = EARLY) -> int:
-        """The smallest length >= `tokens` that is available at this step, or the smallest one if none is available
-        yet."""
+        """The smallest length >= `tokens` available at this step; the smallest of all if none is available yet."""
         fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
         serving = [number for number in fitting if not self.serves_from or self.serves_from[number] <= step]
         if fitting:

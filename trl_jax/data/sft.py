@@ -133,7 +133,7 @@ def marked_template(tokenizer: Any) -> str | None:
 
 @cache
 def _training_template(chat_template: str) -> str:
-    return training_template(chat_template)  # once per process: rows with images ask while the model trains
+    return training_template(chat_template)  # computed once per process: rows with images call this during training
 
 
 def warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:

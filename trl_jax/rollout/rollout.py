@@ -64,7 +64,7 @@ class RolloutSteps:
     seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
     num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
     generated: whether the first step since the last log generated "before" its micro-batches, "within" them, or not at
-        all ("after"); None before the first step. Determines the order of the logged metrics.
+        all ("after"); None if there was no step. Determines the order of the logged metrics.
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
     at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
         schedule-free optimizer, these differ from the averaged parameters that evaluation uses.

@@ -100,7 +100,7 @@ class Calls:
                 function = _called(call, name, functions)
                 result = function(**call["function"]["arguments"])
                 (waiting if is_async(function) else done).append((name, result))
-            except Exception as error:  # a tool may raise anything
+            except Exception as error:  # tools may raise any exception
                 done.append((name, self._failed(error)))
         results = self._loop.run([_outcome(coroutine) for _, coroutine in waiting]) if waiting else []
         for (name, _), result in zip(waiting, results, strict=True):
@@ -275,10 +275,10 @@ def _name(call: Any) -> str:
 
 
 async def _outcome(coroutine: Coroutine) -> Any:
-    """The result of a coroutine, or the exception that it raised."""
+    """Await a coroutine; return its result, or the exception that it raised."""
     try:
         return await coroutine
-    except Exception as error:  # a tool may raise anything
+    except Exception as error:  # tools may raise any exception
         return error
 
 
