@@ -1,5 +1,5 @@
 """Compare each attention implementation on this machine's device with the formula in float64 on the host: the largest
-relative error of results and gradients, and milliseconds of a forward and backward pass.
+error of results and gradients, relative to the largest value, and milliseconds of a forward and backward pass.
 
 Packed rows are filled with pairs of texts that share a prefix: `rows` computes them text by text (cuDNN in bfloat16 on
 NVIDIA GPUs), `blocks` on packed rows in plain XLA, `padded` one text per row in plain XLA. In `packed`, texts share

@@ -1,5 +1,4 @@
-"""Compare runs on this machine's accelerator with the same runs on its CPU, which match TRL within the parity
-tolerances.
+"""Compare runs on this machine's accelerator with the same runs on its CPU, which match TRL.
 
 In each case a small model is trained for some steps, in float32 and bfloat16 and in each layout. Reports the largest
 differences of logged numbers and final weights.

@@ -117,7 +117,7 @@ def forked(trainer: str, folder: Path, out: Path, kill_after: float | None) -> t
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     said = b""
-    while part := os.read(read, 4096):  # until it has ended
+    while part := os.read(read, 4096):  # until the child exits
         said += part
     os.close(read)
     _, status = os.waitpid(child, 0)

@@ -1,5 +1,4 @@
-"""Compare loss and gradients of a step in the packed and shared layouts with the padded one, for all native
-decoders."""
+"""Compare a step's loss and gradients in the packed and shared layouts with the padded one, for all native decoders."""
 
 from __future__ import annotations
 

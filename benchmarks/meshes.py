@@ -98,8 +98,7 @@ def race(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def report(found: list[dict]) -> None:
-    """Print the worst gaps for each model, layout and way, to one device and to TRL; then what exceeds the
-    tolerances."""
+    """Print the worst gaps for each model, layout and way, to one device and to TRL; then those beyond tolerances."""
     for yardstick in YARDSTICKS:
         kinds = itertools.groupby(sorted(found, key=_kind), _kind)
         table = [(kind, [row[yardstick] for row in rows]) for kind, rows in kinds]

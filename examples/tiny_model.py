@@ -1,7 +1,7 @@
 """Build a llama that is small enough to train within seconds. Nothing is downloaded.
 
 The result is an ordinary Hugging Face checkpoint of a causal language model with random weights. `RewardTrainer`
-replaces its language model head by a score head.
+replaces its language model head with a score head.
 """
 
 from __future__ import annotations
