@@ -432,7 +432,7 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
     """Group rows of similar length, like transformers' LengthGroupedSampler with this `order`.
 
     Megabatches of up to 50 batches are sorted by length; there are at least four per epoch if there are enough batches.
-    The longest row comes first, so that running out of memory happens in the first step.
+    The longest row comes first, so that an out-of-memory error occurs in the first step.
     """
     run = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
     runs = [sorted(order[i : i + run], key=lambda row: lengths[row], reverse=True) for i in range(0, len(order), run)]

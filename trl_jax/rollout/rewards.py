@@ -111,9 +111,7 @@ def check_signature(
         helpers: see `RewardFunctions`.
     """
     try:
-        signature = inspect.signature(
-            function, follow_wrapped=False
-        )  # a wrapper may take more arguments than what it wraps
+        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
     except (TypeError, ValueError):  # callables implemented in C may have no signature
         return
     parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *helpers)

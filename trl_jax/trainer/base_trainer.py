@@ -571,9 +571,8 @@ class BaseTrainer(abc.ABC):
     train_dataset = _editable("train_dataset", "The prepared training set.")
     eval_dataset = _editable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 
-    is_fsdp_enabled = is_deepspeed_enabled = (
-        False  # scripts read these before saving, which does not depend on them here
-    )
+    # Scripts read these before saving, which does not depend on them here.
+    is_fsdp_enabled = is_deepspeed_enabled = False
 
     @property
     def is_in_train(self) -> bool:

@@ -548,9 +548,7 @@ class OnlineTrainer(RolloutTrainer):
 
     config_class = OnlineConfig
     _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
-    _reward_helpers: ClassVar[tuple[str, ...]] = (
-        HELPERS  # arguments that reward functions get in addition to the columns
-    )
+    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # arguments that reward functions get besides the columns
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
     _ref_model: Any = None  # passed by scripts of TRL up to 0.21; None: the policy before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))

@@ -314,9 +314,8 @@ class ReferenceTrainer(BaseTrainer):
         own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
         reference, plan = setup.divide_reference(reference, run.sharding_plan)
-        comparing = dataclasses.replace(
-            run, reference=reference, sharding_plan=plan
-        )  # a copy whose passes evaluate the reference
+        # A copy of the setup whose passes evaluate the reference.
+        comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)
         facts = {name: getattr(self, name) for name in self._changes_logps}
         options = {"batch_size": batch_size, "name": name, "facts": facts}
         return precomputed(comparing, dataset, columns, **options)
