@@ -27,6 +27,7 @@ import trl_jax.trainer.reward_trainer  # noqa: F401
 from compat_tests import tiny
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.training.checkpoint import RECORD
 
 CONFIG = {
     "save_steps": 2, "save_total_limit": 2, "logging_steps": 3, "num_train_epochs": 3, "gradient_accumulation_steps": 2,
@@ -132,7 +133,7 @@ def outcome(out: Path) -> dict[str, bytes]:
     """What is compared: weights, optimizer and other training state, logs, tables of completions, and the names of all
     files in the folder, except the record that a run leaves if it starts from scratch next to checkpoints of the killed
     run."""
-    names = sorted(path.name for path in out.iterdir() if path.name != ".trl_jax.training.state")
+    names = sorted(path.name for path in out.iterdir() if path.name != RECORD)
     files = [out / "final" / "model.safetensors", out / "logs.json", *out.glob("checkpoint-*/model.safetensors")]
     files += [*out.glob("checkpoint-*/training_state/arrays.safetensors"), *out.glob("completions/*")]
     return {"names": repr(names).encode()} | {str(path.relative_to(out)): path.read_bytes() for path in sorted(files)}

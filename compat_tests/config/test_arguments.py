@@ -482,7 +482,9 @@ def test_a_step_of_too_many_pairs_names_both_that_make_it():
 
 @pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
 def test_betas_of_one_are_refused_where_they_are_used(name):
-    assert verdict(**{name: 1.0}) == ([f"{name} must be a number of at least 0 and below 1, got 1.0."], [])
+    refused = [f"{name} must be a number of at least 0 and below 1, got 1.0."]
+    assert verdict(**{name: 1.0})[0] == verdict(**{name: 1.0}, optim="ademamix")[0] == refused
+    assert verdict(**{name: 1.0}, optim="lion_32bit")[0] == refused
     assert verdict(**{name: 1.0}, optim="sgd") == ([], [])
 
 

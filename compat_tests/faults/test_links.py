@@ -94,7 +94,7 @@ def test_sweeping_goes_through_no_link(name, run_dir, elsewhere):
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(run_dir):
     (run_dir / "checkpoint-3").mkdir()
     os.mkfifo(run_dir / "checkpoint-3" / "manifest.json")
-    with pytest.raises(BrokenCheckpoint, match="manifest.json is no file, so nothing tells"):
+    with pytest.raises(BrokenCheckpoint, match="manifest.json is not a file, so the checkpoint cannot be verified"):
         read_manifest(run_dir / "checkpoint-3")
     save(run_dir, 2)
     assert find(True, str(run_dir)).state.global_step == 2

@@ -101,7 +101,7 @@ def test_row11_the_layer_is_named(run):
     params = trained.model.params | {path: trained.model.params[path].at[0].set(3e38)}
     batch = next(iter(trained.loader(trained.train_dataset, training=True))).arrays
     found = nan_trace(lambda p: trained.loss(p, jax.tree.map(lambda leaf: leaf[0], batch), None), params)
-    assert found.startswith("The first one arises in turn 0 (of 1, layers are scanned) in ")
+    assert found.startswith("The first one arises in iteration 0 of 1 of a scan (over layers or blocks) in ")
 
 
 def test_row11_bad_weights_never_become_a_checkpoint(run, tmp_path):

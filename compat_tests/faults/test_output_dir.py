@@ -71,7 +71,7 @@ def test_a_limit_holds_for_a_run_that_is_begun_again(train, folder, caplog):
     for _ in range(3):
         train(save_total_limit=1)
     assert [name for name in names(folder) if name.startswith("checkpoint")] == ["checkpoint-4"]
-    assert "but replaces them where it needs their names" in caplog.text and "it is now" not in caplog.text
+    assert "but replaces them if it needs their names" in caplog.text and "it is now" not in caplog.text
 
 
 def test_a_second_run_goes_on_with_its_own_and_loses_nothing_of_the_first(train, folder, caplog):
@@ -270,7 +270,7 @@ def test_a_lock_that_is_no_plain_file_is_refused(kind, tmp_path):
         lock.symlink_to(target)
     if kind == "link":
         target.write_text("precious")
-    text = "is no plain file, so it cannot be the lock of a run"
+    text = "is not a regular file, so it cannot be used as the run's lock"
     with pytest.raises(FileExistsError, match=text) as error, only_run(str(lock.parent)):
         pass
     assert error.value.filename == str(lock) and os.path.lexists(lock)

@@ -140,6 +140,7 @@ def test_texts_of_one_length():
         num_of_sequences=1,
     )  # fmt: skip
     assert len(list(itertools.islice(endless, 40))) == 40
+    assert not list(trl_jax.ConstantLengthDataset(tokenizer, Dataset.from_dict({"text": []}), "text", infinite=True))
     with pytest.raises(ValueError, match="needs dataset_text_field=, such as 'text'"):
         trl_jax.ConstantLengthDataset(tokenizer, [])
 

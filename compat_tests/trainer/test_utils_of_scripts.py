@@ -127,5 +127,5 @@ def test_generate_model_card(tmp_path):
         None, "mine", "me/mine", None, [], None, None, "Reward", template_file="rm_model_card.md"
     )
     assert "text-classification" in str(reward) and "fine-tuned" not in str(reward)
-    with pytest.raises(ValueError, match="template_file='own.md' is none of lm_model_card.md, rm_model_card.md"):
+    with pytest.raises(ValueError, match="template_file='own.md' is not one of lm_model_card.md, rm_model_card.md"):
         utils.generate_model_card(**given, template_file="own.md")

@@ -47,7 +47,7 @@ def test_three_lines_come_before_the_first_step_and_one_after_the_last(folder, t
     assert compilation.startswith(f"Compiling the step for shape 1 of {shapes}, tokens ")
     assert compilation.endswith(f"programs are kept in {first_lines.jax.config.jax_compilation_cache_dir}.")
     assert first_lines._from_home(str(Path("~/a/b").expanduser())) == "~/a/b"
-    left = r"the model is in memory alone\. Next: trainer\.save_model\(\)\."
+    left = r"the model is only in memory\. Next: trainer\.save_model\(\)\."
     assert re.fullmatch(r"Trained 2 steps in [\d.]+ s; " + left, end)
     assert steps.before == [3, 3]
     trainer.train()

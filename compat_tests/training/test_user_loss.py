@@ -104,6 +104,20 @@ def test_a_loss_that_scores_nothing_in_pairs_is_logged_without_rewards(folder, t
     assert set(trainer.state.log_history[0]) == {"loss", "grad_norm", "learning_rate", "num_tokens", "epoch", "step"}
 
 
+def test_a_comment_about_torch_does_not_make_a_line_torchs(folder, tmp_path, monkeypatch):
+    def own(self, model, inputs, **how):
+        logits = model(inputs["input_ids"]).logits
+        return float(
+            logits.mean()  # as in torch
+        )
+
+    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
+    kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
+    trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
+    with pytest.raises(TypeError, match=r"no concrete values: `return float\( logits.mean\(\) \)`"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("own", "text"),
     [

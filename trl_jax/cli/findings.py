@@ -299,7 +299,7 @@ def names_in(module: str) -> frozenset[str] | None:
                 names |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
             case ast.AnnAssign() if isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.ExceptHandler():
+            case ast.If() | ast.Try() | ast.TryStar() | ast.With() | ast.For() | ast.ExceptHandler():
                 pending += ast.iter_child_nodes(node)
     return frozenset(names)
 

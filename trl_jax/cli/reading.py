@@ -405,7 +405,7 @@ class _Reader:
                 return place if _is_main(node.test) else place._replace(conditional=True, guarded=True)
             case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
                 return place._replace(conditional=True)
-            case ast.Try():
+            case ast.Try() | ast.TryStar():
                 caught = any(_catches_import_error(handler) for handler in node.handlers)
                 return place._replace(conditional=True, guarded=place.guarded or caught)
             case ast.ExceptHandler():

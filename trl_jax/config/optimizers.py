@@ -34,10 +34,10 @@ ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
 def beta(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Adam divides by 1 - beta**t, so beta must be below 1, as in torch."""
+    """Adam and AdEMAMix divide by 1 - beta**t, and Lion's average would not move, so beta must be below 1."""
     if problem := number(0)(name, value, values):
         return problem
-    if value >= 1 and "adam" in str(plain(values["optim"])):
+    if value >= 1 and any(rule in str(plain(values["optim"])) for rule in ("adam", "ademamix", "lion")):
         return must_be(name, "a number of at least 0 and below 1", value)
     return None
 

@@ -284,18 +284,18 @@ def behind_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
 
 
 def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict[str, Any]:
-    """Split the common prefix off both answers as their prompt; in texts, a space at its end stays with the answers.
+    """Split the common prefix off both answers as their prompt, as TRL's `extract_prompt`: in texts that differ, a
+    space at its end stays with the answers; if one answer begins with the other, the last message or character does.
 
     Raises:
         ValueError: the answers are conversations whose first messages differ.
     """
     pairs = zip(chosen, rejected, strict=False)
-    alike = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
-    if alike == min(len(chosen), len(rejected)):
-        alike -= 1  # an answer keeps its last message or character
-    if isinstance(chosen, str):
-        alike -= alike > 0 and chosen[alike - 1] == " "
-    alike = max(alike, 0)
+    alike = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+    if alike is None:
+        alike = max(min(len(chosen), len(rejected)) - 1, 0)
+    elif alike and chosen[alike - 1] == " ":
+        alike -= 1
     if not alike and not isinstance(chosen, str):
         raise ValueError(
             f"{where}: 'chosen' and 'rejected' begin with different messages, so no prompt can be extracted. Add a "

@@ -320,7 +320,9 @@ def parsed_message(
         if message is None:
             raise ValueError("no message")
         content = message.get("content")
-        message["content"] = content.removesuffix(tokenizer.eos_token) if isinstance(content, str) else content or ""
+        message["content"] = (
+            content.removesuffix(tokenizer.eos_token or "") if isinstance(content, str) else content or ""
+        )
         for call in message.get("tool_calls") or ():
             _settle_call(call)
         return message

@@ -416,7 +416,13 @@ def _topk(x, count, axis=-1, largest=True, is_sorted=True):
 
 
 def _histc(x, bins=100, low=0, high=0):
-    """Counts of elements in `bins` equal bins from `low` to `high`; elements outside are not counted."""
+    """Counts of elements in `bins` equal bins from `low` to `high`; elements outside are not counted. If both are 0,
+    the bins span the data; a range of width 0 is widened by 1 on either side, as in torch."""
+    if low == high == 0:
+        low, high = jnp.min(x), jnp.max(x)
+        low, high = low - (low == high), high + (low == high)
+    elif low == high:
+        low, high = low - 1, high + 1
     place = jnp.minimum(jnp.floor((x - low) * (bins / (high - low))).astype(jnp.int32), bins - 1)
     inside = (x >= low) & (x <= high)
     return jnp.zeros(bins, x.dtype).at[jnp.where(inside, place, bins)].add(1, mode="drop")
@@ -819,7 +825,14 @@ def _all(x, axis=None, keepdim=False):
 
 
 def _norm(x, p=2, axes=None, keepdim=False):
-    return jnp.sum(jnp.abs(_wide(x)) ** p, _axes(axes), keepdims=keepdim) ** (1.0 / p)
+    """torch.linalg.vector_norm. The gradient at a zero vector is 0, as in torch."""
+    size, axes = jnp.abs(_wide(x)), _axes(axes)
+    if p in (math.inf, -math.inf):
+        return (jnp.max if p > 0 else jnp.min)(size, axes, keepdims=keepdim)
+    if p == 0:
+        return jnp.sum(size != 0, axes, keepdims=keepdim).astype(size.dtype)
+    total = jnp.sum(size**p, axes, keepdims=keepdim)
+    return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1.0 / p))
 
 
 def _cumsum(x, axis):
@@ -873,7 +886,7 @@ def _dropout(x, rate, train=True, *, key):
     if not train or rate == 0.0:
         return x, jnp.ones(x.shape, bool)
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(kept, x / (1.0 - rate), 0), kept
+    return jnp.where(kept, x / (1.0 - rate), 0) if rate < 1.0 else jnp.zeros_like(x), kept
 
 
 def _bernoulli(x, probability=None, *, key):

@@ -592,7 +592,8 @@ def run(
     limit = limit.after_copies(weights, model.arrays)
     if beams is not None:
         return _searched(model, weights, request, drawing, beams, limit, progress)
-    queue = queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
+    # A watch identifies rows by their index in the batch, so it sees all of them at once.
+    queue = None if watch else queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1

@@ -226,8 +226,8 @@ def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> t
         changed = f"task_type={task!r} was changed to {own!r}, so that the head is trained too."
         saved = saved if saved[-2:] == _PEFT_SAVED else [*saved, *_PEFT_SAVED]
         return replace(lora, task_type=own, modules_to_save=saved), None if task == own else changed
-    head = next(name for name in _PEFT_HEADS if _has(modules, name))
-    if any(head.endswith(name) for name in saved):
+    head = next((name for name in _PEFT_HEADS if _has(modules, name)), None)
+    if head is None or any(head.endswith(name) for name in saved):
         return lora, None
     added = f"the head {head!r} was added to modules_to_save, so that it is trained and saved."
     return replace(lora, modules_to_save=[*saved, head]), added

@@ -100,13 +100,16 @@ class ConstantLengthDataset:
 def _read(dataset: Iterable, text_of: Callable, most: int, infinite: bool) -> Iterator[list[str]]:
     """Lists of texts with at least `most` characters in total; the last list may have fewer."""
     texts: list[str] = []
+    size, empty = 0, True
     while True:
         for row in dataset:
-            texts.append(text_of(row))
-            if sum(map(len, texts[-1:])) and sum(map(len, texts)) >= most:
+            text, empty = text_of(row), False
+            texts.append(text)
+            size += len(text)
+            if text and size >= most:
                 yield texts
-                texts = []
-        if not infinite:
+                texts, size = [], 0
+        if not infinite or empty:
             break
     if texts:
         yield texts

@@ -219,6 +219,8 @@ class Dropout(NamedTuple):
     key: jax.Array
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.rate == 1:
+            return jnp.zeros_like(x)
         kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
         return jnp.where(kept, x / (1 - self.rate), 0)
 

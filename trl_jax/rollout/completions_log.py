@@ -170,7 +170,10 @@ class CompletionsLog:
                         "values, and add columns with log_extra in a reward function."
                     )
                 for row, value in zip(self._rows[mode], values, strict=False):
-                    (row[name] if nested else row)[column.replace("advantages", "advantage")] = plain(value)
+                    if nested:
+                        row[name][column] = plain(value)
+                    else:
+                        row["advantage" if column == "advantages" else column] = plain(value)
 
     def _kept(self, values: Iterable[Any]) -> deque[Any]:
         return deque(values, maxlen=self.size)

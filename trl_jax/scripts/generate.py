@@ -189,7 +189,7 @@ def _prompt(row: Row) -> tuple[str, Any, dict[str, Any]]:
         raise ValueError(
             f"{row.where} must have the column {' or '.join(PROMPTS)}, got {', '.join(row.content) or 'no columns'}."
         )
-    options = row.content.get("chat_template_kwargs", {})
+    options = dict(row.content.get("chat_template_kwargs", {}))
     options |= {"tools": row.content["tools"]} if "tools" in row.content else {}
     return column, row.content[column], options
 

@@ -772,10 +772,8 @@ class BaseTrainer(abc.ABC):
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
-                raise ValueError(
-                    f"There is no evaluation set {eval_dataset!r}: the trainer was given "
-                    f"{', '.join(known) or 'no dict of them'}."
-                )
+                sets = f"has {', '.join(known)}" if known else "is not a dict"
+                raise ValueError(f"There is no evaluation set {eval_dataset!r}: the trainer's eval_dataset {sets}.")
             eval_dataset = known[eval_dataset]
         return self.batches(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
 

@@ -313,7 +313,7 @@ def generate_model_card(
         ValueError: `template_file` is unknown.
     """
     if (template_file or _LM_CARD) not in _TASKS_OF_CARDS:
-        raise ValueError(f"template_file={template_file!r} is none of {', '.join(_TASKS_OF_CARDS)}.")
+        raise ValueError(f"template_file={template_file!r} is not one of {', '.join(_TASKS_OF_CARDS)}.")
     task, given = _TASKS_OF_CARDS[template_file or _LM_CARD]
     data = ModelCardData(
         base_model=base_model, datasets=dataset_name, library_name="transformers", licence="license",

@@ -113,8 +113,8 @@ def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int, *, rep
     """Write a folder atomically. With `replaces`, it also replaces a folder of another run."""
     unfinished = _temporary(folder, "unfinished")
     try:
-        _check_space(folder.parent, folder, needed)
         discard(unfinished)
+        _check_space(folder.parent, folder, needed)
         unfinished.mkdir(parents=True)
         fill(unfinished)
         _publish(unfinished, folder, replaces=replaces)
@@ -410,7 +410,9 @@ def locked(path: Path) -> int:
 
 def _opened(path: Path) -> int:
     if os.path.lexists(path) and not is_file(path):
-        raise FileExistsError(errno.EEXIST, "is no plain file, so it cannot be the lock of a run. Remove it", str(path))
+        raise FileExistsError(
+            errno.EEXIST, "is not a regular file, so it cannot be used as the run's lock. Remove it", str(path)
+        )
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
@@ -773,7 +775,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     if path.exists() and not path.is_file():  # reading a pipe would block
-        raise BrokenCheckpoint(f"{path} is no file, so nothing tells whether the checkpoint is complete.")
+        raise BrokenCheckpoint(f"{path} is not a file, so the checkpoint cannot be verified.")
     try:
         text = path.read_bytes().decode()
         body = json.loads(text)

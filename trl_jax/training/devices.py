@@ -56,7 +56,7 @@ def keep_compilations() -> None:
     except OSError as error:
         logger.warning(
             "Compiled programs are not kept: %s JAX_COMPILATION_CACHE_DIR names another folder, "
-            "JAX_ENABLE_COMPILATION_CACHE=false asks for none.", error,
+            "JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.", error,
         )  # fmt: skip
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()

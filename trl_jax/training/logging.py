@@ -100,7 +100,7 @@ def _from_home(folder: str) -> str:
 def tell_trained(output_dir: str, last_step: int, steps: int, seconds: float) -> None:
     """Print where train() left the model, and what to call next."""
     folder = Path(output_dir) / f"checkpoint-{last_step}"
-    left = f"its last checkpoint is {scrubbed(str(folder))}" if folder.is_dir() else "the model is in memory alone"
+    left = f"its last checkpoint is {scrubbed(str(folder))}" if folder.is_dir() else "the model is only in memory"
     _say(f"Trained {steps:,} step{'' if steps == 1 else 's'} in {seconds:,.1f} s; {left}. Next: trainer.save_model().")
 
 

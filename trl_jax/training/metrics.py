@@ -458,10 +458,14 @@ def _on_device(model: PreTrainedModel, arrays: dict, plan: ShardingPlan | None) 
     if plan is None:
         return sum(array.nbytes for array in arrays.values()), 4 * model.num_parameters(only_trainable=True)
 
-    def on_device(arrays: dict, places: dict) -> int:
-        return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
+    def on_device(array: jax.Array, sharding: Any) -> int:
+        return array.dtype.itemsize * prod(sharding.shard_shape(array.shape))
 
-    return on_device(model.arrays, plan.params(model.arrays)), on_device(model.params, plan.gradients(model.params))
+    gradients = plan.gradients(model.params)
+    return (
+        sum(on_device(array, array.sharding) for array in arrays.values()),
+        sum(on_device(array, gradients[path]) for path, array in model.params.items()),
+    )
 
 
 def _bytes(count: int) -> str:

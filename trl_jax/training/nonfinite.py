@@ -141,7 +141,7 @@ def _scan(equation: Any, inputs: list, where: str) -> list:
     whole = sum(map(_same_rank, equation.invars, body.invars))
     consts, carry, slices, rows = inputs[: whole - carried], inputs[whole - carried : whole], inputs[whole:], []
     for turn in reversed(range(length)) if reverse else range(length):
-        inner = f"{where}in turn {turn} (of {length}, layers are scanned) "
+        inner = f"{where}in iteration {turn} of {length} of a scan (over layers or blocks) "
         outputs = _run(body, constants, [*consts, *carry, *(part[turn] for part in slices)], inner)
         carry = outputs[:carried]
         rows.append(outputs[carried:])

@@ -277,7 +277,7 @@ class LearningRate:
             return
         name = f"eval_{str(wanted).removeprefix('eval_')}"
         if name not in metrics:
-            raise KeyError(f"metric_for_best_model: {name!r} is none of {', '.join(metrics)}.")
+            raise KeyError(f"metric_for_best_model: {name!r} is not one of {', '.join(metrics)}.")
         self._rate.observe(float("nan") if metrics[name] is None else metrics[name])
 
     def state_dict(self) -> dict[str, Any]:

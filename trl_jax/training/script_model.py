@@ -153,6 +153,8 @@ class BoundModel:
         if model.needs_valid:
             options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
         if fused:
+            if labels is None:
+                raise TypeError("model(..., fused_lm_head=True) returns log_probs of labels: pass labels=, too.")
             reads, targets = label_reads(labels)
             self.tokens, aux_loss = self._logits(
                 model, tokens, places, attention_mask, options | {"targets": targets, "temperature": 1.0}, reads

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import io
 import linecache
 import logging
 import re
 import textwrap
+import tokenize
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -227,7 +229,18 @@ def _line_of_script(error: BaseException) -> str | None:
         return None
     last = frames[-1]
     lines = [linecache.getline(last.filename, number) for number in range(last.lineno, last.end_lineno + 1)]
-    return " ".join(textwrap.dedent("".join(lines)).split()) or last.line
+    return " ".join(_without_comments(textwrap.dedent("".join(lines))).split()) or last.line
+
+
+def _without_comments(source: str) -> str:
+    """Source code, which may be a part of a statement, without its comments."""
+    lines = source.splitlines(keepends=True)
+    with contextlib.suppress(tokenize.TokenError, IndentationError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column] + "\n"
+    return "".join(lines)
 
 
 def _of_script(file: str) -> bool:
