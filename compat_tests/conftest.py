@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory):
 FIRST = (
     "hub/vision/test_families.py", "mesh/test_eight_devices.py", "compat_tests/test_notebooks.py",
     "tasks/test_public_tasks.py", "rollout/test_server.py", "parity/test_image_curve.py",
-    "trainer/test_image_rollouts.py", "cli/test_front.py", "models/test_families.py",
+    "trainer/test_image_rollouts.py", "cli/test_main_module.py", "models/test_families.py",
     "training/test_rollout_resume.py", "trainer/test_image_rows.py", "compat_tests/test_readability.py",
     "hub/peft/test_virtual_tokens.py", "cli/test_compare_command.py", "compat_tests/test_scripts.py",
     "mesh/test_two_processes.py", "hub/vision/test_prefill.py", "compat_tests/test_examples.py",
@@ -80,10 +80,10 @@ FIRST = (
     "training/test_layouts.py", "models/test_layouts.py", "parity/test_dpo_curve.py", "trainer/test_trainer_train.py",
     "hub/peft/test_targets.py", "mesh/test_two_language_models.py", "cli/test_transformers_patches.py",
     "trainer/test_ported.py", "generation/test_batches.py", "generation/test_generator.py", "data/test_sft_rows.py",
-    "faults/test_going_on.py", "generation/test_processors.py", "compat_tests/test_pointwise.py",
-    "training/test_resume.py", "cli/test_launchers.py", "trainer/test_set_on_trainers.py",
+    "faults/test_continuing.py", "generation/test_processors.py", "compat_tests/test_pointwise.py",
+    "training/test_resume.py", "cli/test_launchers.py", "trainer/test_attributes_set.py",
     "trainer/test_kto_trainer.py", "training/test_torch_loss.py", "faults/test_secrets.py",
-    "compat_tests/test_door.py", "faults/test_signals.py", "faults/test_numbers.py", "exported/test_scans.py",
+    "compat_tests/test_public_names.py", "faults/test_signals.py", "faults/test_numbers.py", "exported/test_scans.py",
     "training/test_routers.py", "hub/peft/test_causal_adapters.py", "nn/test_packed_attention.py",
     "hub/peft/test_against_peft.py",
 )  # fmt: skip

@@ -60,7 +60,7 @@ SINCE = {
         "include_tokens_per_second=False,": "",
         "overwrite_output_dir=True,": "",
     },
-    "gpu_words": {
+    "gpu_code": {
         'assert torch.cuda.is_available(), "this script needs a GPU"': "",
         "torch.cuda.set_device(0)": "",
         "torch.cuda.get_device_properties(0)": "type('Some', (), {'name': 'some', 'total_memory': 1024**3})",
@@ -118,7 +118,7 @@ def lines(printed):
     return [line for line in printed.splitlines() if line.startswith(own)]
 
 
-@usual("gpu_words", "official", "old_keywords", "old_launcher", "old_loss", "refused", "torch_object")
+@usual("gpu_code", "official", "old_keywords", "old_launcher", "old_loss", "refused", "torch_object")
 @pytest.mark.parametrize("name", usually(lambda name: name not in SELDOM, NAMES))
 def test_a_script_gives_what_it_gives_under_trl(runs, name):
     (theirs, wanted), (ours, told) = runs["theirs"], runs["ours"]

@@ -58,7 +58,7 @@ def test_flags_and_yaml_give_one_loss(kind, checkpoint, folder):
     assert first_loss(folder / "yaml" / "checkpoint-1") == first_loss(folder / "flags" / "checkpoint-1") > 0
 
 
-@only_thorough  # by default, test_front covers the names, and test_scripts.py runs of reward trainers
+@only_thorough  # by default, test_main_module covers the names, and test_scripts.py runs of reward trainers
 def test_a_script_for_trl_trains_as_the_commands_do(checkpoint, folder):
     """One process for all trainers, because most of the time is Python's startup."""
     model, wanted, kinds = checkpoint(**SMALL), {}, ("DPO", "KTO")
