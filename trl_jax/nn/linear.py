@@ -246,7 +246,7 @@ def grouped_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     Accelerators have a kernel for this. On CPUs, XLA would multiply every row with every matrix, so blocks of rows,
     each from one group, are processed sequentially.
     """
-    return jax.lax.platform_dependent(x, weight, sizes, cpu=_blockwise, default=_ragged)
+    return (_blockwise if platform() == "cpu" else _ragged)(x, weight, sizes)
 
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:

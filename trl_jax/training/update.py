@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.mesh.mesh import platform
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.optimizers import Optimizer, global_norm
 
@@ -98,12 +99,10 @@ def updated(
     else:
         applied = finite & (learning_rate <= tx.safe_rate)
 
-    def selected(params, state, gradients):
-        both = new(params, state, gradients), (params, state)
-        return jax.tree.map(lambda one, other: jnp.where(applied, one, other), *both)
-
-    branch = partial(jax.lax.cond, applied, new, old)
-    return *jax.lax.platform_dependent(params, opt_state, gradients, cpu=branch, default=selected), applied
+    if platform() == "cpu":
+        return *jax.lax.cond(applied, new, old, params, opt_state, gradients), applied
+    both = new(params, opt_state, gradients), (params, opt_state)
+    return *jax.tree.map(lambda one, other: jnp.where(applied, one, other), *both), applied
 
 
 def _is_finite(updates: Params) -> jax.Array:
