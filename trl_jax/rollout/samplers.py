@@ -30,8 +30,8 @@ class Sampler(Protocol):
         """Advance to the next micro-batch and return its chunk of prompts, whether or not it starts a generation."""
 
     def following(self) -> Any | None:
-        """Peek at the chunk after the current one without advancing; None at the end of an epoch, unless prompts wrap
-        around."""
+        """Peek at the chunk after the current one without advancing; at the end of an epoch, at the first one of the
+        next epoch. None at the end of a stream."""
 
     @property
     def num_done(self) -> int:
@@ -77,8 +77,12 @@ class RepeatSampler:
         if self._wraps:
             self._order = self._after_last(self.num_chunks * self._chunk)
         else:
-            self._order = self._stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
+            self._order = self._drawn(self._stream)
         self._start = self._given = 0
+
+    def _drawn(self, stream: TorchGenerator) -> np.ndarray:
+        """The order of an epoch, from the stream's current state."""
+        return stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
 
     def _after_last(self, count: int) -> np.ndarray:
         """The indices of the next `count` prompts, wrapping around at the end of the dataset."""
@@ -101,7 +105,11 @@ class RepeatSampler:
         first = self._start + (max(self._given - 1, 0) // self._repeats + 1) * self._chunk
         if first + self._chunk <= len(self._order):
             return self._order[first : first + self._chunk]
-        return self._after_last(self._chunk) if self._wraps else None
+        if self._wraps:
+            return self._after_last(self._chunk)
+        stream = TorchGenerator(self._seed)
+        stream.restore(self._stream.state())
+        return self._drawn(stream)[: self._chunk]
 
     @property
     def num_done(self) -> int:
