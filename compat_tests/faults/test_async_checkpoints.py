@@ -103,7 +103,7 @@ def test_a_method_set_on_a_trainer_that_would_be_passed_over_is_refused(name, ch
 
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
-    monkeypatch.setattr(devices, "available", lambda: 1000)
+    monkeypatch.setattr(devices, "available_host_memory", lambda: 1000)
     monkeypatch.setattr(resume, "host_copy", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
@@ -133,17 +133,17 @@ def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated()
 
 
 def test_spare_memory_is_no_more_than_the_machine_has():
-    spare = devices.available()
+    spare = devices.available_host_memory()
     assert spare is None or 0 < spare < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_containers_limit_is_the_hosts(tmp_path, monkeypatch):
-    installed, spare = devices.total(), devices.available()
+    installed, spare = devices.host_memory(), devices.available_host_memory()
     monkeypatch.setattr(devices, "GROUP", tmp_path)
-    assert devices.total() >= installed
+    assert devices.host_memory() >= installed
     (tmp_path / "memory.max").write_text("max\n")
-    assert devices.total() >= installed
+    assert devices.host_memory() >= installed
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert devices.total() == 1_000_000
-    assert spare is None or devices.available() == 600_000
+    assert devices.host_memory() == 1_000_000
+    assert spare is None or devices.available_host_memory() == 600_000

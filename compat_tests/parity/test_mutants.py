@@ -114,8 +114,8 @@ def test_computing_in_bfloat16_is_noticed(runs, monkeypatch):
 def test_a_wrong_rate_is_noticed_even_where_the_log_tells_the_right_one(runs, monkeypatch):
     from trl_jax.training.optimizer_choice import LearningRate
 
-    taken = LearningRate.taken
-    monkeypatch.setattr(LearningRate, "taken", lambda self, groups: 0.99 * taken(self, groups))
+    taken = LearningRate.take_next
+    monkeypatch.setattr(LearningRate, "take_next", lambda self, groups: 0.99 * taken(self, groups))
     assert_noticed(runs, "plain", match="step 2, loss")
 
 

@@ -231,14 +231,14 @@ def test_groups_of_parameters_have_the_rate_of_the_next_step():
     assert dict(other) == {"lr": 0.1, "initial_lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     decayed["lr"] = 7
     with pytest.raises(ValueError, match=r"lr was set to \[0.1, 7.0\].*Set the lr of every group"):
-        rates.taken(2)
+        rates.take_next(2)
     steps.finished = 1  # a rate that was set applies to one step
-    assert rates.taken(2) == decayed["lr"] == 0.2
+    assert rates.take_next(2) == decayed["lr"] == 0.2
     with pytest.raises(ValueError, match="Set it in on_step_begin or on_step_end"):
         decayed["lr"] = 7
     steps.finished = 2
     decayed["lr"], other["lr"] = 7, 7
-    assert rates.taken(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)] * 2
+    assert rates.take_next(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)] * 2
     with pytest.raises(ValueError, match=r"param_groups\[1\]\['weight_decay'\] was set.*in the arguments"):
         other["weight_decay"] = 0.1
     with pytest.raises(AttributeError, match="lr_scheduler.base_lrs was set, which no step reads"):

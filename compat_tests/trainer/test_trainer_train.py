@@ -337,7 +337,7 @@ def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, c
     if THOROUGH:
         ways += [({"remat_policy": "nothing_saveable"}, 1), ({}, 1 << 40)]
     for config, room in ways:
-        monkeypatch.setattr(step, "room_of", lambda device, room=room: room)
+        monkeypatch.setattr(step, "device_memory_limit", lambda device, room=room: room)
         trainer = make(trl_jax, folder, tmp_path, config=config)
         caplog.clear()
         with caplog.at_level(logging.INFO, "trl_jax"):

@@ -70,7 +70,7 @@ def test_memory_bounds_them(make, queues, monkeypatch):
         return complete(*given, **options)
 
     monkeypatch.setattr(rollout, "complete", completed)
-    monkeypatch.setattr(rollout, "room_of", lambda device: 10**9)
+    monkeypatch.setattr(rollout, "device_memory_limit", lambda device: 10**9)
     trainer = make(num_generations=4, beta=0.1)
     params, of_run = trainer.model.params, trainer.parts.setup.arrays
     held = sum(array.nbytes for array in of_run.values())
@@ -79,7 +79,7 @@ def test_memory_bounds_them(make, queues, monkeypatch):
     trainer.parts.setup.progress.optimizer_state = [params, np.zeros(10)]
     completions(trainer)
     assert free == [10**9 - held, 10**9 - 3 * held // 2] and queues == []
-    monkeypatch.setattr(rollout, "room_of", lambda device: held + 1)
+    monkeypatch.setattr(rollout, "device_memory_limit", lambda device: held + 1)
     assert completions(make(num_generations=4, beta=0.1)) == wanted and queues == [1]
-    monkeypatch.setattr(rollout, "room_of", lambda device: 0)  # unknown
+    monkeypatch.setattr(rollout, "device_memory_limit", lambda device: 0)  # unknown
     assert completions(make(num_generations=4, beta=0.1)) == wanted and len(queues) == 1 and free[-1] is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trl_jax.training import devices
-from trl_jax.training.devices import Programs, RematFallback, room_of
+from trl_jax.training.devices import Programs, RematFallback, device_memory_limit
 
 ROW = 1 << 10
 
@@ -78,8 +78,8 @@ def test_what_did_not_fit_is_not_tried_with_more():
 
 def test_the_room_is_the_devices_own_or_half_of_the_host():
     told = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
-    assert room_of(told) == 950
-    first, again = (room_of(jax.devices("cpu")[0]) for _ in range(2))
+    assert device_memory_limit(told) == 950
+    first, again = (device_memory_limit(jax.devices("cpu")[0]) for _ in range(2))
     assert first == again > 1e8
 
 
@@ -90,6 +90,6 @@ def unnamed(name):
 @pytest.mark.parametrize("system", [SimpleNamespace(), SimpleNamespace(sysconf=unnamed)], ids=["Windows", "unnamed"])
 def test_where_the_system_does_not_tell_its_memory_nothing_is_kept(system, monkeypatch):
     monkeypatch.setattr(devices, "os", system)
-    room = room_of(jax.devices("cpu")[0])
+    room = device_memory_limit(jax.devices("cpu")[0])
     assert room == 0
     assert float(fits([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.data.images import TEXT_ALONE, PromptImages
-from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only, platform
+from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardedParams, only, platform
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
@@ -602,8 +602,8 @@ class Shards:
         return not any(axis for spec in self.params.values() for axis in spec)
 
     @property
-    def _parts(self) -> Parts:
-        return Parts(dict(self.specs), self.stacked)
+    def _parts(self) -> ShardedParams:
+        return ShardedParams(dict(self.specs), self.stacked)
 
     def mapped(self, body: Callable, of_arguments: Any, of_results: Any, *, parameters: bool) -> Callable:
         """Wrap `body` in a shard_map, so that each shard computes its own rows.

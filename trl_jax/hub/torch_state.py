@@ -22,7 +22,7 @@ from trl_jax.hub.peft_config import VECTORS, WEIGHTS
 # Optimizer states saved by torch, which is only imported to read one
 
 
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
 
 def write_adamw_moments(

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 # Sharded parameters inside shard_map, gathered where they are used
 
 
-class Parts:
+class ShardedParams:
     """Parameters, flat by path, that are sharded over the batch axes; used inside a `jax.shard_map` over BATCH.
 
     Args:

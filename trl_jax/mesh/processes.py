@@ -23,7 +23,7 @@ from trl_jax.mesh.watch import Watch
 # `args.distributed_state`, with the parts of accelerate's PartialState that scripts use
 
 
-class Places(Protocol):
+class ProcessArguments(Protocol):
     """The arguments that describe the processes of a run."""
 
     device: Any
@@ -39,7 +39,7 @@ class ProcessState:
     local_process_index = 0
     is_local_main_process = True
 
-    def __init__(self, args: Places):
+    def __init__(self, args: ProcessArguments):
         self._args, self.device = args, args.device
         self.num_processes, self.process_index = args.world_size, args.process_index
         self.is_main_process, self.use_distributed = self.process_index == 0, self.num_processes > 1

@@ -27,7 +27,7 @@ from trl_jax.plan.compile import Bound, Compiled, bound, compiled, gpu_room, no_
 from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
-from trl_jax.training.devices import room_within
+from trl_jax.training.devices import usable_memory
 from trl_jax.training.model import outlined, with_images
 from trl_jax.training.reference import PREFIX
 
@@ -337,7 +337,7 @@ def _limit(args: BaseConfig, topology: Topology, held: int) -> Limit:
     if topology.chip is None:
         return Limit(args.max_completions_per_device)
     most = gpu_room(topology) if topology.platform == "gpu" else int(topology.chip.memory)
-    return Limit(args.max_completions_per_device, max(room_within(most) - held, 0))
+    return Limit(args.max_completions_per_device, max(usable_memory(most) - held, 0))
 
 
 def _bound(topology: Topology, result: Compiled | None, arguments: trace.StepArguments) -> Bound | None:

@@ -135,7 +135,7 @@ class BaseTrainer(abc.ABC):
     _editable: Editable
     _setup: Setup
     _publisher: HubPublisher
-    parts: setup.Parts
+    parts: setup.RunParts
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -435,7 +435,7 @@ class RolloutTrainer(BaseTrainer):
     def _turn(
         self, prompt_ids: Sequence[Sequence[int]], images: Any, group: int
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Complete text prompts, as `PolicyWriter.turn` does, for `_generate_single_turn`.
+        """Complete text prompts, as `PolicyWriter.complete_once` does, for `_generate_single_turn`.
 
         Raises:
             ValueError: there are images, or a token id outside of the model's vocabulary.
@@ -452,7 +452,7 @@ class RolloutTrainer(BaseTrainer):
                 "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():
-            completions, logps = self._setup.rollout.rollout.writer.turn(prompt_ids, group)
+            completions, logps = self._setup.rollout.rollout.writer.complete_once(prompt_ids, group)
         return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
 
     def _of_any_rollout(self) -> dict[str, Any]:
@@ -626,7 +626,7 @@ class OnlineTrainer(RolloutTrainer):
             )
         return OwnRollout(
             type(self).__name__, *map(own.get, OWN_METHODS),
-            whole=not self._averages_losses, keeps_extras=run.script_loss is not None,
+            grpo_form=not self._averages_losses, keeps_extras=run.script_loss is not None,
             pad_token_id=run.processing_class.pad_token_id,
         )  # fmt: skip
 

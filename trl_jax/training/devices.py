@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
-from trl_jax.mesh.mesh import BATCH, SEQUENCE, Parts, ShardingPlan, each_part, only
+from trl_jax.mesh.mesh import BATCH, SEQUENCE, ShardedParams, ShardingPlan, each_part, only
 from trl_jax.mesh.processes import several
 
 # Compiled programs: an on-disk cache across runs, and in memory one program per batch shape.
@@ -183,7 +183,7 @@ def compile_ahead(compile: Callable[[Any], Any], batches: Iterable[Any], threads
 # Rematerialization: pick the step that keeps as many activations as fit in memory.
 
 
-_SHARE = 0.95  # of an accelerator's memory; the rest is left for fragmentation
+_USABLE_SHARE = 0.95  # of an accelerator's memory; the rest is left for fragmentation
 
 
 class RematFallback:
@@ -237,29 +237,29 @@ def _compiled_with_size(step: Callable, *arguments: Any) -> tuple[Any, int | Non
     return program, outside + sizes.temp_size_in_bytes
 
 
-def room_of(device: jax.Device) -> int:
+def device_memory_limit(device: jax.Device) -> int:
     """Device memory in bytes that a step may use: the minimum over all processes.
 
     It does not depend on current usage, so runs are bitwise reproducible.
     """
-    room = own_room_of(device)
+    room = local_memory_limit(device)
     return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
 
 
-def own_room_of(device: jax.Device) -> int:
-    """`room_of` for this process alone, without communication.
+def local_memory_limit(device: jax.Device) -> int:
+    """`device_memory_limit` for this process alone, without communication.
 
     On CPUs this is half of the host's memory divided by the number of local devices: data, evaluation and copies that
     are being saved need memory, too. 0 if the system does not report its memory.
     """
     stats = device.memory_stats() or {}
     on_host = "bytes_limit" not in stats
-    return total() // (2 * jax.local_device_count()) if on_host else room_within(stats["bytes_limit"])
+    return host_memory() // (2 * jax.local_device_count()) if on_host else usable_memory(stats["bytes_limit"])
 
 
-def room_within(limit: int) -> int:
+def usable_memory(limit: int) -> int:
     """Bytes that a run may use of an accelerator on which JAX may allocate `limit` bytes."""
-    return int(_SHARE * limit)
+    return int(_USABLE_SHARE * limit)
 
 
 # Host memory, total and available. A container's limit is respected.
@@ -268,7 +268,7 @@ def room_within(limit: int) -> int:
 GROUP = Path("/sys/fs/cgroup")  # this process's control group (v2), as seen in a container
 
 
-def total() -> int:
+def host_memory() -> int:
     """Total memory in bytes; 0 if unknown."""
     try:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -278,7 +278,7 @@ def total() -> int:
     return installed if limit is None else min(installed, limit)
 
 
-def available() -> int | None:
+def available_host_memory() -> int | None:
     """Bytes that can still be allocated, as Linux estimates it; None on other systems."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
@@ -359,7 +359,7 @@ class ShardedStep:
         specs = {path: sharding_plan.spec(path, leaf.shape) for path, leaf in shapes.items()}
         after = {path: place.spec for path, place in sharding_plan.gradients(shapes).items()}
         self._gradients = {path: only(BATCH, spec) for path, spec in after.items()}
-        self._parts = Parts(specs, filter(sharding_plan.scanned, shapes))
+        self._parts = ShardedParams(specs, filter(sharding_plan.scanned, shapes))
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
         """Map `accumulate(jax.value_and_grad(loss), params, frozen, batch, key)` over the devices.

@@ -19,13 +19,13 @@ from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.models.model import abstract, merge
 from trl_jax.models.vision import Vision
-from trl_jax.training.devices import available
+from trl_jax.training.devices import available_host_memory
 from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import PREFIX, ReferenceModel
 
 Arrays = dict[str, Any]
 
-_SHARE = 4  # features use at most this fraction (1/4) of the free memory
+_MEMORY_DIVISOR = 4  # features use at most this fraction (1/4) of the free memory
 _ROOM = 2**30  # bytes, if the free memory is unknown
 _TOWER = f"{Vision.NAME}."
 
@@ -43,8 +43,8 @@ class FeatureStore:
         self._args, self._towers = args, []
         self._kept: dict[bytes, tuple[Features, ...]] = {}
         self._lock = Lock()  # threads lay out batches and compile ahead
-        free = available()
-        self._room = _ROOM if free is None else free // _SHARE
+        free = available_host_memory()
+        self._room = _ROOM if free is None else free // _MEMORY_DIVISOR
 
     def follow(self, policy: PreTrainedModel, reference: ReferenceModel | None) -> None:
         """Use the current towers, and drop cached features of other ones.

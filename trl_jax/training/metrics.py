@@ -44,7 +44,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
-from trl_jax.training.script_metrics import OWN_METRIC, evened, own_metrics
+from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, with_same_names
 
 logger = logging.getLogger(__name__)
 
@@ -490,7 +490,7 @@ def task_metrics(
     Args:
         objective: the task, or the user-defined loss that replaces it.
     """
-    sums = evened(sums) if any(OWN_METRIC in step for step in sums) else sums
+    sums = with_same_names(sums) if any(OWN_METRIC in step for step in sums) else sums
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # steps before a resume may have other sums
     if rollout is not None:
         return rollout.logged(objective.metrics(sums, split), step)

@@ -249,7 +249,7 @@ class LearningRate:
             self._set_for, self._set = step, {}
         self._set[number] = rate
 
-    def taken(self, groups: int) -> float:
+    def take_next(self, groups: int) -> float:
         """Return the learning rate of the next step, and mark that step as taken.
 
         Args:

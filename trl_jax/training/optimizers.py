@@ -27,7 +27,7 @@ def decays(tensor: str) -> bool:
     return not _UNDECAYED.search(tensor.lower())
 
 
-def _where_they_are(params: Any, state: Any) -> Any:
+def _identity(params: Any, state: Any) -> Any:
     del state
     return params
 
@@ -43,7 +43,7 @@ class Optimizer(NamedTuple):
 
     init: Callable
     update: Callable
-    point: Callable[[Any, Any], Any] = _where_they_are
+    point: Callable[[Any, Any], Any] = _identity
     safe_rate: float | None = None
 
 
@@ -347,21 +347,17 @@ def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation
         for name, g in _joined(updates, layout).items():
             square = jnp.square(g) + _EPS
             if name in state.columns:
-                rows[name] = _towards(state.rows[name], jnp.mean(square, axis=-1), share)
-                columns[name] = _towards(state.columns[name], jnp.mean(square, axis=-2), share)
+                rows[name] = _moving_average(state.rows[name], jnp.mean(square, axis=-1), 1 - share, share)
+                columns[name] = _moving_average(state.columns[name], jnp.mean(square, axis=-2), 1 - share, share)
                 of_row = rows[name] / jnp.mean(rows[name], axis=-1, keepdims=True)
                 step = g * jax.lax.rsqrt(of_row)[..., None] * jax.lax.rsqrt(columns[name])[..., None, :]
             else:
-                rows[name] = _towards(state.rows[name], square, share)
+                rows[name] = _moving_average(state.rows[name], square, 1 - share, share)
                 step = g * jax.lax.rsqrt(rows[name])
             steps[name] = _bounded(step, first=name in layout.stacked)
         return _split(steps, updates, layout), FactoredState(count, rows, columns)
 
     return optax.GradientTransformation(init, update)
-
-
-def _towards(average: jax.Array, values: jax.Array, share: jax.Array) -> jax.Array:
-    return (1 - share) * average + share * values
 
 
 def _bounded(step: jax.Array, first: int) -> jax.Array:
@@ -433,16 +429,16 @@ def _norm_by_rows(tree: Any) -> jax.Array:
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     rows, dtype = x.reshape(-1, x.shape[-1] if x.ndim else 1), jnp.promote_types(x.dtype, jnp.float32)
     many = min(len(rows), max(1, _CHUNK // rows.shape[1]))
-    turns = len(rows) // many
+    steps = len(rows) // many
 
     def squares(some):
         return jnp.square(some.astype(dtype))
 
-    def add(turn, sums):
-        return sums + squares(jax.lax.dynamic_slice_in_dim(rows, turn * many, many))
+    def add(step, sums):
+        return sums + squares(jax.lax.dynamic_slice_in_dim(rows, step * many, many))
 
-    sums = jax.lax.fori_loop(0, turns, add, jnp.zeros((many, rows.shape[1]), dtype))
-    return jnp.sum(sums) + jnp.sum(squares(rows[turns * many :]))
+    sums = jax.lax.fori_loop(0, steps, add, jnp.zeros((many, rows.shape[1]), dtype))
+    return jnp.sum(sums) + jnp.sum(squares(rows[steps * many :]))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -532,10 +528,10 @@ def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False)
 
     def update(updates, state, params=None):
         del params
-        kept = {"squares": _moved_towards(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
+        kept = {"squares": _moving_average(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
         squares = kept["squares"]
         if centered:
-            kept["mean"] = _moved_towards(state.averages["mean"], updates, alpha)
+            kept["mean"] = _moving_average(state.averages["mean"], updates, alpha)
             squares = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), squares, kept["mean"])
         updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, squares)
         return updates, RunningState(optax.safe_increment(state.count), kept)
@@ -559,9 +555,9 @@ def scale_by_ademamix(
         del params
         count, old = optax.safe_increment(state.count), state.averages
         kept = {
-            "fast": _moved_towards(old["fast"], updates, b1),
-            "slow": _moved_towards(old["slow"], updates, _slow_decay(b1, b3, count, t_beta3)),
-            "squares": _moved_towards(old["squares"], jax.tree.map(jnp.square, updates), b2),
+            "fast": _moving_average(old["fast"], updates, b1),
+            "slow": _moving_average(old["slow"], updates, _slow_decay(b1, b3, count, t_beta3)),
+            "squares": _moving_average(old["squares"], jax.tree.map(jnp.square, updates), b2),
         }
         mix = alpha if t_alpha is None else jnp.minimum(alpha, alpha * count / t_alpha)
         first, second = bias(b1, count), bias(b2, count)
@@ -585,5 +581,7 @@ def _slow_decay(b1: float, b3: float, count: jax.Array, steps: int | None) -> ja
     return jnp.exp(start * end / ((1 - share) * end + share * start))
 
 
-def _moved_towards(average: Any, values: Any, decay: Any) -> Any:
-    return jax.tree.map(lambda a, v: decay * a + (1 - decay) * v, average, values)
+def _moving_average(average: Any, values: Any, decay: Any, weight: Any = None) -> Any:
+    """The exponential moving average after `values`, whose weight is 1 - decay unless it is known more exactly."""
+    weight = 1 - decay if weight is None else weight
+    return jax.tree.map(lambda a, v: decay * a + weight * v, average, values)

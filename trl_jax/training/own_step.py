@@ -11,7 +11,7 @@ from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub import torch_objects
 from trl_jax.training.data import seen_by_scripts
-from trl_jax.training.reference import Comparing
+from trl_jax.training.reference import ReferenceInputs
 from trl_jax.training.state import Setup
 
 
@@ -32,7 +32,7 @@ class CutRows:
         fillers = {"input_ids": setup.processing_class.pad_token_id, "attention_mask": 0, "completion_mask": 0}
         self._fillers = fillers | {"labels": IGNORED}
 
-    def whole(self, arrays: dict[str, Any]) -> dict[str, Any]:
+    def padded(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Pad cut rows to the step's length again. Rows of another length or without attention mask are unchanged."""
         if "attention_mask" not in arrays or arrays["input_ids"].shape[1] != self._cut:
             return arrays
@@ -94,7 +94,7 @@ class OwnStep:
         """The batch under TRL's names; for DPO and KTO without the reference log-probabilities."""
         arrays, setup = seen_by_scripts(inputs), self._setup()
         if setup.script_loss is not None:
-            arrays = Comparing(setup.task, None, None).inputs(arrays, {})
+            arrays = ReferenceInputs(setup.task, None, None).inputs(arrays, {})
         return CutRows(arrays, setup)
 
     def _taken(self, inputs: dict[str, Any], rows: CutRows, given: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class OwnStep:
             raise TypeError(f"inputs are without {', '.join(missing)}, which the loss reads.")
         found = {name: value.astype(shown[name].dtype) if name in shown else value for name, value in found.items()}
         if self._setup().script_loss is None:
-            return rows.whole(found) | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
+            return rows.padded(found) | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
         if found.keys() != shown.keys() or any(not np.array_equal(found[name], shown[name]) for name in shown):
             raise TypeError(
                 "training_step changed inputs whose reference log-probabilities the step computes itself. Pass them to "

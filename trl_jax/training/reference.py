@@ -221,7 +221,7 @@ def label_reads(labels: Any) -> tuple[jax.Array, jax.Array]:
     return reads.reshape(-1), jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
 
 
-class Comparing:
+class ReferenceInputs:
     """The rows of a micro-batch with the reference's log-probabilities, as a user-defined loss gets them.
 
     rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, the first texts of all examples

@@ -195,7 +195,7 @@ class LogpsCache:
         try:
             _write(self._folder, start, part)
         except OSError as error:
-            logger.warning(f"The reference's log-probabilities are not kept for the next run: {error}.")
+            logger.warning("The reference's log-probabilities are not kept for the next run: %s.", error)
             self._folder = None
 
     def _read(self) -> None:
@@ -212,8 +212,11 @@ class LogpsCache:
                 path.unlink()
         if damaged:
             logger.warning(
-                f"{len(damaged)} of the files of log-probabilities in {self._folder} cannot be read or are damaged "
-                f"({damaged[0].name}): what they had is computed again."
+                "%d of the files of log-probabilities in %s cannot be read or are damaged (%s): what they had is "
+                "computed again.",
+                len(damaged),
+                self._folder,
+                damaged[0].name,
             )
 
 

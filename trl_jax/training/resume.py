@@ -30,8 +30,7 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
 from trl_jax.hub.peft_config import PISSA
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_state import OPTIMIZER as OPTIMIZER_torch_state
-from trl_jax.hub.torch_state import random_state, write_adamw_moments
+from trl_jax.hub.torch_state import OPTIMIZER, random_state, write_adamw_moments
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import barrier, is_first, several
 from trl_jax.rollout.rollout import RolloutSteps
@@ -163,9 +162,9 @@ def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) ->
     setup.progress.tokens_seen = tokens_seen(point.state)
     if setup.rollout is not None:
         steps, only = setup.rollout, point.model_only
-        return params, state, rollout_place(point.folder, point.state, steps, setup.step_examples, model_only=only)
+        return params, state, rollout_progress(point.folder, point.state, steps, setup.step_examples, model_only=only)
     steps = len(loader(setup, setup.train_dataset, training=True)) if isinstance(setup.train_dataset, Dataset) else None
-    return params, state, place(point.state, steps, setup.step_examples)
+    return params, state, loop_progress(point.state, steps, setup.step_examples)
 
 
 def _of_ours(
@@ -418,7 +417,7 @@ class Checkpointer:
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in setup.events.handler.callbacks):
             return False
-        spare = devices.available()
+        spare = devices.available_host_memory()
         return spare is None or self._copied_bytes() < spare / 2
 
     def _writer(self, progress: LoopProgress, *, background: bool) -> Callable[[Path], None]:
@@ -532,8 +531,6 @@ def _finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 # Find the checkpoint from which a run resumes, and restore callbacks.
-
-OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
 
 @dataclass(frozen=True)
@@ -702,14 +699,14 @@ def optimizer_state(
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # the stub of `python -m trl_jax` has no file
             logger.warning("Reading %s requires %s, which is not installed: AdamW's moments restart from zero.",
-                           folder / OPTIMIZER_torch_state, name)  # fmt: skip
+                           folder / OPTIMIZER, name)  # fmt: skip
             return fresh
     with tempfile.TemporaryDirectory() as aside:
         count = write_adamw_moments(folder, Path(aside), model.config, model.backend.head, decays)
         return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
 
 
-def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> LoopProgress:
+def loop_progress(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> LoopProgress:
     """The progress of a run of transformers, from its number of steps.
 
     Args:
@@ -722,11 +719,11 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
     )
 
 
-def rollout_place(
+def rollout_progress(
     folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
 ) -> LoopProgress:
-    """Like `place`, for online training, where transformers saves no completions. Also restores the random streams,
-    unless `model_only`, and the coefficient of the entropy bonus, if it was saved."""
+    """Like `loop_progress`, for online training, where transformers saves no completions. Also restores the random
+    streams, unless `model_only`, and the coefficient of the entropy bonus, if it was saved."""
     of_epoch = steps.pass_over(state.global_step)
     for rank, stream in enumerate(() if model_only else steps.streams):
         known = None

@@ -56,7 +56,7 @@ from trl_jax.rollout.server import data_url
 from trl_jax.rollout.tools import Tools, written_by
 from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
 from trl_jax.training import data
-from trl_jax.training.devices import ShardedStep, own_room_of, room_of
+from trl_jax.training.devices import ShardedStep, device_memory_limit, local_memory_limit
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
@@ -124,8 +124,8 @@ def rollout_steps(
 
 def _judge(task: RolloutTask, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
     if several():  # processes compute together, so their calls must have the same order
-        return Judge(task, RankRewards(rewards), logps, at_once, line)
-    return Judge(task, rewards, logps, in_a_thread, line)
+        return Judge(task, RankRewards(rewards), logps, call_now, line)
+    return Judge(task, rewards, logps, call_in_thread, line)
 
 
 def readable(setup: Setup, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
@@ -142,7 +142,7 @@ def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, shuffl
     return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, wraps=cycle.wraps, **sizes)
 
 
-def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
+def call_in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
     """Start a call in a thread. The returned function waits for it, and returns its result or raises its exception."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="trl_jax-logps")
     future = pool.submit(do)
@@ -150,8 +150,8 @@ def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
     return future.result
 
 
-def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
-    """Make a call now, and return a function that returns its result; the interface of `in_a_thread`."""
+def call_now(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Make a call now, and return a function that returns its result; the interface of `call_in_thread`."""
     found = do()
     return lambda: found
 
@@ -311,7 +311,7 @@ class PolicyWriter:
     def write(self, prompts: list, group: int) -> Written | None:
         """One completion per prompt; None without prompts, if other processes have some."""
         if not prompts:
-            return None if self._server is None else in_rounds(self._turns, lambda further: None)
+            return None if self._server is None else in_rounds(self._complete_round, lambda further: None)
         self._check(prompts[::group])
         return self.checked(self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts))
 
@@ -343,7 +343,7 @@ class PolicyWriter:
             with raised_by("rollout_func", prompts):
                 return written_by(self._rollout_func, prompts, setup.vocab_size)
 
-        made = in_rounds(self._turns, run) if self._alone and self._server is not None else run(None)
+        made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
             raise ValueError(
                 "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
@@ -480,9 +480,9 @@ class PolicyWriter:
     def _room(self) -> int:
         """Bytes of a device that generation may use, together with all arrays of the run; 0 if unknown."""
         device = run_device(self._setup.args)
-        return own_room_of(device) if self._alone else room_of(device)
+        return local_memory_limit(device) if self._alone else device_memory_limit(device)
 
-    def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    def complete_once(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Complete each text once. Up to `group` consecutive texts may be equal. Also returns the servers'
         log-probabilities of the new tokens; None if this process generates."""
         texts = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
@@ -495,7 +495,9 @@ class PolicyWriter:
         made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
         return made.completions, made.logps
 
-    def _turns(self, texts: Ids, images: None, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _complete_round(
+        self, texts: Ids, images: None, groups: Sequence[int]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Complete each text of all processes once. Runs of equal texts (`groups` long) become a single request."""
         del images
         group = _group_of(texts, math.gcd(*groups))
@@ -581,7 +583,7 @@ class OwnRollout:
 
     name: of the trainer's class.
     score, generate, tokenize: the user-defined methods in OWN_METHODS; None for those that are not overridden.
-    whole: whether results have GRPO's form, or RLOO's, which is shorter.
+    grpo_form: whether results have GRPO's form, or RLOO's, which is shorter.
     keeps_extras: whether additional values per completion are kept for a user-defined loss.
     rollout, writer: set when the run is assembled.
     """
@@ -590,7 +592,7 @@ class OwnRollout:
     score: Callable[[list[dict[str, Any]]], dict[str, Any]] | None
     generate: Callable[[list], tuple] | None
     tokenize: Callable[[list], tuple] | None
-    whole: bool
+    grpo_form: bool
     keeps_extras: bool
     pad_token_id: int
     rollout: Rollout | None = None
@@ -623,9 +625,9 @@ class OwnRollout:
             raise ValueError(
                 f"{self.name}._generate changed the ids of prompts with images, which belong to their places."
             )
-        found = {"prompt_ids": ids, "completion_ids": written, "messages": outputs[3 if self.whole else 2]}
+        found = {"prompt_ids": ids, "completion_ids": written, "messages": outputs[3 if self.grpo_form else 2]}
         by_model, logps = all_written(written), None
-        if self.whole:
+        if self.grpo_form:
             if outputs[2] is not None:
                 by_model = [np.asarray(own, bool) for own in outputs[2]]
             if outputs[4] is not None:
@@ -670,7 +672,7 @@ class OwnRollout:
             texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
         ids, written = ([list(map(int, own)) for own in part] for part in (made.prompt_ids, made.completion_ids))
         outputs = ids, written, texts
-        if self.whole:
+        if self.grpo_form:
             alone = all(own.all() for own in made.by_model)
             mask = None if alone else [own.astype(int).tolist() for own in made.by_model]
             logps = None if made.sampling_logps is None else [own.tolist() for own in made.sampling_logps]
@@ -709,7 +711,7 @@ class OwnRollout:
             "completion_mask": padded([row.completion_mask.astype(np.int32) for row in rows], 0),
             "advantages": np.asarray([row.advantage for row in rows], np.float32),
         }
-        if not self.whole:
+        if not self.grpo_form:
             old = [np.sum(row.old_logps[row.completion_mask], dtype=np.float32) for row in rows]
             return outputs | {"old_logps": np.asarray(old)}
         outputs["num_items_in_batch"] = np.int32(experience.num_tokens)
@@ -727,7 +729,7 @@ class OwnRollout:
             missing = sorted(given.keys() - outputs.keys()) if isinstance(outputs, Mapping) else brief(outputs)
             raise TypeError(f"{where} outputs without {missing}; expected all outputs of super(), possibly changed.")
         found = {name: np.asarray(value) for name, value in as_arrays(outputs).items() if value is not None}
-        free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.whole else ())}
+        free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.grpo_form else ())}
         for name in given.keys() - free:
             if not np.array_equal(found[name], given[name]):
                 raise TypeError(f"{where} other {name} than super(): these are what was generated. Leave them.")
@@ -752,7 +754,7 @@ class OwnRollout:
             of_row = {name: values[number][..., : len(row.completion)] if values.ndim == 2 else values[number]
                       for name, values in extras.items()}  # fmt: skip
             rows.append(row._replace(**own, extras=of_row or None))
-        return Experience(rows, float(found["num_items_in_batch"]) if self.whole else None)
+        return Experience(rows, float(found["num_items_in_batch"]) if self.grpo_form else None)
 
     def _advantages(self, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
         """The advantages of completions, float32 `[B]`; 0 if the script returned one for each token."""

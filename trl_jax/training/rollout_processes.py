@@ -82,7 +82,7 @@ class RankWriter:
         return self.inner.checked(made)
 
     def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        return self.inner.turn(ids, group)
+        return self.inner.complete_once(ids, group)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         return self.inner.completions(prompts, prompt_ids, completion_ids)

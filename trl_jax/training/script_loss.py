@@ -16,8 +16,8 @@ from trl_jax.hub import torch_objects
 from trl_jax.training.data import ROW_IMAGES, averages_micro_batches, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.own_step import OwnStep
-from trl_jax.training.reference import Comparing
-from trl_jax.training.script_metrics import evened
+from trl_jax.training.reference import ReferenceInputs
+from trl_jax.training.script_metrics import with_same_names
 from trl_jax.training.script_model import BoundModel, logged_sums, task_loss
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
@@ -75,7 +75,7 @@ class UserLossStep:
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *evened(sums))
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *with_same_names(sums))
         return params, opt_state, stacked | {"loss": shown} | measured
 
     def in_one_program(self, options: Any) -> Any:
@@ -331,7 +331,7 @@ class UserLoss:
         return BoundModel(
             self.setup.model,
             params,
-            comparing=None if self.setup.script_loss is None else Comparing(self.setup.task, reference, compared),
+            comparing=None if self.setup.script_loss is None else ReferenceInputs(self.setup.task, reference, compared),
             dtype=dtype,
             remat=remat,
             random_options=None if key is None else random_options,

@@ -65,7 +65,7 @@ def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> di
     return found | means(shares)
 
 
-def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_same_names(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give all dicts the same names, with NaN for metrics that were not logged."""
     names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
 

@@ -20,7 +20,7 @@ from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training.data import RowImages
 from trl_jax.training.forward import aux_loss_sums
-from trl_jax.training.reference import Comparing, label_reads
+from trl_jax.training.reference import ReferenceInputs, label_reads
 from trl_jax.training.script_metrics import own_sums
 from trl_jax.training.torch_errors import NotGiven, check_same
 
@@ -88,7 +88,7 @@ class BoundModel:
         aux_loss_weight: Any = None,
         training: bool = False,
         images: RowImages | None = None,
-        comparing: Comparing | None = None,
+        comparing: ReferenceInputs | None = None,
     ):
         """
         Args:

@@ -356,7 +356,7 @@ def build(
     own_loss = own_methods(hooks.overridden)
 
     quantization = model.quantization_of(given.quantization_config, args)
-    checkpoint, sees = _checkpoint_of(spec, args, task.head, given)
+    checkpoint, sees = _checkpoint_of(spec, args, task.head, given, own_loss)
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
     if sees:
         tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
@@ -419,11 +419,10 @@ def build(
 
 
 def _checkpoint_of(
-    spec: TrainerSpec, args: BaseConfig, head: str, given: Given
+    spec: TrainerSpec, args: BaseConfig, head: str, given: Given, own_loss: frozenset[str]
 ) -> tuple[Checkpoint | PreTrainedModel, bool]:
     """The model (without weights, unless it was passed as a model), and whether the run uses images: if its rows have
     images, or if tools may return some and the model has a processor."""
-    own_loss = own_methods(spec.hooks.overridden)
     sees = spec.check_images is not None and has_images(given.train)
     may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
     if given.torch_model is None:
@@ -482,7 +481,7 @@ def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel
         )
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """The parts of a trainer, for tools that inspect a run without training."""
 
     setup: Setup
@@ -496,7 +495,7 @@ class Parts(NamedTuple):
 
 def assemble(
     setup: Setup, hooks: Hooks, publisher: HubPublisher, choose: Callable[[], OptimizerChoice], torch_model: Any
-) -> Parts:
+) -> RunParts:
     """Create the parts of a run.
 
     Args:
@@ -527,4 +526,4 @@ def assemble(
     check_noise(args, policy.backend)
     layout.check_layout(args, policy.backend, compares=setup.compares)
     check_offloading(args, policy.backend)
-    return Parts(setup, forward, evaluator, train_step, checkpointer, publisher, training)
+    return RunParts(setup, forward, evaluator, train_step, checkpointer, publisher, training)

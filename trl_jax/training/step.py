@@ -22,7 +22,14 @@ from trl_jax.hub.backend import Backend, check_unfrozen, stop_frozen_gradients, 
 from trl_jax.mesh.mesh import distributed
 from trl_jax.tasks.task import Task
 from trl_jax.training.checkpoint import LoopProgress
-from trl_jax.training.devices import Programs, RematFallback, ShardedStep, compile_ahead, compiler_options, room_of
+from trl_jax.training.devices import (
+    Programs,
+    RematFallback,
+    ShardedStep,
+    compile_ahead,
+    compiler_options,
+    device_memory_limit,
+)
 from trl_jax.training.forward import Forward, run_key
 from trl_jax.training.logging import CompilationUntimed
 from trl_jax.training.mesh import PROGRAMS_AT_ONCE, compiles_ahead, describe, run_device
@@ -102,7 +109,7 @@ class StepParts(NamedTuple):
         return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
-class Changes:
+class RecompileCheck:
     """Called before each step: returns a new optimizer if the step must be recompiled.
 
     settle: updates the run's task from attributes that a script has set.
@@ -191,13 +198,13 @@ class TrainStep:
             return loss
         return lambda params, *rest, **options: loss(stop_frozen_gradients(params, masks), *rest, **options)
 
-    def made(self, tx: Any) -> Any:
+    def build(self, tx: Any) -> Any:
         """The step of `train()`, compiled on demand as the fastest version that the arguments allow and that fits."""
         args = self._setup.args
         if self.user_loss is not None:
             return UserLossStep(self.user_loss, self._without_frozen, tx)
         steps = [self.compiled(tx, remat=remat) for remat in args.remats]
-        room = room_of(run_device(args)) if len(steps) > 1 else 0
+        room = device_memory_limit(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
 
     def advancer(
@@ -206,13 +213,13 @@ class TrainStep:
         tx: Any,
         check: Callable[[], None],
         tell: Callable[[tuple[int, ...]], None],
-        renewed: Callable[[], Any],
+        new_optimizer: Callable[[], Any],
     ) -> Callable:
         """Return `(step batch, learning rate) -> metrics`, which also updates the model's parameters.
 
         Args:
             check: called before each step; raises the errors of background threads.
-            renewed: called before each step; returns the optimizer if the step must be recompiled, else None.
+            new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
             tell: called before each step with the shape of its tokens, to announce the first compilation.
         """
         setup, args = self._setup, self._setup.args
@@ -239,8 +246,8 @@ class TrainStep:
         def advance(batch, learning_rate):
             nonlocal step, tx
             check()
-            if (changed := renewed()) is not None:
-                step, tx = self.made(changed), changed
+            if (changed := new_optimizer()) is not None:
+                step, tx = self.build(changed), changed
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
             tell(shape)

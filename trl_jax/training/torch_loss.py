@@ -66,7 +66,7 @@ class TorchModel:
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
         arrays = {name: np.asarray(value) for name, value in tensors.items()}
-        outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
+        outputs, back = self._compute(kind, self._rows.padded(arrays), len(self.outputs))
         length = arrays["input_ids"].shape[1]
         cut = {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
         leaves, shown = torch_objects.asking({name: value for name, value in cut.items() if name not in FIXED})

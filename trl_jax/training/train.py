@@ -54,7 +54,7 @@ from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
 from trl_jax.training.state import Hooks, Setup
-from trl_jax.training.step import Changes, TrainStep, compiling_ahead, optimizer_of
+from trl_jax.training.step import RecompileCheck, TrainStep, compiling_ahead, optimizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Training:
         vision = setup.model.backend.of_vision(setup.model.params)
         return optimizer_of(made, self.choice, setup.args.max_grad_norm, setup.model.trainable_masks, vision)
 
-    def _renewed(self, changed: Changes) -> Optimizer | None:
+    def _new_optimizer(self, changed: RecompileCheck) -> Optimizer | None:
         """The optimizer, if the step has to be compiled again; None if nothing has changed."""
         tx = changed()
         if tx is not None:
@@ -209,10 +209,10 @@ class Training:
         steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
-        step, changed = train_step.made(tx), Changes(setup, self._hooks.settle_task, self.made_optimizer)
+        step, changed = train_step.build(tx), RecompileCheck(setup, self._hooks.settle_task, self.made_optimizer)
         place = None if "compute_loss" in setup.overridden else train_step.placed
         tell = partial(tell_compilation, told, steps)
-        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._renewed, changed))
+        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._new_optimizer, changed))
         # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(args.debug) else PATIENCE
@@ -229,7 +229,7 @@ class Training:
             # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=lambda batch: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
+            advance=lambda batch: advance(batch, checkpointer.lr_scheduler.take_next(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,
