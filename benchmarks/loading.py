@@ -122,10 +122,10 @@ def _on_a_mesh() -> Callable[[str], object]:
     from trl_jax.hub.auto import find_checkpoint
     from trl_jax.mesh.mesh import ShardingPlan, make_mesh
 
-    place = ShardingPlan(make_mesh({"fsdp": 4})).place
+    sharding_of = ShardingPlan(make_mesh({"fsdp": 4})).sharding_of
 
     def load(folder: str) -> object:
-        return jax.block_until_ready(find_checkpoint(folder, dtype="float32").load(0, None, place).params)
+        return jax.block_until_ready(find_checkpoint(folder, dtype="float32").load(0, None, sharding_of).params)
 
     return load
 

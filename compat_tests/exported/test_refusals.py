@@ -17,7 +17,7 @@ from trl_jax.exported import program
 from trl_jax.exported.program import TorchModel
 from trl_jax.hub.auto import AutoModelForSequenceClassification
 from trl_jax.hub.families import families
-from trl_jax.hub.model_types import REFUSED, is_exported, objection
+from trl_jax.hub.model_types import REFUSED, is_exported, unsupported_error
 
 
 def folder_of(tmp_path, **config):
@@ -29,7 +29,7 @@ def folder_of(tmp_path, **config):
 def test_a_type_that_nobody_takes_names_the_reason_and_the_nearest(model_type, tmp_path):
     reason, nearest = REFUSED[model_type]
     text = f"model_type {model_type!r} is not supported: {reason}. The nearest supported type: {nearest}."
-    assert text in str(objection({"model_type": model_type}, families(), tmp_path))
+    assert text in str(unsupported_error({"model_type": model_type}, families(), tmp_path))
     assert not is_exported({"model_type": model_type}, families(), tmp_path)
     assert nearest not in REFUSED
 

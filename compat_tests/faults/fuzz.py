@@ -170,7 +170,7 @@ def build(folder: Path) -> None:
 def _build_adapter(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from trl_jax.hub.peft_adapters import wanted_shapes
+    from trl_jax.hub.peft_adapters import expected_shapes
     from trl_jax.hub.peft_config import LoraConfig
 
     given = LoraConfig(
@@ -178,7 +178,7 @@ def _build_adapter(folder: Path) -> None:
         exclude_modules=["layers.1.v_proj"], layers_to_transform=[0, 1], layers_pattern="layers",
     )  # fmt: skip
     given.save_pretrained(folder)
-    tensors = {name: np.ones(shape, np.float32) for name, shape in wanted_shapes(*adapter_plan(folder)).items()}
+    tensors = {name: np.ones(shape, np.float32) for name, shape in expected_shapes(*adapter_plan(folder)).items()}
     save_file(tensors, folder / "adapter_model.safetensors")
 
 

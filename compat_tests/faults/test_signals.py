@@ -241,12 +241,12 @@ def test_a_closed_terminal_does_not_keep_the_run_from_saving(tmp_path):
 
 FORKED = """
 import multiprocessing, os, signal, time
-from trl_jax.hub.fetch import told_from_now_on
+from trl_jax.hub.fetch import report_interruptions
 from trl_jax.training.events import Interrupts
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-told_from_now_on(lambda: ["pushing"])
+report_interruptions(lambda: ["pushing"])
 forks = multiprocessing.get_context("fork")
 
 def works_on(second):

@@ -178,10 +178,10 @@ def test_each_device_reads_its_own_part(model, facts, checkpoint):
     sharding_plan = ShardingPlan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     config = read_native_config(folder)
     alone, _ = load(config, dtype="float32", seed=0)
-    parts, _ = load(config, dtype="float32", seed=0, place=sharding_plan.place)
+    parts, _ = load(config, dtype="float32", seed=0, sharding_of=sharding_plan.sharding_of)
     axes = logical_axes(config.model)
     for path, array in alone.items():
-        assert parts[path].sharding == sharding_plan.place(axes[path], array.shape) or "score" in path
+        assert parts[path].sharding == sharding_plan.sharding_of(axes[path], array.shape) or "score" in path
         np.testing.assert_array_equal(np.asarray(parts[path]), np.asarray(array))
 
 

@@ -114,7 +114,7 @@ class Tower:
 @pytest.mark.parametrize("room", [0, 2**20])
 def test_features_are_kept_within_the_memory_and_forgotten_with_their_tower(room, monkeypatch):
     policy = type("Policy", (), {"params": {}})()
-    monkeypatch.setattr(features, "available", lambda: 4 * room)
+    monkeypatch.setattr(features, "available_host_memory", lambda: 4 * room)
     store, tower = FeatureStore(trl_jax.SFTConfig("out", use_cpu=True, bf16=False)), Tower(1)
     monkeypatch.setattr(features, "_towers", lambda *_: [tower])
     images = [image(number, 6)._replace(features=()) for number in (1, 2)]

@@ -23,13 +23,15 @@ from trl_jax.core.outputs import TokenOutputs
 from trl_jax.exported.aten import OPERATIONS, Node, Program, run
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.backend import Backend
-from trl_jax.hub.checkpoint import Placement
+from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.model_types import max_positions_of
 from trl_jax.hub.torch_bridge import of_rows, operation_of, plain, recorded, scanned
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.encoder import valid_tokens
 from trl_jax.nn.head import outputs_of_logits, tempered
+
+logger = logging.getLogger(__name__)
 
 # The model: its computation is a program
 
@@ -263,7 +265,7 @@ class ExportedBackend(Backend):
         if writes:
             self._model.save(folder, whole)
 
-    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
+    def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         return _take_params(TorchModel(folder, dtype="auto", seed=seed, head=self.head))
 
     def resized(self, rows: int) -> Backend:
@@ -292,8 +294,6 @@ def _take_params(model: TorchModel) -> dict[str, jax.Array]:
 # ----------------------------------------------------------------------------------------------------
 # transformers' models: their parameters and programs
 
-
-logger = logging.getLogger(__name__)
 
 _MANY = 5000  # operations; a longer program has unrolled a loop over tokens
 

@@ -16,14 +16,14 @@ from flax import nnx
 from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
 from trl_jax.core.text import api_boundary
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.checkpoint import Placement, Source, resized_config, tables_of_tokens
+from trl_jax.hub.checkpoint import ShardingRule, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
-    PASSED_OVER,
+    IGNORED_IF_UNKNOWN,
     NativeConfig,
     checked_arguments,
     native_config,
-    not_taken,
     transformers_config,
+    unknown_arguments_error,
     with_values,
 )
 from trl_jax.hub.config_reader import read_config
@@ -36,7 +36,7 @@ from trl_jax.hub.peft import adapt, outline_adapted
 from trl_jax.hub.peft_adapters import tokens_of
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
-from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, positions_beside, read_adapter_config
+from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, positions_left, read_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization, formats, halves
 from trl_jax.hub.tensor_map import make_tensor_map
@@ -260,7 +260,7 @@ def _from_pretrained(
     quantization = None if quantization_config is None else as_quantization(quantization_config)
     if quantization is not None:
         checkpoint = replace(checkpoint, quantization=quantization)
-    model = checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=quantization is not None)
+    model = checkpoint.load(seed, sharding_of=checkpoint.sharding_rule(plan), as_stored=quantization is not None)
     if text_class and checkpoint.native is not None and checkpoint.native.family.has_text_class:
         model.accepts_loss_kwargs = True
     return model
@@ -355,18 +355,18 @@ class Checkpoint:
         self,
         seed: int,
         quantization: BitsAndBytesConfig | None = None,
-        place: Placement | None = None,
+        sharding_of: ShardingRule | None = None,
         *,
         as_stored: bool = False,
     ) -> PreTrainedModel:
-        """Load the model. `seed` initializes the head if the checkpoint has none; `place` and `as_stored` are as in
-        `checkpoint.load`, and `as_stored` only applies to native models.
+        """Load the model. `seed` initializes the head if the checkpoint has none; `sharding_of` and `as_stored` are as
+        in `checkpoint.load`, and `as_stored` only applies to native models.
 
         Raises:
             ValueError: quantization was requested for weights that are trained.
         """
         if self.adapter is not None:
-            return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
+            return self.load_adapted(self.lora, seed, self.adapter, quantization, sharding_of)
         frozen = self.quantization if as_stored else None  # as_stored: the model is not trained
         _check_not_quantized(quantization or (None if as_stored else self.quantization))
         if self.repository is not None:
@@ -379,11 +379,11 @@ class Checkpoint:
             params, backend, config = load_exported(self.folder, **options)
         else:
             quantized = None if frozen is None else formats(frozen, None, self.native)
-            options = {"seed": seed, "place": place, "as_stored": as_stored, "formats": quantized}
+            options = {"seed": seed, "sharding_of": sharding_of, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
-    def placement(self, plan: ShardingPlan | None) -> Placement | None:
+    def sharding_rule(self, plan: ShardingPlan | None) -> ShardingRule | None:
         """How `plan` shards the parameters; None means one device.
 
         Raises:
@@ -397,7 +397,7 @@ class Checkpoint:
                 "sharded outside of a trainer. Leave mesh_shape out."
             )
         check_heads(plan, heads_of(self.native), self.name)
-        return plan.place
+        return plan.sharding_of
 
     def outline(
         self, lora: AdapterConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
@@ -446,7 +446,7 @@ class Checkpoint:
         seed: int,
         adapter: Path | None = None,
         quantization: BitsAndBytesConfig | None = None,
-        place: Placement | None = None,
+        sharding_of: ShardingRule | None = None,
     ) -> PreTrainedModel:
         """The model with a new adapter, or with the one saved in the folder `adapter`. The base weights keep their
         stored dtype or are quantized.
@@ -455,11 +455,12 @@ class Checkpoint:
             ValueError: the model runs as an exported program, or the adapter does not fit it.
         """
         if self.native is None:
-            raise _no_adapters(self.name, self.config.model_type)
+            raise _no_adapters_error(self.name, self.config.model_type)
         if self.repository is not None:
             self.repository.fetch_weights()
-        generator, options = TorchGenerator(seed), self._frozen_options(lora, quantization, parts=place is not None)
-        arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, place=place, **options)
+        generator = TorchGenerator(seed)
+        options = self._frozen_options(lora, quantization, parts=sharding_of is not None)
+        arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, sharding_of=sharding_of, **options)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
         if self.vocab_size != model.vocab_size:
             model.resize_token_embeddings(self.vocab_size)
@@ -476,8 +477,10 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
         return _find_adapted(folder, repository, head, dtype, fetch, values)
     raw, path = read_config(folder), folder / "config.json"
     exported = is_exported(raw, families(), path, head)
-    if exported and (unknown := values.keys() - PASSED_OVER):
-        raise not_taken(unknown, " for other models; this one runs as an exported program, which has fixed values")
+    if exported and (unknown := values.keys() - IGNORED_IF_UNKNOWN):
+        raise unknown_arguments_error(
+            unknown, " for other models; this one runs as an exported program, which has fixed values"
+        )
     raw = with_values(raw, values, path, head)
     if exported:
         config = transformers_config(raw, path, head)
@@ -497,7 +500,7 @@ def _check_not_quantized(quantization: BitsAndBytesConfig | None) -> None:
         )
 
 
-def _no_adapters(name: str, model_type: str) -> ValueError:
+def _no_adapters_error(name: str, model_type: str) -> ValueError:
     return ValueError(
         f"{name}: models of type {model_type!r} run as exported programs, which do not support adapters in this "
         "release of trl_jax. Train the whole model, or use a native model type (llama, qwen2, bert)."
@@ -510,7 +513,7 @@ def with_adapter(
     """A new model with a trainable adapter, either new or loaded from a folder. It shares the arrays of `model`, which
     is not changed."""
     if not isinstance(model.backend, NativeBackend):
-        raise _no_adapters(model.name_or_path, model.config.model_type)
+        raise _no_adapters_error(model.name_or_path, model.config.model_type)
     lora = replace(lora, base_model_name_or_path=lora.base_model_name_or_path or model.name_or_path)
     params, backend, frozen = adapt(model.backend, model.arrays, lora, seed, adapter)
     adapted = PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
@@ -555,7 +558,7 @@ def _find_adapted(
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
     tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native)
-    positions = positions_beside(checkpoint.max_positions, lora)
+    positions = positions_left(checkpoint.max_positions, lora)
     vocab_size = tokens or checkpoint.vocab_size
     return replace(checkpoint, adapter=folder, lora=lora, vocab_size=vocab_size, max_positions=positions)
 

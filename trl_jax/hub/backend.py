@@ -14,7 +14,7 @@ from flax import nnx
 
 from trl_jax.core.outputs import NONE, VirtualTokens
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.checkpoint import Placement
+from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
 
 Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name in PyTorch -> (path of our array, index in it)
@@ -98,8 +98,8 @@ class Backend(abc.ABC):
         """Write config.json and safetensors that transformers loads. With `writes=False`, only read the parameters."""
 
     @abc.abstractmethod
-    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        """Read the parameters that `save` wrote, sharded over several devices if `place` is given."""
+    def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
+        """Read the parameters that `save` wrote, sharded over several devices if `sharding_of` is given."""
 
     @abc.abstractmethod
     def resized(self, rows: int) -> Backend:

@@ -33,6 +33,8 @@ from trl_jax.mesh.mesh import owned
 from trl_jax.models.model import logical_axes
 from trl_jax.nn.linear import HALVES, Format
 
+logger = logging.getLogger(__name__)
+
 # Saving
 
 
@@ -85,10 +87,10 @@ def read_tensor(params: dict[str, jax.Array], entries: list[IndexedEntry]) -> np
     """One tensor as saved on disk, assembled from the arrays of its entries; float32."""
     entry, index = entries[0]
     if entry.tensor_slice is None:
-        return taken(params[entry.path], index)
+        return slice_on_host(params[entry.path], index)
     whole = np.empty(entry.shape_on_disk(params[entry.path].shape), np.float32)
     for entry, index in entries:
-        entry.put(taken(params[entry.path], index), whole)
+        entry.put(slice_on_host(params[entry.path], index), whole)
     return whole
 
 
@@ -130,8 +132,6 @@ def tables_of_tokens(params: Iterable[str]) -> list[str]:
 # Loading
 
 
-logger = logging.getLogger(__name__)
-
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -168,7 +168,7 @@ def load(
     as_stored: bool = False,
     formats: dict[str, Format] | None = None,
     bits: Collection[str] = (),
-    place: Placement | None = None,
+    sharding_of: ShardingRule | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
     """Read the weights of a checkpoint. A head other than the config's is dropped, and a missing head is initialized.
 
@@ -182,7 +182,7 @@ def load(
         as_stored: return arrays in that dtype instead of float32, for weights that are not trained.
         formats: paths of weights to quantize while reading; each is replaced by `<path>.codes` and so on.
         bits: paths of weights to keep as raw 16-bit values in `<path>.codes`, if they are stored in 16 bits.
-        place: a parameter's logical axes and shape -> its sharding, for several devices.
+        sharding_of: a parameter's logical axes and shape -> its sharding, for several devices.
 
     Raises:
         FileNotFoundError, ValueError: a file, tensor or key is missing or wrong; the message names it.
@@ -199,7 +199,7 @@ def load(
     missing = [draw for draw in config.draws() if draw.tensor in wanted]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype, config.family.in_float32), {}
-    axes = {} if place is None else logical_axes(config.model)
+    axes = {} if sharding_of is None else logical_axes(config.model)
     with text.naming(config.path.parent):
         for entry in table.tensor_map:
             path, shape = entry.path, shapes[entry.path].shape
@@ -211,7 +211,7 @@ def load(
                 params[f"{path}.codes"] = reader.bits(entry, shape, reader.stored_dtype(entry))
             else:
                 stored = reader.stored_dtype(entry) if as_stored else jnp.float32
-                params[path] = reader.array(entry, shape, stored, place and place(axes[path], shape))
+                params[path] = reader.array(entry, shape, stored, sharding_of and sharding_of(axes[path], shape))
     return params, _source(config, reader, table, missing)
 
 
@@ -274,8 +274,8 @@ def _draw(
     if missing:
         names, folder = ", ".join(_tensors(missing)), config.path.parent
         level = logging.INFO if config.head.kind == "score" else logging.WARNING
-        text = "%s has no %s: initialized from a normal distribution with seed %d."
-        logger.log(level, text, folder, names, generator.seed)
+        message = "%s has no %s: initialized from a normal distribution with seed %d."
+        logger.log(level, message, folder, names, generator.seed)
     return new
 
 
@@ -336,7 +336,7 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
         for tensor, _ in entry.tensors(shapes[entry.path].shape)
     }
     on_disk = _full_names(config, files, set(wanted))
-    adopt(config, files, on_disk, wanted)
+    adopt_head(config, files, on_disk, wanted)
     files.check_dtypes(on_disk.values())
     embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
     check_dropped(config, on_disk)
@@ -445,7 +445,9 @@ def of_other_head(config: NativeConfig, name: str) -> bool:
     return name in family.language_heads or (config.head.kind == "lm" and name.startswith(family.score_head.prefixes))
 
 
-def adopt(config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def adopt_head(
+    config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     """Use a differently named head as `score.weight`: the only unmatched tensor, if it has the shape of the head.
 
     Changes `on_disk` (full name -> name on disk); `wanted` has the shapes of the model's tensors.
@@ -663,7 +665,7 @@ def _fused(entry: TensorEntry, shape: tuple[int, ...], on_disk: Mapping[str, tup
 SMALL = 64 << 20  # bytes
 
 
-def taken(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+def slice_on_host(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]` on the host; a small array is copied there as a whole first."""
     if isinstance(array, jax.Array) and array.is_fully_addressable and array.nbytes <= SMALL:
         array = np.asarray(array)
@@ -686,7 +688,7 @@ def keep_processor_files(before: Path, folder: Path) -> None:
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index | None], np.ndarray]  # reads a tensor on disk, or part of it
-Placement = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
+ShardingRule = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
 
 
 def read_sharded(
@@ -715,10 +717,10 @@ def read_sharded(
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in indices])
 
 
-def shard_array(place: Placement, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """Shard an array that every process holds in full; `place` maps its logical `axes` and shape to a sharding."""
+def shard_array(sharding_of: ShardingRule, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """Shard an array that each process holds in full; `sharding_of` maps its logical `axes` and shape to a sharding."""
     values = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, place(axes, array.shape), lambda index: values[index])
+    return jax.make_array_from_callback(array.shape, sharding_of(axes, array.shape), lambda index: values[index])
 
 
 def _read_part(

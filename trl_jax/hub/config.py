@@ -24,10 +24,12 @@ from trl_jax.hub.vision import VisionFamily, vision_families
 from trl_jax.models.arch import VisionArch
 from trl_jax.models.model import abstract
 
+logger = logging.getLogger(__name__)
+
 # NativeConfig: a parsed config.json
 
 
-PASSED_OVER = {"use_cache"}  # scripts pass these for any model; accepted even if the config does not have them
+IGNORED_IF_UNKNOWN = {"use_cache"}  # scripts pass these for any model; accepted even if the config does not have them
 # Keys that are determined by what is saved, not by the config object.
 _OF_FILES = {
     "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
@@ -155,7 +157,7 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
 def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
     """A copy of config.json with some `values` replaced, as transformers' from_pretrained does with extra arguments.
 
-    Values in PASSED_OVER are dropped if the config object does not have them.
+    Values in IGNORED_IF_UNKNOWN are dropped if the config object does not have them.
 
     Raises:
         TypeError: the config object has no such value.
@@ -164,9 +166,9 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
         return raw
     config = transformers_config(raw, path, head)
     known = config.to_dict().keys() | config.attribute_map.keys()
-    values = {name: value for name, value in values.items() if name in known or name not in PASSED_OVER}
+    values = {name: value for name, value in values.items() if name in known or name not in IGNORED_IF_UNKNOWN}
     if unknown := values.keys() - known:
-        raise not_taken(unknown)
+        raise unknown_arguments_error(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
     older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # old names of the same values
     found = {name: value for name, value in raw.items() if name not in older} | named
@@ -205,7 +207,6 @@ def _head_of(family: Family, head: HeadName, path: Path) -> Head:
 
 # Arguments of from_pretrained
 
-logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
@@ -250,7 +251,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     return fetch | {"code": bool(code)}, dtype, kwargs
 
 
-def not_taken(names: Iterable[str], why: str = "") -> TypeError:
+def unknown_arguments_error(names: Iterable[str], why: str = "") -> TypeError:
     """The error for unknown arguments of from_pretrained."""
     return TypeError(
         f"from_pretrained (model_init_kwargs) does not accept {', '.join(sorted(names))}. It accepts num_labels, "
@@ -259,7 +260,7 @@ def not_taken(names: Iterable[str], why: str = "") -> TypeError:
 
 
 @contextmanager
-def told_of(argument: str) -> Iterator[None]:
+def naming_argument(argument: str) -> Iterator[None]:
     """Within this block, rewrite errors that mention `model=` to name `argument` instead."""
     try:
         yield

@@ -20,6 +20,8 @@ from trl_jax.hub.gguf import METHOD as MXFP4
 from trl_jax.models.arch import Arch
 from trl_jax.nn.rope import Rope
 
+logger = logging.getLogger(__name__)
+
 # Layer types: full or sliding-window attention
 
 
@@ -97,7 +99,6 @@ KINDS = tuple(_NEEDED)
 _OF_ALL = tuple(kind for kind in KINDS if kind != "proportional")  # which needs the head size of each layer type
 _TINY = 1e-9  # lower bound for divisors
 _LEAST_THETA = 1.001  # keeps log(theta), a divisor, above 0
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Rope:
@@ -127,15 +128,15 @@ def read_ropes(
         channels: head size by layer type, if they differ; only these ropes may be proportional.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
-    thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
+    thetas = {FULL: theta, SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
     nested, legacy = config.section("rope_parameters"), config.section("rope_scaling")
-    unknown = sorted(set(nested) - {_FULL, _SLIDING})
+    unknown = sorted(set(nested) - {FULL, SLIDING})
     if unknown:
-        raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
+        raise config.wrong("rope_parameters", unknown, f"sections for {FULL} and {SLIDING}")
     ropes = {}
     for kind, default in thetas.items():
         section = {"rope_type": "default", **(nested.get(kind) or {})}  # `type` alone has no effect here
-        section = section | legacy if kind == _FULL else section
+        section = section | legacy if kind == FULL else section
         source = f"{config.source}: rope_parameters.{kind}"
         rope = ConfigReader(_without_null(section), source)
         if channels is not None and section["rope_type"] == "proportional":
@@ -286,8 +287,6 @@ def _longrope_details(config: ConfigReader, rope: ConfigReader) -> dict[str, Any
 
 # ConfigReader: every key is read, declared inert, logged as unread by transformers, or refused
 
-
-logger = logging.getLogger(__name__)
 
 # Keys that do not affect the computation: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(

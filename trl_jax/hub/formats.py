@@ -178,7 +178,7 @@ def _shard_names(folder: Path) -> list[str]:
         return [SINGLE]
     if not (folder / INDEX).is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
-        raise unconverted(str(folder), "folder") if pickled else no_weights(str(folder))
+        raise unconverted_error(str(folder), "folder") if pickled else no_weights_error(str(folder))
     names = indexed_shards(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -189,14 +189,14 @@ def _shard_names(folder: Path) -> list[str]:
     return names
 
 
-def unconverted(where: str, model: str) -> ValueError:
+def unconverted_error(where: str, model: str) -> ValueError:
     return ValueError(
         f"{where} only has pytorch_model.bin, which trl_jax can read if torch is installed: pip install "
         f"'trl_jax[torch]'. Or convert it: AutoModel.from_pretrained({model}).save_pretrained(folder)."
     )
 
 
-def no_weights(where: str) -> FileNotFoundError:
+def no_weights_error(where: str) -> FileNotFoundError:
     return FileNotFoundError(f"{where} has no weights: neither {SINGLE} nor {INDEX} exists.")
 
 
@@ -309,7 +309,7 @@ def diagnose(path: Path) -> str | None:
         opening = file.read(64)
         if size < 8:
             return f"it has {size} bytes, perhaps because a download was interrupted: {_ANOTHER}"
-        known = next((text for mark, text in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
+        known = next((problem for mark, problem in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
         if known is not None:
             return known
         if opening.isascii() and b"\0" not in opening:
@@ -328,10 +328,10 @@ def check_names(path: Path) -> None:
         files.loads(file.read(length))
 
 
-def _faulty_header(text: bytes, data: int) -> str | None:
+def _faulty_header(header: bytes, data: int) -> str | None:
     """The first error in a header that is followed by `data` bytes of tensors."""
     try:
-        tensors = {name: entry for name, entry in files.loads(text).items() if name != "__metadata__"}
+        tensors = {name: entry for name, entry in files.loads(header).items() if name != "__metadata__"}
         spans = {name: tuple(entry["data_offsets"]) for name, entry in tensors.items()}
         ordered = sorted(tensors, key=lambda name: spans[name])
         reached = 0

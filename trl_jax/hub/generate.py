@@ -39,7 +39,7 @@ from trl_jax.generation.noise import (
     random_key,
 )
 from trl_jax.generation.sampling import Processor, Text
-from trl_jax.hub.generation_hooks import Caller, StepWatch, criteria_of
+from trl_jax.hub.generation_hooks import StepWatch, UserFunctions, criteria_of
 from trl_jax.hub.generation_inputs import (
     Prompts,
     Settings,
@@ -52,11 +52,13 @@ from trl_jax.hub.generation_inputs import (
     processors_of,
     read_prompts,
     refuse_arguments,
-    refuse_beside_beams,
+    refuse_with_beams,
     resolve,
 )
 from trl_jax.hub.vision.processor import images_of_rows, split_images
 from trl_jax.mesh.mesh import platform
+
+logger = logging.getLogger(__name__)
 
 # Methods of a model
 
@@ -129,8 +131,10 @@ class GenerationApi:
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "streamer": streamer,
         }  # fmt: skip
         if settings.beams is not None:
-            refuse_beside_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
-        caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
+            refuse_with_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
+        caller = UserFunctions(
+            settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn
+        )
         return self._complete(settings, prompts, images, caller, streamer, tokenizer, _stream(seed), dtype)
 
     def _complete(
@@ -138,7 +142,7 @@ class GenerationApi:
         settings: Settings,
         prompts: Prompts,
         images: Sequence[Any] | None,
-        caller: Caller,
+        caller: UserFunctions,
         streamer: Any,
         tokenizer: Any,
         stream: TorchGenerator,
@@ -258,9 +262,6 @@ def _check_unused(others: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 # Batched generation, where tokens do not depend on which completions are computed together
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class GenerateOutput:
         return vars(self)[name]
 
 
-class Caller:
+class UserFunctions:
     """The user's functions, which modify scores and end texts, and a record of the per-step outputs that were
     requested."""
 
@@ -62,7 +62,7 @@ class Caller:
     @contextmanager
     def processors(self, before: dict[str, Processor], behind: dict[str, Processor]) -> Iterator[tuple[Processor, ...]]:
         """All processors, ours and the user's, in the order in which they are applied."""
-        functions = [Called(one, self._prompts.in_torch) for one in self._own]
+        functions = [UserFunction(one, self._prompts.in_torch) for one in self._own]
         functions += [self._prefix] if self._prefix else []
         with on_host([*functions, *self._recorders.values()], self._failures) as called:
             own, rest = called[: len(self._own)], called[len(self._own) :]
@@ -78,7 +78,7 @@ class Caller:
         """What to do on the host in each step; None if there is nothing to do."""
         criteria = [self._failures] if self._own or self._prefix else []
         criteria += criteria_of(self._settings.config, tokenizer)
-        criteria += [Called(one, self._prompts.in_torch) for one in self._criteria]
+        criteria += [UserFunction(one, self._prompts.in_torch) for one in self._criteria]
         if not (criteria or streamer is not None or self._recorders):
             return None
         scores = self._recorders["output_scores"].steps if "output_scores" in self._recorders else None
@@ -186,7 +186,7 @@ class Recorder:
         return scores
 
 
-class Called:
+class UserFunction:
     """Calls a user's processor or criterion with torch tensors if it is one of transformers' classes or the prompts are
     tensors, otherwise with NumPy arrays."""
 

@@ -349,7 +349,7 @@ _ARGUMENTS = {
 
 
 # Fields that cannot be combined with beam search -> values that leave them off.
-_BESIDE_BEAMS: dict[str, tuple[Any, ...]] = {
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "stop_strings": (None,), "max_time": (None,), "return_dict_in_generate": (None, False), "top_h": (None,),
     "typical_p": (None, 1.0),
 }  # fmt: skip
@@ -363,10 +363,10 @@ def _check_beams(values: Mapping[str, Any]) -> None:
         return
     if completions > beams:
         raise ValueError(f"`num_return_sequences` ({completions}) has to be smaller or equal to `num_beams` ({beams}).")
-    refuse_beside_beams(beams, {name: values[name] for name, idle in _BESIDE_BEAMS.items() if values[name] not in idle})
+    refuse_with_beams(beams, {name: values[name] for name, idle in _NOT_WITH_BEAMS.items() if values[name] not in idle})
 
 
-def refuse_beside_beams(beams: int, asked: Mapping[str, Any]) -> None:
+def refuse_with_beams(beams: int, asked: Mapping[str, Any]) -> None:
     """Raise ValueError if there is an option that cannot be combined with beam search."""
     for name in asked:
         raise ValueError(

@@ -111,10 +111,10 @@ def describe(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         return reader, _config(reader, path)
     except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # damaged fields
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
+def _unreadable_error(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} is not a readable GGUF file: {brief(error, 500)}. Download it again.")
 
 
@@ -129,7 +129,7 @@ def _open(path: Path) -> Any:
         check_fields(path)
         return gguf.GGUFReader(path)
     except (ValueError, KeyError, IndexError, OverflowError) as error:  # raised for damaged files
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
 def _value(reader: Any, key: str) -> Any:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
-from trl_jax.hub.checkpoint import Placement, Source, entries_of, load, outline, read_tensor, resized_source, save
+from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.modules import torch_tensor_map
 from trl_jax.hub.tensor_map import TensorEntry
@@ -204,11 +204,11 @@ class NativeBackend(Backend):
         params = self.weights(params) if self.formats else params
         save(folder, params, self.source, changed=changed, writes=writes)
 
-    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
+    def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         config = read_native_config(folder, self.head)
         if self.source.config.vision_arch is not None:
             config = config.with_images()
-        return load(config, dtype="auto", seed=seed, place=place)[0]
+        return load(config, dtype="auto", seed=seed, sharding_of=sharding_of)[0]
 
     def resized(self, rows: int) -> NativeBackend:
         return NativeBackend(resized_source(self.source, rows), self.formats)

@@ -22,16 +22,16 @@ from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.formats import open_tensors, read_one, shape_of, tensor_names
 from trl_jax.hub.modules import Module, current_name, modules_of, of_vision
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter, refuse_beyond
+from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter_error, refuse_beyond
 from trl_jax.hub.peft_targets import (
     TENSOR,
     Targets,
     fully_trained,
     is_all,
     is_lm_head,
-    is_meant,
+    is_selected,
     rank_and_alpha,
-    settled,
+    resolve_targets,
     targeted,
     targeted_parameters,
     token_tables,
@@ -42,13 +42,14 @@ from trl_jax.hub.peft_targets import (
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.adapters import Adapter, Layers, leaf
 
+logger = logging.getLogger(__name__)
+
 # Our arrays and the tensors of PEFT's files
 
 
 # PEFT's wrapper modules. If the vocabulary was resized, PEFT also saves tensors inside them.
 _OF_THE_BASE = re.compile(r"\.(base_layer|original_module|modules_to_save)\.")
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
-logger = logging.getLogger(__name__)
 
 
 def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -120,10 +121,10 @@ def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> Adapte
         logger.warning("%s was trained on text only: the vision tower stays as it is.", path)
     order = tuple((layer, kept.index(number)) for layer, number in plan.order if number in kept)
     plan = replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order)
-    return carrying(folder, plan, lambda name: name.partition(".lora_")[0] in unread)
+    return with_carried(folder, plan, lambda name: name.partition(".lora_")[0] in unread)
 
 
-def carrying(folder: Path, plan: AdapterPlan, is_carried: Callable[[str], Any]) -> AdapterPlan:
+def with_carried(folder: Path, plan: AdapterPlan, is_carried: Callable[[str], Any]) -> AdapterPlan:
     """Add the file's tensors of modules that are not computed to the plan. They are saved unchanged.
 
     Args:
@@ -171,7 +172,7 @@ def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int,
     return found
 
 
-def wanted_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def expected_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name on disk -> shape of each tensor that an adapter's file must contain, given the shapes of the trained
     arrays."""
     wanted = {
@@ -194,7 +195,7 @@ def read_tensors(
         FileNotFoundError, ValueError: the file is missing, or it does not fit the model.
     """
     path = _weights_in(folder)
-    tensors, wanted = open_tensors(path), wanted_shapes(plan, shapes)
+    tensors, wanted = open_tensors(path), expected_shapes(plan, shapes)
     lacking = sorted(set(defaults or {}) - set(tensors))
     if lacking:
         logger.warning("%s has no %s: starting from the base model's.", path, _some(lacking))
@@ -212,7 +213,7 @@ def read_tensors(
 def _weights_in(folder: Path) -> Path:
     """The weights file in an adapter's folder. Raises FileNotFoundError or ValueError if there is none."""
     if not (folder / WEIGHTS).is_file():
-        raise no_adapter(str(folder), (folder / PICKLED).exists())
+        raise no_adapter_error(str(folder), (folder / PICKLED).exists())
     return folder / WEIGHTS
 
 
@@ -288,7 +289,7 @@ def pass_over_towers(
         name = tensor.removesuffix(".weight")
         if name == tensor or len(pieces.shape) != 2 or _NO_MAP.search(name):
             continue
-        if is_all(config.target_modules) or is_meant(plan.config, name):
+        if is_all(config.target_modules) or is_selected(plan.config, name):
             outputs, inputs = pieces.shape
             module = Module(name, "linear", (), (), 1, 0, inputs, outputs)
             _draw(plan.config, module, rank_and_alpha(plan.config, name)[0], generator)
@@ -618,7 +619,7 @@ def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[
     Raises:
         ValueError: the config selects nothing, or something that cannot have an adapter.
     """
-    lora = settled(with_parameters(lora, modules, model_type), modules, model_type)
+    lora = resolve_targets(with_parameters(lora, modules, model_type), modules, model_type)
     targets = targeted(lora, modules, model_type)
     return lora, targets, targeted_parameters(lora, modules, alone=not targets)
 

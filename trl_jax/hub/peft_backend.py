@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
-from trl_jax.hub.checkpoint import IndexedEntry, Placement, read_tensor, shard_array
+from trl_jax.hub.checkpoint import IndexedEntry, ShardingRule, read_tensor, shard_array
 from trl_jax.hub.modules import of_vision, torch_tensor_map
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import (
@@ -26,11 +26,11 @@ from trl_jax.hub.peft_adapters import (
     WRAPPED,
     AdapterPlan,
     arrays_of,
+    expected_shapes,
     read_tables,
     read_tensors,
     tensors_of,
     trained_tensors,
-    wanted_shapes,
 )
 from trl_jax.hub.peft_config import WEIGHTS
 from trl_jax.hub.peft_targets import TENSOR
@@ -148,15 +148,19 @@ class AdaptedBackend(Backend):
         replace(self.saved_config, inference_mode=True).save_pretrained(folder)
 
     def load(
-        self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None
+        self,
+        folder: Path,
+        seed: int,
+        sharding_of: ShardingRule | None = None,
+        defaults: dict[str, np.ndarray] | None = None,
     ) -> dict[str, jax.Array]:
         """Read the trained arrays. `defaults` has values for tensors that the file lacks, by their names in the
         file."""
         arrays = self.read(folder, defaults)
-        if place is None:
+        if sharding_of is None:
             return arrays
         axes = self.axes
-        return {path: shard_array(place, axes.get(path, ()), array) for path, array in arrays.items()}
+        return {path: shard_array(sharding_of, axes.get(path, ()), array) for path, array in arrays.items()}
 
     @abc.abstractmethod
     def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
@@ -182,7 +186,7 @@ class LoraBackend(AdaptedBackend):
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
         self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
-        self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self.dtypes = dict.fromkeys(expected_shapes(plan, shapes), "float32")
         self._wrapped = _wrapped(plan)
         self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
 

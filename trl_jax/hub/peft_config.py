@@ -254,14 +254,14 @@ def refuse_beyond(config: LoraConfig) -> None:
         )
 
 
-def begun(config: LoraConfig) -> LoraConfig:
+def already_initialized(config: LoraConfig) -> LoraConfig:
     """The config of an adapter that is already initialized: without the options that would modify the base model
     again."""
     began = {"init_lora_weights": True, "loftq_config": {}}
     return replace(config, **began, **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config")))
 
 
-def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
+def no_adapter_error(where: str, pickled: bool) -> FileNotFoundError:
     """The error for an adapter whose weights are missing, or only available as a pickle."""
     way_out = "Save it with safe_serialization=True."
     note = f" It has {PICKLED}, but pickles are not read. {way_out}" if pickled else ""
@@ -515,7 +515,7 @@ def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
     return config_of(_KINDS[kind], keys, source)
 
 
-def positions_beside(max_positions: int | None, config: AdapterConfig | None) -> int | None:
+def positions_left(max_positions: int | None, config: AdapterConfig | None) -> int | None:
     """The number of positions that virtual tokens leave for the text; None if there is no limit."""
     taken = config.num_virtual_tokens if isinstance(config, PromptLearningConfig) else None
     return max_positions if max_positions is None else max_positions - (taken or 0)

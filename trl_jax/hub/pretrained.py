@@ -31,6 +31,8 @@ from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.torch_bridge import as_tensors
 from trl_jax.models.model import merge
 
+logger = logging.getLogger(__name__)
+
 # Log-probabilities and entropies of tokens
 
 
@@ -88,7 +90,6 @@ def token_logps_and_entropies(
 
 
 NAME = "generation_config.json"
-logger = logging.getLogger(__name__)
 
 
 def read_generation_config(folder: Path, config: Any) -> Any:

@@ -61,7 +61,7 @@ def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: st
                 folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **facts
             )
         except pickle.UnpicklingError as error:
-            raise _not_tensors(folder / PICKLED, error) from error
+            raise _not_tensors_error(folder / PICKLED, error) from error
     fixed = {name for name, parameter in unloaded(model.config, head).named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in fixed)  # loading resets the flag
@@ -212,13 +212,13 @@ def unpickled(path: Path) -> dict[str, Any]:
     except MemoryError:
         raise
     except Exception as error:  # zip archives, pickles and torch's own checks raise errors of many types
-        raise _not_tensors(path, error) from error
+        raise _not_tensors_error(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ValueError(f"{path} must hold a state dict of tensors by name, got a {type(content).__name__}.")
     return dict(content)
 
 
-def _not_tensors(path: Path, error: Exception) -> ValueError:
+def _not_tensors_error(path: Path, error: Exception) -> ValueError:
     return ValueError(
         f"{path} is not a PyTorch file that only holds tensors ({type(error).__name__}); no code in it was run. "
         "Download it again, or use a safetensors version of the checkpoint."

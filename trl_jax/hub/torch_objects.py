@@ -23,7 +23,7 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
-from trl_jax.hub.peft_config import ENCODER, LoraConfig, begun, positions_beside, read_adapter_config
+from trl_jax.hub.peft_config import ENCODER, LoraConfig, already_initialized, positions_left, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_bridge import as_array, as_tensors, available, peft_available
 from trl_jax.models.adapters import PREFIX
@@ -80,8 +80,8 @@ def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterat
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER
             config = read_adapter_config(adapter)
-            config = begun(config) if isinstance(config, LoraConfig) else config
-            positions = positions_beside(checkpoint.max_positions, config)
+            config = already_initialized(config) if isinstance(config, LoraConfig) else config
+            positions = positions_left(checkpoint.max_positions, config)
             checkpoint = replace(checkpoint, adapter=adapter, lora=config, max_positions=positions)
         yield replace(checkpoint, quantization=quantization_of(base))
 
@@ -513,7 +513,7 @@ def _as_long(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64) if values.dtype.kind in "iu" else values
 
 
-def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def as_leaves(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert arrays to leaf tensors that record gradients, and to clones of these, which user code may modify in
     place."""
     leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
@@ -557,7 +557,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def are_tensors(*values: Any) -> bool:
+def any_tensor(*values: Any) -> bool:
     """Whether any of `values` is a tensor, without importing torch."""
     return "torch" in sys.modules and any(map(is_tensor, values))
 
@@ -567,7 +567,7 @@ def also_of_tensors(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def called(*values: Any, **options: Any) -> Any:
-        if not are_tensors(*values, *options.values()):
+        if not any_tensor(*values, *options.values()):
             return function(*values, **options)
         return as_tensors(function(*as_arrays(list(values)), **as_arrays(options)))
 

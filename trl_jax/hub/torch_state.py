@@ -56,8 +56,8 @@ def write_adamw_moments(
         moments = {part: [state[key].float().contiguous().numpy() for state in states] for part, key in parts.items()}
         [count] = {int(state["step"]) for state in states}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        text = brief(error, 300)
-        raise ValueError(f"{checkpoint / OPTIMIZER} is not an AdamW state for this model: {text}.") from error
+        reason = brief(error, 300)
+        raise ValueError(f"{checkpoint / OPTIMIZER} is not an AdamW state for this model: {reason}.") from error
     if sizes != [len(group) for group in groups]:
         raise ValueError(
             f"{checkpoint / OPTIMIZER} has groups of {sizes} tensors, but the model {[len(group) for group in groups]}."

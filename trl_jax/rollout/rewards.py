@@ -22,7 +22,7 @@ from trl_jax.core.secrets import scrubbed
 from trl_jax.core.text import brief
 from trl_jax.data.chat import is_messages, load_tokenizer, rendered
 from trl_jax.hub.auto import find_checkpoint
-from trl_jax.hub.config import told_of
+from trl_jax.hub.config import naming_argument
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import as_arrays, as_checkpoint, is_torch_model
 
@@ -665,7 +665,7 @@ def reward_model(
     elif isinstance(model, PreTrainedModel):
         ours, place, config = model, model.name_or_path, model.config
     else:
-        with told_of("reward_funcs"):
+        with naming_argument("reward_funcs"):
             ours = find_checkpoint(str(model), **options).load(seed)
         place, config = str(model), ours.config
     if ours.backend.head != "score":

@@ -154,8 +154,8 @@ class LoadedModel:
     def load(self) -> PreTrainedModel:
         """The model; an adapter is merged into its weights."""
         if self.model is None:
-            place = self.checkpoint.placement(self.plan)
-            self.model = self.checkpoint.load(seed=0, place=place).merge_and_unload()
+            sharding_of = self.checkpoint.sharding_rule(self.plan)
+            self.model = self.checkpoint.load(seed=0, sharding_of=sharding_of).merge_and_unload()
         return self.model
 
     def vision_processor(self) -> VisionProcessor:

@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import also_of_tensors, are_tensors
+from trl_jax.hub.torch_objects import also_of_tensors, any_tensor
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
@@ -153,7 +153,7 @@ class GRPOTrainer(OnlineTrainer):
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
         """The unmasked tokens whose entropy is at least the `threshold` quantile of all unmasked tokens: bool `[B, C]`.
         Here and in the next two methods, arguments may be JAX or NumPy arrays or torch tensors."""
-        if not are_tensors(entropies):
+        if not any_tensor(entropies):
             return entropy_mask(entropies, mask, 1 - threshold)
         entropies, counted = entropies.detach(), mask.bool()
         return counted & (entropies >= entropies[counted].float().quantile(threshold)) if counted.any() else counted

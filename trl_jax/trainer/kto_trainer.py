@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import are_tensors
+from trl_jax.hub.torch_objects import any_tensor
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
@@ -107,7 +107,7 @@ class KTOTrainer(ReferenceTrainer):
             fused_lm_head=True, **{name: batch[name] for name in ("pixel_values",) if name in batch},
         )  # fmt: skip
         logps = outputs.log_probs.sum(-1)
-        return logps.detach() if are_tensors(logps) else jax.lax.stop_gradient(logps)
+        return logps.detach() if any_tensor(logps) else jax.lax.stop_gradient(logps)
 
     def _check_images(self) -> None:
         check_image_arguments(self.args)

@@ -16,7 +16,7 @@ from trl_jax.core.trainers import fetching
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_bridge import peft_available
-from trl_jax.hub.torch_objects import are_tensors, as_arrays, batch_tensor
+from trl_jax.hub.torch_objects import any_tensor, as_arrays, batch_tensor
 from trl_jax.trainer.model_config import ModelConfig
 
 # Names that earlier TRL releases had in this module.
@@ -117,7 +117,7 @@ def pad(
     """
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
-    if are_tensors(*tensors):
+    if any_tensor(*tensors):
         arrays = as_arrays(list(tensors))
         return batch_tensor(pad(arrays, padding_value, padding_side, pad_to_multiple_of))
     shape = np.max([np.shape(one) for one in tensors], axis=0)
@@ -154,7 +154,7 @@ def selective_log_softmax(
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     one = index.ndim == logits.ndim - 1
-    if are_tensors(logits):
+    if any_tensor(logits):
         logps = (logits / temperature).log_softmax(-1).gather(-1, index[..., None] if one else index)
         logps = logps[..., 0] if one else logps
         if row_mask is None:
@@ -170,7 +170,7 @@ def selective_log_softmax(
 
 def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
     """Shannon entropy (in nats) of each row of logits `[..., C]` -> `[...]`, `chunk_size` rows at a time."""
-    if are_tensors(logits):
+    if any_tensor(logits):
         logps = logits.log_softmax(-1)
         return -(logps.exp() * logps).sum(-1)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -184,7 +184,7 @@ def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
 
 def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> jax.Array:
     """Sample standard deviation (ddof=1) of the non-NaN values; NaN for fewer than two."""
-    if are_tensors(tensor):
+    if any_tensor(tensor):
         count, mean = (~tensor.isnan()).sum(dim, keepdim=True), tensor.nanmean(dim, keepdim=True)
         found = ((tensor - mean).square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
         found = found.masked_fill(count < 2, float("nan"))
@@ -194,7 +194,7 @@ def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim:
 
 def nanmin(tensor: jax.Array) -> jax.Array:
     """The minimum of the non-NaN values; NaN if all are NaN."""
-    if are_tensors(tensor):
+    if any_tensor(tensor):
         found = tensor[~tensor.isnan()]
         return found.min() if len(found) else tensor.new_tensor(float("nan"))
     return jnp.nanmin(tensor)
@@ -202,7 +202,7 @@ def nanmin(tensor: jax.Array) -> jax.Array:
 
 def nanmax(tensor: jax.Array) -> jax.Array:
     """The maximum of the non-NaN values; NaN if all are NaN."""
-    return -nanmin(-tensor) if are_tensors(tensor) else jnp.nanmax(tensor)
+    return -nanmin(-tensor) if any_tensor(tensor) else jnp.nanmax(tensor)
 
 
 def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:

@@ -42,6 +42,8 @@ from trl_jax.mesh.mesh import owned, pieces, placed
 from trl_jax.mesh.processes import from_first
 from trl_jax.training.events import Events
 
+logger = logging.getLogger(__name__)
+
 # Writing checkpoint folders, and deleting old ones once a newer one is verified.
 
 
@@ -120,7 +122,7 @@ def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int, *, rep
         _publish(unfinished, folder, replaces=replaces)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise _not_written(error, folder, needed) from error
+        raise _not_written_error(error, folder, needed) from error
 
 
 def await_checkpoint(output_dir: str, state: Any, run: str) -> Path:
@@ -155,7 +157,7 @@ def _check_space(run_dir: Path, folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 
-def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
+def _not_written_error(error: Exception, folder: Path, needed: int) -> OSError:
     """The error of a failed write. For a full disk, it includes the sizes, which safetensors' error lacks."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ENOSPC or "os error 28" in str(error):
@@ -248,8 +250,6 @@ def _remember_callbacks(events: Events) -> None:
 RECORD = ".trl_jax.run"
 _NAME = re.compile(PREFIX_CHECKPOINT_DIR + r"-(\d+)(-run-\w+(-\d+)?)?")
 
-logger = logging.getLogger(__name__)
-
 
 def new_id() -> str:
     """32 random hexadecimal digits, the same in all processes."""
@@ -302,10 +302,10 @@ def record(run_dir: Path, run: str, *, fresh: bool, replaces: bool = False) -> N
             )  # fmt: skip
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
-    new.write_text(f"{text}\n", encoding="utf-8")
+    new.write_text(f"{content}\n", encoding="utf-8")
     sync(new)
     new.rename(path)
 
@@ -480,16 +480,16 @@ def progress_json(progress: LoopProgress, facts: dict[str, Any]) -> str:
 
 
 def write_progress(
-    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], text: str, *, writes: bool = True
+    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], facts: str, *, writes: bool = True
 ) -> None:
-    """Write two files without pickle: one with arrays, and one with `text`.
+    """Write two files without pickle: one with arrays, and one with `facts`.
 
     At most PIECE bytes of device arrays, or one row of a larger array, are on the host at a time.
 
     Args:
         steps: the metrics of the steps that have not been logged.
         trees: name -> pytree of arrays (optimizer state, weights that the model files store rounded).
-        text: from `progress_json`.
+        facts: from `progress_json`.
         writes: False in processes that only take part in gathering the arrays.
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
@@ -501,7 +501,7 @@ def write_progress(
         return
     (folder / TENSORS).parent.mkdir()
     write_tensors(folder / TENSORS, read)
-    (folder / FACTS).write_text(text, encoding="utf-8")
+    (folder / FACTS).write_text(facts, encoding="utf-8")
 
 
 def _metrics_of(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -777,9 +777,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # reading a pipe would block
         raise BrokenCheckpoint(f"{path} is not a file, so the checkpoint cannot be verified.")
     try:
-        text = path.read_bytes().decode()
-        body = json.loads(text)
-        whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == text
+        manifest = path.read_bytes().decode()
+        body = json.loads(manifest)
+        whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == manifest
         found = body["format"] if whole else FORMAT
         if type(found) is not int:
             raise ValueError(f"its format must be a number, got {brief(found)}")

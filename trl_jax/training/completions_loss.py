@@ -35,7 +35,7 @@ from trl_jax.training.torch_errors import (
     may_run_in_torch,
     other_values,
     parameters_refused,
-    read_in_jax,
+    read_in_jax_error,
     torch_explained,
     torch_scalar,
     warn_of_torch,
@@ -104,7 +104,7 @@ class OwnLoss:
     def _compiled(self, one: OwnPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
         setup, self.current = self._setup(), one
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
-        refused = parameters_refused(setup.model, read_in_jax)
+        refused = parameters_refused(setup.model, read_in_jax_error)
         try:
             with setup.events.state_replaced(state), torch_explained(), refused:
                 loss = self._compute_loss(one.model, one.inputs)
@@ -408,7 +408,7 @@ class TorchCalls:
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(model, arrays, leaves, int(given["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_objects.without_gradient()
-        with parameters_refused(setup.model, read_in_jax), evaluates:
+        with parameters_refused(setup.model, read_in_jax_error), evaluates:
             loss = torch_scalar(self._compute_loss(model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:
@@ -479,7 +479,7 @@ class TorchPass:
         """
         self.model, self.inputs, self.micro_batches = model, torch_objects.batch_tensors(arrays), micro_batches
         self._given, self._refusal, self.asked = arrays, refusal, False
-        self._leaves = torch_objects.asking(leaves)[0]
+        self._leaves = torch_objects.as_leaves(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
 
     def logps(

@@ -40,6 +40,8 @@ from trl_jax.training.script_loss import UserLoss, UserLossEvaluation, UserPredi
 from trl_jax.training.script_model import BoundModel, task_loss
 from trl_jax.training.state import Setup
 
+logger = logging.getLogger(__name__)
+
 
 class CompletionEvaluator:
     """Evaluates a policy online: completes each prompt of a dataset as often as the task says, and measures loss,
@@ -340,8 +342,6 @@ def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, 
 
 
 # Evaluation with full logits, batch by batch: for predict() and compute_metrics of a language model.
-
-logger = logging.getLogger(__name__)
 
 
 class LogitsEvaluation:

@@ -14,7 +14,7 @@ import jax
 
 from trl_jax.data.chat import align
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, rows_on_disk, with_adapter
-from trl_jax.hub.config import NativeConfig, told_of
+from trl_jax.hub.config import NativeConfig, naming_argument
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
@@ -189,12 +189,12 @@ def _loaded(
     **options: Any,
 ) -> PreTrainedModel:
     sharding_plan = sharding_plan_of(args)
-    place = None if sharding_plan is None else sharding_plan.place
+    sharding_of = None if sharding_plan is None else sharding_plan.sharding_of
     with jax.default_device(run_device(args)):
         if adapter is None:
-            model = checkpoint.load(args.seed, quantization, place, **options)
+            model = checkpoint.load(args.seed, quantization, sharding_of, **options)
         else:
-            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, place=place)
+            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, sharding_of=sharding_of)
         if several():
             model.read = Fetched
         model = check_weights(model)
@@ -268,7 +268,7 @@ def load_reference(
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
         return from_torch(torch_model, args, "lm", trains=False, images=images, as_stored=True)
-    with told_of(argument):
+    with naming_argument(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
         if images:
             found = with_images(found)
@@ -296,7 +296,7 @@ def load_teacher(
         return load_reference(model, args, "teacher_model", images=images)
     given = {"revision": revision, **(init_kwargs or {})}
     kwargs = {name: value for name, value in given.items() if value is not None}
-    with told_of("teacher_model"):
+    with naming_argument("teacher_model"):
         found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
         if "quantization_config" in kwargs:
             found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))

@@ -17,6 +17,8 @@ from trl_jax.mesh.mesh import fetched
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 # Find NaN and infinite values: in loaded weights, or where in the model a step computes the first one.
 
@@ -166,7 +168,6 @@ def _line(equation: Any) -> str:
 
 # Report skipped steps (those with non-finite numbers), and end a run with too many of them in a row.
 
-logger = logging.getLogger(__name__)
 
 PATIENCE = 3  # skipped steps in a row that end a run
 _OF_FINITE_GRADIENTS = (

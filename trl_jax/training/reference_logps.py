@@ -35,6 +35,8 @@ from trl_jax.training.forward import Forward
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.state import Setup
 
+logger = logging.getLogger(__name__)
+
 # The reference's log-probabilities of a whole dataset, computed before training and added as columns.
 
 
@@ -143,7 +145,6 @@ def _placing(compute: Callable[[Batch], jax.Array], plan: ShardingPlan | None) -
 
 # An on-disk cache of a reference's log-probabilities, in parts, with a digest of everything they depend on as its key.
 
-logger = logging.getLogger(__name__)
 
 SECONDS = 60  # between writing two parts: what a killed run loses
 _NO_PART = ("_name_or_path", "use_cache")  # entries of a config that do not affect the results

@@ -65,11 +65,11 @@ from trl_jax.training.optimizers import decays, with_adam_moments
 from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.state import Hooks, Setup
 
+logger = logging.getLogger(__name__)
+
 # Resume from a checkpoint: all errors are raised before anything in the run changes.
 
 _FACTS = {"order": dict, "schedule": dict, "tokens_seen": int, "shards": int, "step_examples": int, "fills": bool}
-
-logger = logging.getLogger(__name__)
 
 
 def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length: RunLength, tx: Any) -> LoopProgress:
@@ -123,7 +123,7 @@ def weights_of(model: PreTrainedModel, folder: Path, seed: int, plan: ShardingPl
     Raises:
         ValueError: they belong to another model.
     """
-    params = model.backend.load(folder, seed, None if plan is None else plan.place)
+    params = model.backend.load(folder, seed, None if plan is None else plan.sharding_of)
     shapes = {path: array.shape for path, array in params.items()}
     if shapes != {path: array.shape for path, array in model.params.items()}:
         raise ValueError(

@@ -26,7 +26,7 @@ from trl_jax.training.torch_errors import (
     may_run_in_torch,
     outputs_alone,
     parameters_refused,
-    read_in_jax,
+    read_in_jax_error,
     torch_explained,
     warn_of_torch,
 )
@@ -255,7 +255,7 @@ class UserLoss:
             TypeError: the script called torch, read parameters, or did not return a scalar.
         """
         options = {} if self.setup.task.head == "score" else {"num_items_in_batch": num_items}
-        refused = parameters_refused(self.setup.model, read_in_jax)
+        refused = parameters_refused(self.setup.model, read_in_jax_error)
         given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
         own = self.setup.script_loss
         if own is not None:

@@ -25,7 +25,7 @@ from trl_jax.data.chat import load_tokenizer
 from trl_jax.data.checks import has_images
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.fetch import checkpoint_folder
-from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_beside
+from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_left
 from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import resize
@@ -451,7 +451,7 @@ def _tokens(
     vocab_size, new_tokens = settle_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
-    return Tokens(tokenizer, vocab_size, positions_beside(checkpoint.max_positions, given.adapter)), new_tokens
+    return Tokens(tokenizer, vocab_size, positions_left(checkpoint.max_positions, given.adapter)), new_tokens
 
 
 def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokens: Tokens) -> Any:

@@ -275,7 +275,7 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
             del vars(model)[name]
 
 
-def read_in_jax() -> TypeError:
+def read_in_jax_error() -> TypeError:
     return TypeError(
         "compute_loss reads the model's parameters, which have no gradient inside it; compute the loss from the "
         "outputs of model(...). For a penalty on weights, set weight_decay, or return a chain from create_optimizer, "

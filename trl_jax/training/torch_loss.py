@@ -69,7 +69,7 @@ class TorchModel:
         outputs, back = self._compute(kind, self._rows.padded(arrays), len(self.outputs))
         length = arrays["input_ids"].shape[1]
         cut = {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
-        leaves, shown = torch_objects.asking({name: value for name, value in cut.items() if name not in FIXED})
+        leaves, shown = torch_objects.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
         shown |= torch_objects.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
         self.leaves.append(leaves)
         self.backwards.append(back)

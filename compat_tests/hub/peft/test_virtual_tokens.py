@@ -133,8 +133,11 @@ def test_a_memory_of_vectors_is_torchs(layers):
 def test_dropout_between_the_layers_of_a_memory(checkpoint):
     config = {"encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5, "num_virtual_tokens": 4}
     model = load_with(checkpoint(**SMALL), trl_jax.PromptEncoderConfig(**config))
-    maker, arrays = model.backend.maker, {path.partition(".")[2]: array for path, array in model.params.items()}
-    still, dropped, other = (maker(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
+    prompt_encoder, arrays = (
+        model.backend.prompt_encoder,
+        {path.partition(".")[2]: array for path, array in model.params.items()},
+    )
+    still, dropped, other = (prompt_encoder(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
     assert model.backend.drops_out and np.abs(dropped - other).max() > 1e-3 and np.abs(dropped - still).max() > 1e-3
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from trl_jax.hub.config_reader import ConfigReader, config_class, is_unread
 from trl_jax.hub.heads import Head, ScoreHead, lm_head
-from trl_jax.hub.model_types import objection
+from trl_jax.hub.model_types import unsupported_error
 from trl_jax.hub.tensor_map import Names
 
 
@@ -91,7 +91,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     """
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in families():
-        raise objection(raw, families(), source)
+        raise unsupported_error(raw, families(), source)
     return families()[found]
 
 

@@ -16,11 +16,11 @@ _ROPE = {
     "high_freq_factor": 4.0,
 }  # fmt: skip
 # Keys of checkpoints that transformers does not read; it computes as if they had these values.
-_SAID = {"hidden_dropout": 0.0, "post_norm": False, "qk_norm": True}
+_FIXED = {"hidden_dropout": 0.0, "post_norm": False, "qk_norm": True}
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+    for key, value in _FIXED.items():
         config.refuse(key, value)
     if config.value("rope_parameters") is None and not config.section("rope_scaling"):
         config = config.with_values(rope_parameters=_ROPE)
