@@ -83,9 +83,9 @@ def import_others() -> None:
     import datasets  # noqa: F401
     import flax.nnx  # noqa: F401
 
-    from trl_jax.cli.transformers_patches import leave_models_aside
+    from trl_jax.cli.transformers_patches import import_without_models
 
-    leave_models_aside()
+    import_without_models()
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl_jax"]:
         del sys.modules[name]
 

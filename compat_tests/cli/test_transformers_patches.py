@@ -16,8 +16,8 @@ from trl_jax.cli.transformers_patches import accept_no_videos, load_without_vide
 
 SCRIPT = """
 import sys
-from trl_jax.cli.transformers_patches import leave_models_aside
-leave_models_aside()
+from trl_jax.cli.transformers_patches import import_without_models
+import_without_models()
 from trl_jax import SFTConfig, SFTTrainer
 SFTConfig("out", use_cpu=True)
 assert not {"peft", "transformers.modeling_utils"} & sys.modules.keys()
@@ -61,7 +61,7 @@ REFUSED = """
 import sys
 from trl_jax.cli import transformers_patches
 transformers_patches._Absent.__getattr__ = lambda self, name: 1 / 0
-transformers_patches.leave_models_aside()
+transformers_patches.import_without_models()
 assert "transformers.conversion_mapping" not in sys.modules and "torch.distributed.fsdp" not in sys.modules
 from transformers.distributed.sharding_utils import DTensor
 import torch.distributed.tensor

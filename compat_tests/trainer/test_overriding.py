@@ -11,7 +11,7 @@ import pytest
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.cli.transformers_patches import answer_by_name
+from trl_jax.cli.transformers_patches import redirect_trainer_methods
 
 KINDS = (
     "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
@@ -160,7 +160,7 @@ def test_a_checkpoint_out_of_turn_is_refused(checkpoint, tmp_path):
 def by_name(checkpoint, tmp_path_factory):
     """(a trainer whose class has transformers' methods by name, transformers' Trainer)"""
     transformers = pytest.importorskip("transformers.trainer")
-    answer_by_name(transformers.Trainer)  # as under python -m trl_jax
+    redirect_trainer_methods(transformers.Trainer)  # as under python -m trl_jax
 
     class Own(trl_jax.RewardTrainer):
         def evaluate(self, *args, **kwargs):
@@ -205,8 +205,8 @@ def test_of_other_trainers_nothing_changes():
             return self, args, kwargs
 
     plain = Trainer.evaluate
-    answer_by_name(Trainer)
-    answer_by_name(Trainer)
+    redirect_trainer_methods(Trainer)
+    redirect_trainer_methods(Trainer)
     assert Trainer.evaluate.__wrapped__ is plain and inspect.signature(Trainer.evaluate) == inspect.signature(plain)
     own = Trainer()
     assert own.evaluate(1, a=2) == (own, (1,), {"a": 2})

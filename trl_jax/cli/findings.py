@@ -452,7 +452,7 @@ _SIZES = frozenset(
 )
 
 
-def _alone(config: type, *, sized: bool) -> type:
+def _without_devices(config: type, *, sized: bool) -> type:
     """The same config class, except that it neither joins other processes nor asks JAX for devices.
 
     The number of devices is not known here. Batch sizes that depend on it are refused only if they fit neither one
@@ -496,7 +496,7 @@ def of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     arguments, others = arguments_of(call.node, call.scope, [] if own else positional)
     line, name = call.node.lineno, short(meaning)
     open_sizes = others or any(one.value is UNKNOWN for key, one in arguments.items() if key in _SIZES)
-    known, config = config, _alone(config, sized=not open_sizes)
+    known, config = config, _without_devices(config, sized=not open_sizes)
     if others:
         yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
     arguments = {key: value for key, value in arguments.items() if key not in own}

@@ -19,23 +19,23 @@ from typing import Any, ClassVar
 
 # ---- Methods of transformers' Trainer, called by name
 
-_ANSWERED = "_answers_for_trl_jax"
+_REDIRECTED = "_answers_for_trl_jax"
 
 
-def answer_by_name(kind: type) -> None:
+def redirect_trainer_methods(kind: type) -> None:
     """Patch the methods of transformers' Trainer, `kind`, to call those of our trainers if `self` is one.
 
     Other trainers, including TRL's, are not affected.
     """
-    if _ANSWERED in vars(kind):
+    if _REDIRECTED in vars(kind):
         return
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
-            setattr(kind, name, _answering(name, method))
-    setattr(kind, _ANSWERED, True)
+            setattr(kind, name, _redirecting(name, method))
+    setattr(kind, _REDIRECTED, True)
 
 
-def _answering(name: str, plain: Callable) -> Callable:
+def _redirecting(name: str, plain: Callable) -> Callable:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl_jax"]
@@ -98,7 +98,7 @@ class _Absent(ModuleType):
         return _Elsewhere(self.__name__, name)
 
 
-def leave_models_aside() -> None:
+def import_without_models() -> None:
     """Import transformers.trainer_utils, its trackers and what its configs need, unless they or the modules to avoid
     are already imported."""
     utils = import_module("transformers.utils")

@@ -24,7 +24,7 @@ from typing import Any
 
 from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
-from trl_jax.cli.transformers_patches import accept_no_videos, answer_by_name, load_without_videos
+from trl_jax.cli.transformers_patches import accept_no_videos, load_without_videos, redirect_trainer_methods
 from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
 from trl_jax.legacy.arguments import modern_flags
@@ -336,8 +336,8 @@ def _warn(environment: dict[str, str], notes: list[str]) -> None:
 
 
 def _arguments(module: ModuleType) -> None:
-    torch_cuda.answer_bf16(module)
-    torch_cuda.answer_tf32(module)
+    torch_cuda.patch_bf16(module)
+    torch_cuda.patch_tf32(module)
     _accept_old_arguments(module)
 
 
@@ -528,7 +528,7 @@ def _shard_without_deepspeed(module: ModuleType) -> None:
 # Module -> the patch applied after it is imported.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "peft.mapping_func": _accept_our_adapters,
-    "torch": torch_cuda.answer,
+    "torch": torch_cuda.patch_torch,
     "transformers.hf_argparser": _accept_old_flags,
     "transformers.integrations.deepspeed": _shard_without_deepspeed,
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
@@ -536,8 +536,8 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.video_processing_auto": load_without_videos,
     "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
     "transformers.tokenization_utils_base": _tokenizers,
-    "transformers.trainer": lambda module: answer_by_name(module.Trainer),
+    "transformers.trainer": lambda module: redirect_trainer_methods(module.Trainer),
     "transformers.training_args": _arguments,
-    "transformers.utils": torch_cuda.answer_bf16,
+    "transformers.utils": torch_cuda.patch_bf16,
     "transformers.utils.quantization_config": _quantize_without_torch,
 }

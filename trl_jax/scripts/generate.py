@@ -120,7 +120,7 @@ def main(args: GenerateArguments) -> None:
     if completer.dtype.name != ("bfloat16" if args.bf16 else "float32"):
         mark |= {"compute dtype": completer.dtype.name}
     with (
-        contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write),
+        contextlib.nullcontext(to_stdout()) if output is None else output.running(mark) as (done, write),
         _shown(write, len(rows), len(done), args.quiet) as take,
     ):
         completer(len(done), take)
@@ -151,7 +151,7 @@ class Completer:
         self.dtype = computing_dtype(model.load(), "bfloat16" if args.bf16 else None)
         self._group, images = settings.completions, None
         if args.image or any(map(_has_pictures, rows)):
-            prompts = _Seeing(model.vision_processor(), args.image, rows)
+            prompts = _PicturePrompts(model.vision_processor(), args.image, rows)
             ids, images = [prompts(number).ids.tolist() for number in range(len(rows))], prompts.images
         else:
             ids = [_ids(row, model.tokenizer) for row in rows]
@@ -217,7 +217,7 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-class _Seeing:
+class _PicturePrompts:
     """Encodes rows with pictures as prompts of a vision-language model. Pictures are read on each call, because those
     of all rows may not fit into memory."""
 

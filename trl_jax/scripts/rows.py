@@ -94,7 +94,7 @@ class Output:
             )
 
     @contextlib.contextmanager
-    def begun(self, mark: dict[str, Any]) -> Iterator[Sink]:
+    def running(self, mark: dict[str, Any]) -> Iterator[Sink]:
         """Start or resume a run.
 
         When the block ends, the file is moved into place. If the block raises, the rows are kept for the next run.
@@ -116,7 +116,7 @@ class Output:
                 "--output."
             ) from error
         try:
-            done = self._taken_up(mark)
+            done = self._resume(mark)
             if not done:
                 os.truncate(lock, 0)
                 os.pwrite(lock, (json.dumps(mark, indent=2) + "\n").encode(), 0)
@@ -135,7 +135,7 @@ class Output:
                 f"`{self.job.command}`. Move it away, or choose another --output."
             )
 
-    def _taken_up(self, mark: dict[str, Any]) -> list[Any]:
+    def _resume(self, mark: dict[str, Any]) -> list[Any]:
         """`Job.kept` of the rows already written, after removing an incomplete last line or the rows of another run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
