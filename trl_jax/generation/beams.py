@@ -27,7 +27,7 @@ from trl_jax.generation.decode import (
     trunk_of,
     with_head_in,
 )
-from trl_jax.generation.generator import Completions, Drawing, Progress, Request, places
+from trl_jax.generation.generator import Completions, Drawing, Progress, Request, cache_capacity
 from trl_jax.generation.noise import Noise, NoiseSource
 from trl_jax.generation.sampling import process
 from trl_jax.models.cached_decoder import with_keys
@@ -79,7 +79,7 @@ def search(
     wide = replace(request, group=request.group * beams.count)
     inputs, stops = wide.drawing(), request.stops()
     longest = max(map(len, request.texts))
-    lengths = {"max_tokens": padded_length(longest, "auto") + places(request.max_new_tokens)}
+    lengths = {"max_tokens": padded_length(longest, "auto") + cache_capacity(request.max_new_tokens)}
     logits, found = _begun(weights, wide, beams, longest, **lengths)
     options = {"beams": beams, "kept": max(2, 1 + len(request.eos)) * beams.count}
     rows, count, chunk, goes_on = np.arange(request.rows), 0, None, True
@@ -165,7 +165,7 @@ def _begun(
     for row, ids in zip(tokens, texts, strict=True):
         row[: len(ids)] = ids
     seen = TEXT_ALONE if request.images is None else prompt_images(request.images, tokens.shape[1], 1)
-    capacity = places(request.max_new_tokens)
+    capacity = cache_capacity(request.max_new_tokens)
     logits, cache = prefill(
         weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in texts], np.int32), np.int32(longest),
         seen, group=request.group, capacity=capacity, max_tokens=max_tokens, dtype=weights.dtype,

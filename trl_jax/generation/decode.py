@@ -75,10 +75,10 @@ def prefill(
         parts = by_layers(parts, trunk.arch) if by_layer else parts
         return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
 
-    def places(own: Shards) -> tuple:
+    def specs(own: Shards) -> tuple:
         return (own.params, own.rows, own.rows, own.whole, own.rows), (own.rows, own.cache)
 
-    return on_each(shards, of_shard, places, parameters=True)(arrays, tokens, lengths, longest, seen)
+    return on_each(shards, of_shard, specs, parameters=True)(arrays, tokens, lengths, longest, seen)
 
 
 def _through(
@@ -161,10 +161,10 @@ def recomputed(
         parts = [own.cache_of_texts(filled, room) for own, room in zip(kept, rooms, strict=True)]
         return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, filled))
 
-    def places(own: Shards) -> tuple:
-        return (own.params, Decoding.places(own), own.rows, own.whole), Decoding.places(own)
+    def specs(own: Shards) -> tuple:
+        return (own.params, Decoding.specs(own), own.rows, own.whole), Decoding.specs(own)
 
-    return on_each(shards, of_shard, places, parameters=True)(arrays, state, texts, longest)
+    return on_each(shards, of_shard, specs, parameters=True)(arrays, state, texts, longest)
 
 
 def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
@@ -222,7 +222,7 @@ class Decoding(NamedTuple):
         return self.count - self.begun
 
     @classmethod
-    def places(cls, shards: Shards) -> Decoding:
+    def specs(cls, shards: Shards) -> Decoding:
         """Partition specs."""
         rows, whole = shards.rows, shards.whole
         return cls(shards.cache, rows, whole, rows, rows, rows)
@@ -302,11 +302,11 @@ def _selected_array(
         at = (prompts,) if members is None else (prompts[:, None], members)
         return array[(slice(None),) * axis + at]
 
-    def places(own: Shards) -> tuple:
+    def specs(own: Shards) -> tuple:
         of_array = PartitionSpec(*[None] * axis, own.axes)
         return (of_array, own.rows, own.rows), of_array
 
-    return on_each(shards, of_shard, places)(array, prompts, members)
+    return on_each(shards, of_shard, specs)(array, prompts, members)
 
 
 @partial(jax.jit, static_argnames=("shards",))
@@ -321,10 +321,10 @@ def _selected_rows(
         own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
         return state._replace(cache=state.cache._replace(places=state.cache.places.selected(prompts)), **own)
 
-    def places(own: Shards) -> tuple:
-        return (Decoding.places(own), *[own.rows] * 3), Decoding.places(own)
+    def specs(own: Shards) -> tuple:
+        return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
 
-    return on_each(shards, of_shard, places)(state, prompts, members, alive)
+    return on_each(shards, of_shard, specs)(state, prompts, members, alive)
 
 
 @partial(jax.jit, static_argnames=("count",))
@@ -341,10 +341,10 @@ def refilled(state: Decoding, slots: jax.Array, fresh: Decoding, *, shards: Shar
         slots: int32 `[P']`, numbered within the shard; prompts with an out-of-range slot are dropped.
     """
 
-    def places(own: Shards) -> tuple:
-        return (Decoding.places(own), own.rows, Decoding.places(own)), Decoding.places(own)
+    def specs(own: Shards) -> tuple:
+        return (Decoding.specs(own), own.rows, Decoding.specs(own)), Decoding.specs(own)
 
-    return on_each(shards, _refilled, places)(state, slots, fresh)
+    return on_each(shards, _refilled, specs)(state, slots, fresh)
 
 
 def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
@@ -615,9 +615,9 @@ class Shards:
         body = self._parts.with_whole(body) if parameters else body
         if not self.axes:  # a single shard; XLA partitions the products over `tensor`
             return self._named(body)
-        places = {"in_specs": of_arguments, "out_specs": of_results}
+        specs = {"in_specs": of_arguments, "out_specs": of_results}
         # check_vma only matters for gradients.
-        return jax.shard_map(body, mesh=self.mesh, **places, axis_names=set(self.axes), check_vma=False)
+        return jax.shard_map(body, mesh=self.mesh, **specs, axis_names=set(self.axes), check_vma=False)
 
     def _named(self, body: Callable) -> Callable:
         def run(*arguments):
@@ -632,14 +632,14 @@ def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | No
 
     `arrays` may be shapes with shardings. The sequence axis of training, if any, also shards prompts here.
     """
-    places = {path: array.sharding for path, array in arrays.items()}
-    mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
+    shardings = {path: array.sharding for path, array in arrays.items()}
+    mesh = next((own.mesh for own in shardings.values() if isinstance(own, NamedSharding)), None)
     if mesh is None or mesh.size == 1:
         return None
     names = ["copies" if axis == SEQUENCE and size > 1 else axis for axis, size in mesh.shape.items()]
     mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
     whole = PartitionSpec()
-    specs = ((path, place.spec if isinstance(place, NamedSharding) else whole) for path, place in places.items())
+    specs = ((path, own.spec if isinstance(own, NamedSharding) else whole) for path, own in shardings.items())
     return Shards(mesh, tuple(specs), stacked)
 
 
@@ -650,14 +650,14 @@ def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
 
 
 def _named(array: Any, mesh: Mesh) -> Any:
-    place = array.sharding
-    if not isinstance(place, NamedSharding) or place.mesh == mesh:
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return array
-    place = NamedSharding(mesh, place.spec)
+    sharding = NamedSharding(mesh, sharding.spec)
     if not isinstance(array, jax.Array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     parts = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, place, parts)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
@@ -668,29 +668,29 @@ def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) ->
         arrays: may be shapes with shardings.
         memory: bytes per device; None if unknown.
     """
-    places = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
-    numbers = {path: prod(place.shard_shape(arrays[path].shape)) for path, place in places.items()}
+    shardings = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
+    numbers = {path: prod(own.shard_shape(arrays[path].shape)) for path, own in shardings.items()}
     taken = sum(number * arrays[path].dtype.itemsize for path, number in numbers.items())
     if memory is not None and taken > _WHOLE * memory:
         return arrays
-    divided = {path: place for path, place in places.items() if any(shards.params[path])}
-    own = {path: arrays[path] for path in divided}
+    partitioned = {path: sharding for path, sharding in shardings.items() if any(shards.params[path])}
+    own = {path: arrays[path] for path in partitioned}
     if not all(isinstance(array, jax.Array) for array in own.values()):
         shapes = {path: (array.shape, array.dtype) for path, array in own.items()}
-        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=divided[path]) for path, of in shapes.items()}
-    return arrays | _at(own, tuple(divided.items()))
+        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=partitioned[path]) for path, of in shapes.items()}
+    return arrays | _at(own, tuple(partitioned.items()))
 
 
 @partial(jax.jit, static_argnums=1)
-def _at(arrays: dict[str, jax.Array], places: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
-    return {path: jax.lax.with_sharding_constraint(arrays[path], place) for path, place in places}
+def _at(arrays: dict[str, jax.Array], shardings: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
+    return {path: jax.lax.with_sharding_constraint(arrays[path], own) for path, own in shardings}
 
 
 def on_each(
-    shards: Shards | None, body: Callable, places: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
+    shards: Shards | None, body: Callable, specs: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
 ) -> Callable:
-    """`Shards.mapped` with the specs that `places` returns; `body` itself without shards."""
-    return body if shards is None else shards.mapped(body, *places(shards), parameters=parameters)
+    """`Shards.mapped` with the partition specs that `specs` returns; `body` itself without shards."""
+    return body if shards is None else shards.mapped(body, *specs(shards), parameters=parameters)
 
 
 def anywhere(shards: Shards | None, flag: jax.Array) -> jax.Array:

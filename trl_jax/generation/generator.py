@@ -98,7 +98,7 @@ def generate_queue(
     _Generation(weights, request, noise, steps, slots, done).run(progress)
 
 
-def places(tokens: int) -> int:
+def cache_capacity(tokens: int) -> int:
     """Cache capacity for this many tokens, rounded up to a power of two to limit the number of compilations."""
     return max(FIRST_PLACES, power_of_two(tokens))
 
@@ -126,12 +126,12 @@ class _Generation:
         self._stops = request.stops()
         self._inputs = request.drawing()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
-        self._max_tokens = longest + places(request.max_new_tokens)  # bound on prompt + completion
+        self._max_tokens = longest + cache_capacity(request.max_new_tokens)  # bound on prompt + completion
         self._turn = length_of_turn(weights)
         self._turned = self._turn is not None and self._slots.longest(0) > self._turn
 
     def run(self, progress: Progress | None) -> None:
-        slots, capacity = self._slots, places(min(self._request.max_new_tokens, FIRST_PLACES))
+        slots, capacity = self._slots, cache_capacity(min(self._request.max_new_tokens, FIRST_PLACES))
         noise = self._noise(0, slots.members.reshape(-1) >= 0)
         state, status = self._first(slots.members, slots.longest(0), self._prompt_places, capacity, noise)
         self._used += 1
@@ -196,7 +196,7 @@ class _Generation:
         state, most = self._at_turn(state, longest)
         steps = min(self._steps - first, most)
         if self._slots.drawn(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
-            state = grown(state, capacity=places(state.capacity + 1))
+            state = grown(state, capacity=cache_capacity(state.capacity + 1))
         drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
@@ -215,8 +215,8 @@ class _Generation:
             return state, self._steps
         if self._turned != (longest > self._turn):
             self._turned = not self._turned
-            weights, places = self._weights, self._prompt_places
-            texts = np.zeros((len(state.tokens), places + state.capacity), np.int32)
+            weights, prompt_places = self._weights, self._prompt_places
+            texts = np.zeros((len(state.tokens), prompt_places + state.capacity), np.int32)
             prompts, completions = self._slots.prompts(self._slots.rows[:, None]), fetched(state.in_order())
             for row, prompt, own in zip(texts, prompts, completions, strict=True):
                 row[: len(prompt)] = prompt
@@ -484,7 +484,7 @@ class Lengths(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Lengths:
         """The lengths of a request's longest prompt and of its longest possible completion."""
-        longest, new = padded_length(max(map(len, request.texts)), "auto"), places(request.max_new_tokens)
+        longest, new = padded_length(max(map(len, request.texts)), "auto"), cache_capacity(request.max_new_tokens)
         return cls(longest, new, longest + new)
 
 
@@ -688,7 +688,7 @@ class Drawing(NamedTuple):
     temperature: jax.Array
 
     @classmethod
-    def places(cls, shards: Shards) -> Drawing:
+    def specs(cls, shards: Shards) -> Drawing:
         """Partition specs."""
         return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
 
@@ -738,16 +738,16 @@ def first_tokens(
         state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
         return state, Status.of(state, shards)
 
-    def places(own: Shards) -> tuple:
-        given = own.rows, Decoding.places(own), own.whole, *_drawn_by(own, noise)
-        return given, (Decoding.places(own), own.whole)
+    def specs(own: Shards) -> tuple:
+        given = own.rows, Decoding.specs(own), own.whole, *_drawn_by(own, noise)
+        return given, (Decoding.specs(own), own.whole)
 
-    return on_each(shards, of_shard, places)(logits, state, stops, noise, drawing)
+    return on_each(shards, of_shard, specs)(logits, state, stops, noise, drawing)
 
 
 def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
     """Partition specs of noise and `Drawing`."""
-    return None if noise is None else noise.places(shards), Drawing.places(shards)
+    return None if noise is None else noise.specs(shards), Drawing.specs(shards)
 
 
 @partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards"), donate_argnames=("state",))
@@ -778,11 +778,11 @@ def next_tokens(
     """
     steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards)
 
-    def places(own: Shards) -> tuple:
-        given = own.params, own.whole, Decoding.places(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
-        return given, (Decoding.places(own), own.whole)
+    def specs(own: Shards) -> tuple:
+        given = own.params, own.whole, Decoding.specs(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
+        return given, (Decoding.specs(own), own.whole)
 
-    of_shard = on_each(shards, steps_of, places, parameters=True)
+    of_shard = on_each(shards, steps_of, specs, parameters=True)
     return of_shard(arrays, layers, state, stops, noise, drawing, first, steps, longest)
 
 

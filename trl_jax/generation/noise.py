@@ -32,7 +32,7 @@ _STATE_BYTES, _MOST_STATES_BYTES = 2500, 2**28  # of one state of torch's genera
 class Noise(Protocol):
     """Random numbers for a chunk of steps: a pytree that is passed to jitted code."""
 
-    def places(self, shards: Shards) -> Noise:
+    def specs(self, shards: Shards) -> Noise:
         """Partition specs."""
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
@@ -44,7 +44,7 @@ class TorchNoise(NamedTuple):
 
     words: jax.Array | np.ndarray
 
-    def places(self, shards: Shards) -> TorchNoise:
+    def specs(self, shards: Shards) -> TorchNoise:
         return TorchNoise(PartitionSpec(None, *shards.rows))
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
@@ -64,7 +64,7 @@ class KeyedNoise(NamedTuple):
     rows: jax.Array
     positions: jax.Array
 
-    def places(self, shards: Shards) -> KeyedNoise:
+    def specs(self, shards: Shards) -> KeyedNoise:
         return KeyedNoise(shards.whole, shards.rows, shards.rows)
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:

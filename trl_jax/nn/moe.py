@@ -84,8 +84,8 @@ class MoE(nnx.Module):
             return psum(self._mix(tokens.astype(x.dtype), *arguments), TENSOR)
 
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
-        places = (*[PartitionSpec()] * 3, *[divided] * 4)
-        run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
+        specs = (*[PartitionSpec()] * 3, *[divided] * 4)
+        run = jax.shard_map(of_device, in_specs=specs, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(as_summed(x), weights, selected, first, *experts)  # the gradient of x is a sum over devices
 
     def router_sums(self, x: jax.Array, token_weights: jax.Array) -> RouterSums:

@@ -29,7 +29,16 @@ from trl_jax.generation.decode import (
     prefill,
 )
 from trl_jax.generation.decode import begun as begun_decode
-from trl_jax.generation.generator import FIRST_PLACES, STEPS, Drawing, Lengths, Limit, next_tokens, places, queue_of
+from trl_jax.generation.generator import (
+    FIRST_PLACES,
+    STEPS,
+    Drawing,
+    Lengths,
+    Limit,
+    cache_capacity,
+    next_tokens,
+    queue_of,
+)
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
@@ -240,7 +249,7 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, prompts: int, group: int, prompt_length: int, new_tokens: int) -> Size:
         """The size for prompts and completions of at most these lengths, which are rounded up."""
-        return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
+        return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), cache_capacity(new_tokens))
 
     def divided(self, shards: int) -> Size:
         """The size when split evenly over `shards` devices. If the completions of a prompt are split, each device has a
