@@ -84,10 +84,8 @@ def test_completions_are_those_of_each_prompt_alone(model, slots, group, steps, 
     wanted = alone(model, request)
     lengths = [len(tokens) for tokens, _ in wanted.values()]
     assert min(lengths) < 8 and sum(lengths) / slots > 32 * group
-    grow, written = generator.grown, []
-    monkeypatch.setattr(
-        generator, "grown", lambda state, **to: (written.append(int(state.count)), grow(state, **to))[1]
-    )
+    grow, written = generator.grow, []
+    monkeypatch.setattr(generator, "grow", lambda state, **to: (written.append(int(state.count)), grow(state, **to))[1])
     assert_same(queued(model, request, slots=slots, steps=steps), wanted)
     if model.config.model_type == "gemma2" and slots == 3:  # lengths depend on the random weights
         assert written and min(written) > 32

@@ -193,7 +193,7 @@ def test_all_arrays_are_of_one_mesh(sequence):
     mesh = jax.make_mesh((4 // sequence, sequence, 2), ("fsdp", "sequence", "tensor"))
     places = {"a": jax.P("fsdp"), "b": jax.P(None, "tensor"), "c": jax.P()}
     arrays = {name: jax.device_put(np.ones((8, 4)), jax.NamedSharding(mesh, place)) for name, place in places.items()}
-    found, shards = decode.divided(arrays, 1)
+    found, shards = decode.shard_for_generation(arrays, 1)
     assert {array.sharding.mesh for array in found.values()} == {shards.mesh} and shards.count == 4
     assert (shards.mesh == mesh) == (sequence == 1)
     for path, array in found.items():

@@ -21,11 +21,11 @@ from trl_jax.generation.decode import (
     Decoding,
     Stops,
     Weights,
-    begun,
+    initial_state,
     length_of_turn,
+    model_with_cast_head,
     prefill,
     trunk_of,
-    with_head_in,
 )
 from trl_jax.generation.generator import Completions, Drawing, Progress, Request, cache_capacity
 from trl_jax.generation.noise import Noise, NoiseSource
@@ -171,7 +171,7 @@ def _begun(
         seen, group=request.group, capacity=capacity, max_tokens=max_tokens, dtype=weights.dtype,
         head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
     )  # fmt: skip
-    decoding = begun(cache, np.ones(rows, bool), capacity, logps=request.logps)
+    decoding = initial_state(cache, np.ones(rows, bool), capacity, logps=request.logps)
     shape = rows // beams.count, beams.count
     scores, finished_scores = np.zeros(shape, np.float32), np.full(shape, _NEVER, np.float32)
     scores[:, 1:] = _NEVER  # all beams start as the prompt, so only the first one may be continued
@@ -216,7 +216,7 @@ def _advanced(
     """
     state, new = found.decoding, None
     if logits is None:
-        trunk, headed = trunk_of(merge(graph, arrays)), with_head_in(graph, arrays, head_dtype)
+        trunk, headed = trunk_of(merge(graph, arrays)), model_with_cast_head(graph, arrays, head_dtype)
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         positions = _by_prompt(state.cache.places.next_positions, state)[:, None]
         inputs = {"layers": layers, "cache": state.cache, "angles": trunk.angles(positions, longest)}

@@ -78,7 +78,7 @@ def prefill(
     def specs(own: Shards) -> tuple:
         return (own.params, own.rows, own.rows, own.whole, own.rows), (own.rows, own.cache)
 
-    return on_each(shards, of_shard, specs, parameters=True)(arrays, tokens, lengths, longest, seen)
+    return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, tokens, lengths, longest, seen)
 
 
 def _through(
@@ -117,7 +117,7 @@ def full_cache(
         weights: may be shapes.
         prompts: their number, and their padded length.
         group: completions per prompt.
-        capacities: after `prefill` and after `grown`.
+        capacities: after `prefill` and after `grow`.
         max_tokens: see `prefill`.
     """
     tokens, lengths, longest = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (prompts, prompts[:1], ()))
@@ -127,7 +127,7 @@ def full_cache(
         max_tokens=max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
         shards=None,
     )  # fmt: skip
-    state = begun(cache, np.ones(prompts[0] * group, bool), first, logps=False)
+    state = initial_state(cache, np.ones(prompts[0] * group, bool), first, logps=False)
     return grown_shapes(state, capacity=last).cache
 
 
@@ -164,7 +164,7 @@ def recomputed(
     def specs(own: Shards) -> tuple:
         return (own.params, Decoding.specs(own), own.rows, own.whole), Decoding.specs(own)
 
-    return on_each(shards, of_shard, specs, parameters=True)(arrays, state, texts, longest)
+    return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, state, texts, longest)
 
 
 def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
@@ -233,22 +233,22 @@ class Decoding(NamedTuple):
         return jnp.take_along_axis(self.tokens, at, axis=1)
 
 
-def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
+def initial_state(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
     """The state before the first token. `alive`, bool `[B]`, is False for padding rows."""
     tokens = np.zeros((len(alive), capacity), np.int32)
     kept = np.zeros(tokens.shape, np.float32) if logps else None
     return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, kept)
 
 
-def grown(state: Decoding, *, capacity: int) -> Decoding:
+def grow(state: Decoding, *, capacity: int) -> Decoding:
     """Grow the state to a larger capacity; consumes the old state. Each array is freed before the next one is copied,
     so two caches are never alive at once."""
-    cache = state.cache.grown(capacity - state.capacity, _grown_alone)
-    logps = None if state.logps is None else _grown_alone(state.logps, state.count, 1, capacity)
-    return state._replace(cache=cache, tokens=_grown_alone(state.tokens, state.count, 1, capacity), logps=logps)
+    cache = state.cache.grown(capacity - state.capacity, _grow_and_free)
+    logps = None if state.logps is None else _grow_and_free(state.logps, state.count, 1, capacity)
+    return state._replace(cache=cache, tokens=_grow_and_free(state.tokens, state.count, 1, capacity), logps=logps)
 
 
-def _grown_alone(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
+def _grow_and_free(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
     if size == array.shape[axis]:
         return array
     new = _grown_ring(array, written, axis, size)
@@ -260,20 +260,20 @@ _grown_ring = jax.jit(grown_ring, static_argnums=(2, 3))
 
 
 def grown_shapes(state: Decoding, *, capacity: int) -> Decoding:
-    """The shapes of `grown`, for a state of shapes."""
+    """The shapes of `grow`, for a state of shapes."""
 
-    def grow(state: Decoding) -> Decoding:
+    def grow_state(state: Decoding) -> Decoding:
         rings = {"tokens": state.tokens} | ({} if state.logps is None else {"logps": state.logps})
         rings = {name: grown_ring(ring, state.count, 1, capacity) for name, ring in rings.items()}
         return state._replace(cache=state.cache.grown(capacity - state.capacity, grown_ring), **rings)
 
-    return jax.eval_shape(grow, state)
+    return jax.eval_shape(grow_state, state)
 
 
 def selected(
     state: Decoding, prompts: np.ndarray, members: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None
 ) -> Decoding:
-    """Select a subset of completions. Consumes the cache of `state`, array by array like `grown`.
+    """Select a subset of completions. Consumes the cache of `state`, array by array like `grow`.
 
     Args:
         prompts: int32 `[P']`, prompt indices within the shard; every shard has equally many.
@@ -306,7 +306,7 @@ def _selected_array(
         of_array = PartitionSpec(*[None] * axis, own.axes)
         return (of_array, own.rows, own.rows), of_array
 
-    return on_each(shards, of_shard, specs)(array, prompts, members)
+    return shard_mapped(shards, of_shard, specs)(array, prompts, members)
 
 
 @partial(jax.jit, static_argnames=("shards",))
@@ -324,7 +324,7 @@ def _selected_rows(
     def specs(own: Shards) -> tuple:
         return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
 
-    return on_each(shards, of_shard, specs)(state, prompts, members, alive)
+    return shard_mapped(shards, of_shard, specs)(state, prompts, members, alive)
 
 
 @partial(jax.jit, static_argnames=("count",))
@@ -344,7 +344,7 @@ def refilled(state: Decoding, slots: jax.Array, fresh: Decoding, *, shards: Shar
     def specs(own: Shards) -> tuple:
         return (Decoding.specs(own), own.rows, Decoding.specs(own)), Decoding.specs(own)
 
-    return on_each(shards, _refilled, specs)(state, slots, fresh)
+    return shard_mapped(shards, _refilled, specs)(state, slots, fresh)
 
 
 def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
@@ -415,13 +415,13 @@ class Weights(NamedTuple):
         dtype = jnp.dtype(dtype)
         head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
         arrays = matrices_in(graph, arrays, dtype, head_dtype)
-        arrays, shards = divided(arrays, device_memory())
+        arrays, shards = shard_for_generation(arrays, device_memory())
         layers = layers_for_decoding(graph, arrays, shards, platform())
         shards = None if shards is None else replace(shards, by_layer=layers is not None)
         return cls(graph, arrays, layers, dtype, head_dtype, shards)
 
 
-def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
+def shard_for_generation(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
     """The arrays as sharded for generation, and the devices that rows are sharded over. For `memory` and for shapes
     instead of arrays, see `gathered_once`."""
     stacked = frozenset(filter(in_a_stack, arrays))
@@ -444,7 +444,7 @@ def length_of_turn(weights: Weights) -> int | None:
     return min((turn for turn in turns if turn is not None), default=None)
 
 
-def with_head_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
+def model_with_cast_head(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
     """The model for computing logits, with the table of a tied head cast to the head's `dtype` once instead of in every
     step. Do not use its trunk for embedding lookups."""
     model = merge(graph, arrays)
@@ -491,7 +491,7 @@ def layers_for_decoding(
 
 def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform: str) -> bool:
     """Whether `layers_for_decoding` unstacks the layers; `arrays` may be shapes."""
-    if shards is not None and not shards.undivided:
+    if shards is not None and not shards.params_replicated:
         return False
     stacked = [array for path, array in arrays.items() if in_a_stack(path)]
     return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
@@ -597,7 +597,7 @@ class Shards:
         return self._parts.own
 
     @property
-    def undivided(self) -> bool:
+    def params_replicated(self) -> bool:
         """Whether each shard has all parameters (sharded over `tensor` at most)."""
         return not any(axis for spec in self.params.values() for axis in spec)
 
@@ -686,19 +686,19 @@ def _at(arrays: dict[str, jax.Array], shardings: tuple[tuple[str, NamedSharding]
     return {path: jax.lax.with_sharding_constraint(arrays[path], own) for path, own in shardings}
 
 
-def on_each(
+def shard_mapped(
     shards: Shards | None, body: Callable, specs: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
 ) -> Callable:
     """`Shards.mapped` with the partition specs that `specs` returns; `body` itself without shards."""
     return body if shards is None else shards.mapped(body, *specs(shards), parameters=parameters)
 
 
-def anywhere(shards: Shards | None, flag: jax.Array) -> jax.Array:
+def any_shard(shards: Shards | None, flag: jax.Array) -> jax.Array:
     """Whether `flag` is True on any shard."""
     return flag if shards is None or not shards.axes else jax.lax.pmax(flag.astype(jnp.int32), shards.axes) > 0
 
 
-def of_all(shards: Shards | None, rows: jax.Array) -> jax.Array:
+def all_gather_rows(shards: Shards | None, rows: jax.Array) -> jax.Array:
     """All-gather rows over the shards."""
     return rows if shards is None or not shards.axes else jax.lax.all_gather(rows, shards.axes, tiled=True)
 

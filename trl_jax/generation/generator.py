@@ -22,20 +22,20 @@ from trl_jax.generation.decode import (
     Shards,
     Stops,
     Weights,
-    anywhere,
-    begun,
+    all_gather_rows,
+    any_shard,
     full_cache,
-    grown,
+    grow,
+    initial_state,
     length_of_turn,
-    of_all,
-    on_each,
+    model_with_cast_head,
     part_of_group,
     prefill,
     recomputed,
     refilled,
     selected,
+    shard_mapped,
     trunk_of,
-    with_head_in,
     with_prompt_places,
     with_token,
 )
@@ -164,7 +164,10 @@ class _Generation:
             max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
             by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
-        state, drawing = begun(cache, members.reshape(-1) >= 0, capacity, logps=request.logps), self._drawing(members)
+        state, drawing = (
+            initial_state(cache, members.reshape(-1) >= 0, capacity, logps=request.logps),
+            self._drawing(members),
+        )
         return first_tokens(logits, state, self._stops, noise, drawing, shards=weights.shards)
 
     def _seen(self, members: np.ndarray, prompt_places: int) -> PromptImages:
@@ -196,7 +199,7 @@ class _Generation:
         state, most = self._at_turn(state, longest)
         steps = min(self._steps - first, most)
         if self._slots.drawn(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
-            state = grown(state, capacity=cache_capacity(state.capacity + 1))
+            state = grow(state, capacity=cache_capacity(state.capacity + 1))
         drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
@@ -706,7 +709,7 @@ class Status(NamedTuple):
 
     @classmethod
     def of(cls, state: Decoding, shards: Shards | None) -> Status:
-        return cls(state.count, of_all(shards, state.alive))
+        return cls(state.count, all_gather_rows(shards, state.alive))
 
 
 def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
@@ -742,7 +745,7 @@ def first_tokens(
         given = own.rows, Decoding.specs(own), own.whole, *_drawn_by(own, noise)
         return given, (Decoding.specs(own), own.whole)
 
-    return on_each(shards, of_shard, specs)(logits, state, stops, noise, drawing)
+    return shard_mapped(shards, of_shard, specs)(logits, state, stops, noise, drawing)
 
 
 def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
@@ -782,7 +785,7 @@ def next_tokens(
         given = own.params, own.whole, Decoding.specs(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
         return given, (Decoding.specs(own), own.whole)
 
-    of_shard = on_each(shards, steps_of, specs, parameters=True)
+    of_shard = shard_mapped(shards, steps_of, specs, parameters=True)
     return of_shard(arrays, layers, state, stops, noise, drawing, first, steps, longest)
 
 
@@ -797,7 +800,7 @@ class _Steps:
     shards: Shards | None
 
     def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
-        trunk, headed = trunk_of(merge(self.graph, arrays)), with_head_in(self.graph, arrays, self.head_dtype)
+        trunk, headed = trunk_of(merge(self.graph, arrays)), model_with_cast_head(self.graph, arrays, self.head_dtype)
         options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
 
         def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
@@ -829,7 +832,7 @@ class _Steps:
 
     def _lives(self, state: Decoding) -> jax.Array:
         """Whether any completion continues. All shards run the same number of steps because each step communicates."""
-        return anywhere(self.shards, jnp.any(state.alive))
+        return any_shard(self.shards, jnp.any(state.alive))
 
 
 def _positions(state: Decoding) -> jax.Array:

@@ -22,13 +22,13 @@ from trl_jax.generation.decode import (
     Weights,
     cast_matrices,
     decodes_by_layer,
-    divided,
     grown_shapes,
+    initial_state,
     layer_shapes,
     part_of_group,
     prefill,
+    shard_for_generation,
 )
-from trl_jax.generation.decode import begun as begun_decode
 from trl_jax.generation.generator import (
     FIRST_PLACES,
     STEPS,
@@ -251,7 +251,7 @@ class Size(NamedTuple):
         """The size for prompts and completions of at most these lengths, which are rounded up."""
         return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), cache_capacity(new_tokens))
 
-    def divided(self, shards: int) -> Size:
+    def per_shard(self, shards: int) -> Size:
         """The size when split evenly over `shards` devices. If the completions of a prompt are split, each device has a
         copy of the prompt."""
         group = self.completions // self.prompts
@@ -324,7 +324,7 @@ def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype:
         path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
         for path in cast
     }
-    arrays, shards = divided(arrays, None if topology.chip is None else int(topology.chip.memory))
+    arrays, shards = shard_for_generation(arrays, None if topology.chip is None else int(topology.chip.memory))
     by_layer = decodes_by_layer(arrays, shards, topology.platform)
     layers = layer_shapes(graph, arrays) if by_layer else None
     shards = None if shards is None else replace(shards, by_layer=by_layer)
@@ -345,7 +345,7 @@ class Programs:
 
     def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
         self._weights, self._vocabulary, self._exact = weights, vocabulary, exact
-        self._size = size if weights.shards is None else size.divided(weights.shards.count)
+        self._size = size if weights.shards is None else size.per_shard(weights.shards.count)
         self._max_tokens = size.prompt_places + size.new_places
 
     def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None, int]:
@@ -388,7 +388,7 @@ class Programs:
         """The decoding state with a cache of this capacity, sharded like `cache`, the output of prefill."""
         size, most = self._size, max(capacity, min(self._size.new_places, FIRST_PLACES))
         alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
-        begin = partial(begun_decode, alive=alive, capacity=capacity, logps=False)
+        begin = partial(initial_state, alive=alive, capacity=capacity, logps=False)
         state = grown_shapes(jax.eval_shape(begin, cache), capacity=most)
         return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
 
