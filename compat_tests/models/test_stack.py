@@ -13,7 +13,7 @@ from trl_jax.models.decoder import checkpointed
 @pytest.mark.parametrize("remat", [True, "offloaded"])
 def test_a_layer_recomputed_has_the_same_gradient(remat):
     def total(weights, h, remat):
-        body = checkpointed(lambda h, weight: (h + jnp.tanh(h @ weight), None), remat=remat, turns=2)
+        body = checkpointed(lambda h, weight: (h + jnp.tanh(h @ weight), None), remat=remat, length=2)
         return jnp.sum(jax.lax.scan(body, h, weights)[0])
 
     dice = np.random.default_rng(0)

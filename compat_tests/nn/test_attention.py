@@ -233,7 +233,7 @@ def lowered_packed(packed, channels=64, values=None, dtype=jnp.bfloat16, layers=
         def layer(h, _):
             return jnp.sin(attended(packed, jnp.sin(h), k, v)), None
 
-        body = checkpointed(layer, remat=False, turns=layers)
+        body = checkpointed(layer, remat=False, length=layers)
         return jax.lax.scan(body, q, None, length=layers)[0].astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, packed)

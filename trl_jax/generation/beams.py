@@ -22,7 +22,7 @@ from trl_jax.generation.decode import (
     Stops,
     Weights,
     initial_state,
-    length_of_turn,
+    longrope_switch_length,
     model_with_cast_head,
     prefill,
     trunk_of,
@@ -105,11 +105,11 @@ def _check(weights: Weights, request: Request) -> None:
             "generate: beam search on a mesh of several devices is not in this release of trl_jax. Leave num_beams "
             "out, or use one device."
         )
-    turn = length_of_turn(weights)
+    switch = longrope_switch_length(weights)
     shortest, longest = (chosen(map(len, request.texts)) for chosen in (min, max))
-    if turn is not None and shortest <= turn < longest + request.max_new_tokens:
+    if switch is not None and shortest <= switch < longest + request.max_new_tokens:
         raise ValueError(
-            f"generate: beam search of texts that become longer than {turn} tokens, from where this model's LongRoPE "
+            f"generate: beam search of texts that become longer than {switch} tokens, from where this model's LongRoPE "
             "rotates all tokens differently, is not in this release of trl_jax. Leave num_beams out, or keep prompts "
             "and completions within that length."
         )

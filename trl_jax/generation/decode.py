@@ -437,11 +437,11 @@ def device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def length_of_turn(weights: Weights) -> int | None:
+def longrope_switch_length(weights: Weights) -> int | None:
     """The text length above which LongRoPE rotates all tokens differently; None without LongRoPE."""
     ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
-    turns = [rope.turn for rope in ropes if rope is not None]
-    return min((turn for turn in turns if turn is not None), default=None)
+    lengths = [rope.switch_length for rope in ropes if rope is not None]
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def model_with_cast_head(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:

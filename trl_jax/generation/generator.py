@@ -27,7 +27,7 @@ from trl_jax.generation.decode import (
     full_cache,
     grow,
     initial_state,
-    length_of_turn,
+    longrope_switch_length,
     model_with_cast_head,
     part_of_group,
     prefill,
@@ -127,8 +127,8 @@ class _Generation:
         self._inputs = request.drawing()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
         self._max_tokens = longest + cache_capacity(request.max_new_tokens)  # bound on prompt + completion
-        self._turn = length_of_turn(weights)
-        self._turned = self._turn is not None and self._slots.longest(0) > self._turn
+        self._switch_length = longrope_switch_length(weights)
+        self._switched = self._switch_length is not None and self._slots.longest(0) > self._switch_length
 
     def run(self, progress: Progress | None) -> None:
         slots, capacity = self._slots, cache_capacity(min(self._request.max_new_tokens, FIRST_PLACES))
@@ -196,7 +196,7 @@ class _Generation:
     def _advanced(self, state: Decoding, alive: np.ndarray, count: int) -> tuple[Decoding, Status]:
         weights, noise = self._weights, self._noise(count, alive)
         first, longest = self._used, self._slots.longest(count)
-        state, most = self._at_turn(state, longest)
+        state, most = self._switch_rope(state, longest)
         steps = min(self._steps - first, most)
         if self._slots.drawn(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
             state = grow(state, capacity=cache_capacity(state.capacity + 1))
@@ -209,15 +209,15 @@ class _Generation:
         self._used = first + steps
         return state, status
 
-    def _at_turn(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
+    def _switch_rope(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
         """The state for a step whose longest text has `longest` tokens, and the number of steps for which it is valid.
 
         LongRoPE changes the rotation of all tokens once a text exceeds a certain length; the cache is then recomputed.
         """
-        if self._turn is None:
+        if self._switch_length is None:
             return state, self._steps
-        if self._turned != (longest > self._turn):
-            self._turned = not self._turned
+        if self._switched != (longest > self._switch_length):
+            self._switched = not self._switched
             weights, prompt_places = self._weights, self._prompt_places
             texts = np.zeros((len(state.tokens), prompt_places + state.capacity), np.int32)
             prompts, completions = self._slots.prompts(self._slots.rows[:, None]), fetched(state.in_order())
@@ -228,7 +228,7 @@ class _Generation:
                 weights.graph, weights.arrays, state, texts, np.int32(longest), max_tokens=self._max_tokens,
                 dtype=weights.dtype, by_layer=weights.layers is not None, shards=weights.shards,
             )  # fmt: skip
-        return state, self._steps if self._turned else self._turn + 1 - longest
+        return state, self._steps if self._switched else self._switch_length + 1 - longest
 
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
         """Which completions continue, bool `[P' x G']`, according to the compiled program, the stop rule and the
@@ -806,16 +806,16 @@ class _Steps:
         def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
             return trunk.angles(_positions(state), longest + number)
 
-        def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
+        def forward(state: Decoding, number: jax.Array, rotation: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
             tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
-            inputs = options | {"cache": state.cache, "angles": turned}
+            inputs = options | {"cache": state.cache, "angles": rotation}
             hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **inputs)
             logits = headed.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
             return logits.astype(jnp.float32), new
 
         def step(carry):
-            number, state, turned, _ = carry
-            logits, new = forward(state, number, turned)
+            number, state, rotation, _ = carry
+            logits, new = forward(state, number, rotation)
             ids, logps = _drawn(logits, state, noise, first + number, drawing)
             state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
             # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in

@@ -23,19 +23,19 @@ class CachePart(NamedTuple):
     window: int | None
 
 
-class Turns(NamedTuple):
-    """A run of layers as repetitions ("turns") of one pattern of windows, e.g. five local layers and a global one in
-    gemma3. The last turn may be incomplete.
+class LayerPattern(NamedTuple):
+    """A run of layers as repetitions of one pattern of windows, e.g. five local layers and a global one in gemma3. The
+    last period may be incomplete.
 
-    parts: the parts of the cache. pattern: for each layer of a turn, the index of its part.
+    parts: the parts of the cache. part_of: for each layer of a period, the index of its part.
     """
 
     parts: tuple[CachePart, ...]
-    pattern: tuple[int, ...]
+    part_of: tuple[int, ...]
 
 
-def turns_of(arch: Arch, run: Run) -> Turns:
-    """The turns of a run. Without a short repeating pattern, each layer is a turn and its cache keeps all tokens."""
+def layer_pattern_of(arch: Arch, run: Run) -> LayerPattern:
+    """The pattern of a run. Without a short one, each layer is a period and its cache keeps all tokens."""
     layers = range(run.first, run.first + run.count)
     windows = [_window(arch, layer) for layer in layers]
     lengths = range(1, _LONGEST + 1)
@@ -45,12 +45,12 @@ def turns_of(arch: Arch, run: Run) -> Turns:
     kinds = list(dict.fromkeys(windows))
     own = [tuple(layer for layer, each in zip(layers, windows, strict=True) if each == kind) for kind in kinds]
     parts = tuple(CachePart(*each) for each in zip(own, kinds, strict=True))
-    return Turns(parts, tuple(kinds.index(each) for each in windows[:length]))
+    return LayerPattern(parts, tuple(kinds.index(each) for each in windows[:length]))
 
 
 def cache_parts(arch: Arch) -> list[CachePart]:
     """All parts of a decoder's cache, in order. Layers that reuse keys and values have no part."""
-    return [part for run in arch.runs if not run.kind.reuses for part in turns_of(arch, run).parts]
+    return [part for run in arch.runs if not run.kind.reuses for part in layer_pattern_of(arch, run).parts]
 
 
 def _window(arch: Arch, layer: int) -> int | None:

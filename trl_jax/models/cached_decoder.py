@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.models.arch import Run, Turns, turns_of
+from trl_jax.models.arch import LayerPattern, Run, layer_pattern_of
 from trl_jax.models.decoder import Decoder, Features, last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.cache import Cache, Kept
@@ -59,9 +59,9 @@ def with_keys(
         graph, state = nnx.split(vars(decoder)[run.name])
         earlier = last[run.kind.heads] if run.kind.reuses else None
         layer = partial(_run_layer, graph, f"{decoder.NAME}.{run.name}", shared, earlier, dtype, features)
-        turns = turns_of(decoder.arch, run)
-        scan = _scan_layers if cache is None or run.kind.reuses else _scan_turns
-        walk = partial(scan, state, turns) if layers is None else partial(_unrolled, layers)
+        pattern = layer_pattern_of(decoder.arch, run)
+        scan = _scan_layers if cache is None or run.kind.reuses else _scan_periods
+        walk = partial(scan, state, pattern) if layers is None else partial(_unrolled, layers)
         h, new, of_last = walk(layer, h, run, by_layer, repeat(None) if run.kind.reuses else parts)
         kept += [] if run.kind.reuses else new
         if run.kind.reused:
@@ -89,36 +89,48 @@ def _run_layer(
 
 
 def _scan_layers(
-    state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
+    state: nnx.State,
+    pattern: LayerPattern,
+    layer: Callable,
+    h: jax.Array,
+    run: Run,
+    by_layer: LayerInputs,
+    caches: Iterator,
 ) -> _Walked:
     """Run a sequence of layers by scanning over their stack. Used when these layers have no cache of their own."""
     del caches
     h, new = jax.lax.scan(layer, h, (state, of_run(by_layer, run), None))
-    return h, [_select_layers(new, run, part.layers) for part in turns.parts], (last_layer(new), None)
+    return h, [_select_layers(new, run, part.layers) for part in pattern.parts], (last_layer(new), None)
 
 
-def _scan_turns(
-    state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
+def _scan_periods(
+    state: nnx.State,
+    pattern: LayerPattern,
+    layer: Callable,
+    h: jax.Array,
+    run: Run,
+    by_layer: LayerInputs,
+    caches: Iterator,
 ) -> _Walked:
-    """Run a sequence of layers and their parts of the cache in a scan. Each step computes one turn of layers."""
-    inputs, own, pattern = (state, of_run(by_layer, run)), [next(caches) for _ in turns.parts], turns.pattern
+    """Run a sequence of layers and their parts of the cache in a scan, one period of the pattern per step."""
+    inputs, own, part_of = (state, of_run(by_layer, run)), [next(caches) for _ in pattern.parts], pattern.part_of
 
-    def turn(h: jax.Array, number: jax.Array | int, count: int = len(pattern)) -> tuple[jax.Array, list[Any]]:
-        """Run the first `count` layers of a turn; returns what they keep, `[N, ...]` for each part."""
+    def period(h: jax.Array, number: jax.Array | int, count: int = len(part_of)) -> tuple[jax.Array, list[Any]]:
+        """Run the first `count` layers of a period; returns what they keep, `[N, ...]` for each part."""
         new = [[] for _ in own]
-        for place, part in enumerate(pattern[:count]):
-            slot = number * pattern.count(part) + len(new[part])
-            h, kept = layer(h, (*_index(inputs, number * len(pattern) + place), _index(own[part], slot)))
+        for place, part in enumerate(part_of[:count]):
+            slot = number * part_of.count(part) + len(new[part])
+            h, kept = layer(h, (*_index(inputs, number * len(part_of) + place), _index(own[part], slot)))
             new[part].append(kept)
         return h, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None for each in new]
 
-    whole, rest = divmod(run.count, len(pattern))
-    h, new = jax.lax.scan(turn, h, jnp.arange(whole))
+    whole, rest = divmod(run.count, len(part_of))
+    h, new = jax.lax.scan(period, h, jnp.arange(whole))
     new = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), new)
     if rest:
-        h, more = turn(h, whole, rest)
+        h, more = period(h, whole, rest)
         new = [each if other is None else _concatenate(each, other) for each, other in zip(new, more, strict=True)]
-    of_last = pattern[rest - 1]
+    of_last = part_of[rest - 1]
     return h, new, (last_layer(new[of_last]), last_layer(own[of_last]))
 
 

@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
             graph, state = nnx.split(vars(self)[run.name])
             layer = self._layer(run, graph, own, router_token_count, features, dtype)
             slices = (state, *of_run((by_layer, keys, router_keys), run))
-            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
+            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, length=run.count), h, slices)
             if run.kind.reused:
                 reusable[run.kind.heads] = last_layer(run_kept)
             sums += [] if run_sums is None else [run_sums]
@@ -260,8 +260,8 @@ class Decoder(nnx.Module):
             shared = shared._replace(in_text=positions - left)
         scale = None if arch.attention_scales is None else jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
-            turns = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
-            shared = shared._replace(query_scale=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
+            contexts = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
+            shared = shared._replace(query_scale=(1 + arch.query_growth.beta * jnp.log1p(contexts))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
             shared = shared._replace(previous=previous_tokens(shared.packed, arch.short_convolution.width - 1))
         recurrent = arch.gated_delta or arch.state_space
@@ -469,8 +469,8 @@ def in_a_stack(path: str) -> bool:
     return any(name == "layers" or name.startswith("layers_from_") for name in path.split("."))
 
 
-def checkpointed(layer: Callable, *, remat: bool | str, turns: int) -> Callable:
-    """Make a layer the checkpointed body of a scan of `turns` steps.
+def checkpointed(layer: Callable, *, remat: bool | str, length: int) -> Callable:
+    """Make a layer the checkpointed body of a scan of `length` steps.
 
     remat=True recomputes everything in the backward pass; False saves matrix products and the results of packed
     attention; "offloaded" recomputes everything, from layer inputs offloaded to host memory. XLA unrolls a loop of one
@@ -480,7 +480,7 @@ def checkpointed(layer: Callable, *, remat: bool | str, turns: int) -> Callable:
     def body(h: jax.Array, slices: Any) -> tuple[jax.Array, Any]:
         return layer(checkpoint_name(h, _INPUT), slices)
 
-    return jax.checkpoint(body, prevent_cse=turns == 1, policy=_REMAT_POLICIES[remat])
+    return jax.checkpoint(body, prevent_cse=length == 1, policy=_REMAT_POLICIES[remat])
 
 
 def of_run(inputs: Any, run: Any) -> Any:

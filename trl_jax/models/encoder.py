@@ -87,10 +87,10 @@ class Encoder(nnx.Module):
         slices = state, self._attention_norms(), by_layer, keys
         if self.convolution is not None:  # parallel to the first layer only
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
-            alone = checkpointed(layer, remat=remat, turns=1)
+            alone = checkpointed(layer, remat=remat, length=1)
             h = self._add_convolution(h, alone(h, first)[0], valid, dropout_key)
-        turns = self.arch.num_layers - (self.convolution is not None)
-        h, _ = jax.lax.scan(checkpointed(layer, remat=remat, turns=turns), h, slices)
+        length = self.arch.num_layers - (self.convolution is not None)
+        h, _ = jax.lax.scan(checkpointed(layer, remat=remat, length=length), h, slices)
         hidden = apply(self.norm, h).astype(jnp.float32)
         return pool(hidden, reads, self.arch.head.pooling, valid=valid, packed=packed)
 

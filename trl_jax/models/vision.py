@@ -60,7 +60,7 @@ class VisionTower(nnx.Module):
         deep, stops = [], [0, *(number + 1 for number in arch.deepstack), layers.num_layers]
         for begin, stop in pairwise(dict.fromkeys(stops)):
             slices = jax.tree.map(lambda a, begin=begin, stop=stop: a[begin:stop], (state, numbers))
-            h, _ = jax.lax.scan(checkpointed(layer, remat=remat, turns=stop - begin), h, slices)
+            h, _ = jax.lax.scan(checkpointed(layer, remat=remat, length=stop - begin), h, slices)
             if stop - 1 in arch.deepstack:
                 deep.append(h)
         return apply(self.post_norm, h), deep

@@ -61,7 +61,7 @@ class Rope:
         return jnp.where(longest > self.original_length, self.long_attention_factor, self.attention_factor)
 
     @property
-    def turn(self) -> int | None:
+    def switch_length(self) -> int | None:
         """The text length beyond which the whole batch is rotated differently; None if there is no such length."""
         differs = self.kind == "longrope" or self.long_attention_factor is not None
         return self.original_length if differs else None
@@ -166,20 +166,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = 
     Channel k is paired with channel k + half of them; if interleaved, 2k with 2k + 1. With `sections` > 1, the channels
     are split into equal sections and paired within each.
     """
-    turned, kept = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    rotated, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     elif sections > 1:
-        halves = turned.reshape(*x.shape[:-1], sections, 2, -1)
+        halves = rotated.reshape(*x.shape[:-1], sections, 2, -1)
         first, second = (halves[..., half, :].reshape(*x.shape[:-1], -1) for half in range(2))
     else:
-        first, second = jnp.split(turned, 2, axis=-1)
+        first, second = jnp.split(rotated, 2, axis=-1)
     pair = first * cos - second * sin, second * cos + first * sin
     if interleaved:
-        turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
+        rotated = jnp.stack(pair, axis=-1).reshape(rotated.shape)
     elif sections > 1:
         halves = (half.reshape(*x.shape[:-1], sections, -1) for half in pair)
-        turned = jnp.stack(tuple(halves), axis=-2).reshape(turned.shape)
+        rotated = jnp.stack(tuple(halves), axis=-2).reshape(rotated.shape)
     else:
-        turned = jnp.concatenate(pair, axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
+        rotated = jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
