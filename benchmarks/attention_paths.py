@@ -111,7 +111,7 @@ def _compared(args: Any, how: dict, path: str, kind: str, exact: tuple) -> dict[
     given = [jnp.asarray(x, kind) for x in qkv]
     given += [jnp.asarray(x, jnp.float32) for x in layouts.sinks_of(how, args.heads[0])]
     step = jax.jit(jax.grad(total, argnums=tuple(range(1, 1 + len(given))), has_aux=True))
-    patched = mock.patch.object(cudnn, "attends", lambda q: False) if path == "padded" else contextlib.nullcontext()
+    patched = mock.patch.object(cudnn, "supports", lambda q: False) if path == "padded" else contextlib.nullcontext()
     with patched, jax.default_matmul_precision("float32"):
         compiled = step.lower(jnp.asarray(weight, jnp.float32), *given).compile()
     gradients, out = compiled(jnp.asarray(weight, jnp.float32), *given)

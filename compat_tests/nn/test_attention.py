@@ -180,7 +180,7 @@ def test_only_gpus_that_have_the_kernel_get_it(monkeypatch, capability, fits):
     device = SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
-    assert cudnn.attends(jnp.zeros((1, 64, 2, 64), jnp.bfloat16)) == fits
+    assert cudnn.supports(jnp.zeros((1, 64, 2, 64), jnp.bfloat16)) == fits
 
 
 def test_gpus_read_the_texts_of_packed_rows_as_rows(hopper):

@@ -101,7 +101,7 @@ def outputs(kind, order, given):
     """Our outputs, for rows or for texts in this order."""
     if order is None:
         return RECURRENCES[kind].chunked(*given)[0]
-    return order.restored(RECURRENCES[kind].chunked(*(order.ordered(x) for x in given), order)[0])
+    return order.from_order(RECURRENCES[kind].chunked(*(order.to_order(x) for x in given), order)[0])
 
 
 def ours(kind, packed, given, weight):

@@ -16,8 +16,8 @@ CHANNELS = 5
 
 def convolved(order, x, weight):
     """Our outputs, in the order of the packed rows."""
-    out, _ = silu_convolved(x if order is None else order.ordered(x), weight, None, AttentionInputs(1.0, order=order))
-    return out if order is None else order.restored(out)
+    out, _ = silu_convolved(x if order is None else order.to_order(x), weight, None, AttentionInputs(1.0, order=order))
+    return out if order is None else order.from_order(out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -185,29 +185,29 @@ def grpo_loss(
         `high_max` (-inf), `cispo_clipped`, `phi`. Sums of clipped ratios and of phi run over tokens, or over
         completions if ratios are per completion.
     """
-    places = reads(logps, mask, text, micro_batch, len(advantages))
+    groups = token_groups(logps, mask, text, micro_batch, len(advantages))
     given = (old_logps, ref_logps, entropies, sampling_logps)
-    logps, old, ref, entropies, sampling = (_masked(values, places) for values in (logps, *given))
+    logps, old, ref, entropies, sampling = (_masked(values, groups) for values in (logps, *given))
     old = jax.lax.stop_gradient(logps) if old is None else old
     if completion_weight is None:
-        completion_weight = places.equal_weight
+        completion_weight = groups.equal_weight
     if token_weight is None:
-        token_weight = token_weights(settings, places.lengths, completion_weight, places.micro_batch)
-    policies = Policies(logps, old, advantages.astype(jnp.float32), places)
-    unmasked = _entropy_mask(settings, entropies, places)
+        token_weight = token_weights(settings, groups.lengths, completion_weight, groups.micro_batch)
+    policies = Policies(logps, old, advantages.astype(jnp.float32), groups)
+    unmasked = _entropy_mask(settings, entropies, groups)
     losses, sums = _token_losses(settings, policies, ref, sampling, unmasked)
-    losses = token_weight * places.total(losses)
+    losses = token_weight * groups.total(losses)
     sums |= {
-        "completions": places.by_completion(jnp.ones(len(advantages))),
-        "tokens": places.by_completion(places.lengths),
-        "completion_weight": places.by_completion(completion_weight),
-        "policy_loss": places.by_completion(losses),
+        "completions": groups.by_completion(jnp.ones(len(advantages))),
+        "tokens": groups.by_completion(groups.lengths),
+        "completion_weight": groups.by_completion(completion_weight),
+        "policy_loss": groups.by_completion(losses),
     }
     if entropies is not None:
-        sums["entropy"] = places.by_token(entropies)
+        sums["entropy"] = groups.by_token(entropies)
     loss = jnp.sum(losses)
     if entropy_coef is not None:
-        sums |= {"bonus_entropy": places.by_token(entropies * unmasked), "bonus_tokens": places.by_token(unmasked)}
+        sums |= {"bonus_entropy": groups.by_token(entropies * unmasked), "bonus_tokens": groups.by_token(unmasked)}
         mean = sums["bonus_entropy"] / jnp.maximum(sums["bonus_tokens"], 1)
         loss -= entropy_coef * jnp.sum(sums["completion_weight"] * mean)
     return loss, jax.lax.stop_gradient(sums)
@@ -217,10 +217,10 @@ def _token_losses(
     settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, unmasked: jax.Array
 ) -> tuple[jax.Array, Sums]:
     """Per-token loss, `[N]`: the surrogate times the masks and the sampler correction, plus the KL term."""
-    places, old, correction = policies.places, policies.old_logps, None
+    groups, old, correction = policies.places, policies.old_logps, None
     if settings.sampler_correction is not None:
         completions = len(policies.advantages)
-        correction = sampler_ratio(old, sampling, places.mask, places.text, completions, settings=settings)
+        correction = sampler_ratio(old, sampling, groups.mask, groups.text, completions, settings=settings)
     losses, sums = surrogate(settings, policies, correction)
     losses *= _token_factors(settings, policies, old if sampling is None else sampling, correction) * unmasked
     if settings.beta:
@@ -228,34 +228,34 @@ def _token_losses(
         if settings.use_bias_correction_kl:
             kl *= policies.of_tokens(settings, policies.ratio(settings))
         losses += settings.beta * kl
-        sums["kl"] = places.by_token(kl)
+        sums["kl"] = groups.by_token(kl)
     return losses, sums
 
 
-def _masked(values: jax.Array | None, places: Reads) -> jax.Array | None:
+def _masked(values: jax.Array | None, groups: TokenGroups) -> jax.Array | None:
     """Float32 `[N]`, 0 for masked tokens: these affect neither values nor gradients, even if they are NaN."""
-    return None if values is None else jnp.where(places.mask, values.reshape(-1).astype(jnp.float32), 0)
+    return None if values is None else jnp.where(groups.mask, values.reshape(-1).astype(jnp.float32), 0)
 
 
-def _entropy_mask(settings: PolicyLoss, entropies: jax.Array | None, places: Reads) -> jax.Array:
+def _entropy_mask(settings: PolicyLoss, entropies: jax.Array | None, groups: TokenGroups) -> jax.Array:
     """1 for tokens that pass the entropy mask, float32 `[N]`."""
     if settings.top_entropy_quantile >= 1:
-        return places.mask.astype(jnp.float32)
-    groups = {"group": places.group, "groups": len(places.micro_batch)}
-    return entropy_mask(entropies, places.mask, settings.top_entropy_quantile, **groups).astype(jnp.float32)
+        return groups.mask.astype(jnp.float32)
+    by_group = {"group": groups.group, "groups": len(groups.micro_batch)}
+    return entropy_mask(entropies, groups.mask, settings.top_entropy_quantile, **by_group).astype(jnp.float32)
 
 
 def _token_factors(
     settings: PolicyLoss, policies: Policies, sampled: jax.Array, correction: jax.Array | None
 ) -> jax.Array | float:
     """Factor of each token's loss, `[N]`, from the off-policy mask and the sampler correction."""
-    places, factor = policies.places, 1.0
+    groups, factor = policies.places, 1.0
     if settings.off_policy_mask_threshold is not None:
         threshold = settings.off_policy_mask_threshold
-        kept = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, places)
-        factor *= places.spread(kept.astype(jnp.float32))
+        kept = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, groups)
+        factor *= groups.spread(kept.astype(jnp.float32))
     if correction is not None and settings.loss_type != "vespo":
-        factor *= places.spread(correction) if settings.corrects_sequences else correction
+        factor *= groups.spread(correction) if settings.corrects_sequences else correction
     return factor
 
 
@@ -295,25 +295,25 @@ def rloo_loss(
         `clipped_low`, `clipped_high` and `clipped` over completions, and the extremes `low_min` (inf if there is no
         completion) and `high_max` (-inf).
     """
-    places = reads(logps, mask, text, micro_batch, len(advantages))
-    completion_weight = places.equal_weight if completion_weight is None else completion_weight
+    groups = token_groups(logps, mask, text, micro_batch, len(advantages))
+    completion_weight = groups.equal_weight if completion_weight is None else completion_weight
     advantages = advantages.astype(jnp.float32)
-    ratio = jnp.exp(places.total(logps.reshape(-1)) - old_logps)
+    ratio = jnp.exp(groups.total(logps.reshape(-1)) - old_logps)
     least, most = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     losses = -jnp.minimum(ratio * advantages, clipped(ratio, least, most) * advantages)
     low = ((ratio < least) & (advantages < 0)).astype(jnp.float32)
     high = ((ratio > most) & (advantages > 0)).astype(jnp.float32)
     sums = {
-        "completions": places.by_completion(jnp.ones(len(advantages))),
-        "tokens": places.by_completion(places.lengths),
-        "clipped_low": places.by_completion(low),
-        "clipped_high": places.by_completion(high),
-        "clipped": places.by_completion(low + high),
-        "low_min": jnp.min(jnp.where(places.micro_batch, low, jnp.inf), axis=-1),
-        "high_max": jnp.max(jnp.where(places.micro_batch, high, -jnp.inf), axis=-1),
+        "completions": groups.by_completion(jnp.ones(len(advantages))),
+        "tokens": groups.by_completion(groups.lengths),
+        "clipped_low": groups.by_completion(low),
+        "clipped_high": groups.by_completion(high),
+        "clipped": groups.by_completion(low + high),
+        "low_min": jnp.min(jnp.where(groups.micro_batch, low, jnp.inf), axis=-1),
+        "high_max": jnp.max(jnp.where(groups.micro_batch, high, -jnp.inf), axis=-1),
     }
     if entropies is not None:
-        sums["entropy"] = places.by_token(entropies.reshape(-1))
+        sums["entropy"] = groups.by_token(entropies.reshape(-1))
     return jnp.sum(completion_weight * losses), jax.lax.stop_gradient(sums)
 
 
@@ -326,7 +326,7 @@ class Policies(NamedTuple):
     logps: jax.Array
     old_logps: jax.Array
     advantages: jax.Array
-    places: Reads
+    places: TokenGroups
 
     def ratio(self, settings: PolicyLoss) -> jax.Array:
         """Policy ratio: per token `[N]`, or per completion `[X]` (geometric mean over its tokens)."""
@@ -370,10 +370,10 @@ def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 
 
 def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
-    places = policies.places
+    groups = policies.places
     high, low = _clip_indicators(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
-    compared = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
-    lows, highs = (low, high) if settings.of_sequences else (places.mean(low), places.mean(high))
+    compared = groups.micro_batch if settings.of_sequences else groups.micro_batch & (groups.lengths > 0)
+    lows, highs = (low, high) if settings.of_sequences else (groups.mean(low), groups.mean(high))
     return {
         "clipped_low": policies.sums(settings, low),
         "clipped_high": policies.sums(settings, high),
@@ -441,24 +441,24 @@ def sampler_ratio(
         `[N]` for token_* corrections (X T for `[X, T]` inputs), 1 where the mask is 0; `[X]` for sequence_*.
     """
     completions = len(old_logps) if completions is None else completions
-    places = reads(old_logps, mask, text, None, completions)
-    difference = places.difference(old_logps, sampling_logps)
+    groups = token_groups(old_logps, mask, text, None, completions)
+    difference = groups.difference(old_logps, sampling_logps)
     if settings.corrects_sequences:
-        difference = places.total(difference)
+        difference = groups.total(difference)
     return settings.bounded(jnp.exp(difference))
 
 
 def off_policy_mask(
-    logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, places: Reads
+    logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, groups: TokenGroups
 ) -> jax.Array:
     """Which completions to keep, bool `[X]`: those with a non-negative advantage, and those whose mean log-ratio of
     sampler to policy is at most `threshold` (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
-    divergence = places.mean(places.difference(sampling_logps, jax.lax.stop_gradient(logps)))
+    divergence = groups.mean(groups.difference(sampling_logps, jax.lax.stop_gradient(logps)))
     return (advantages >= 0) | (divergence <= threshold)
 
 
 def gamma_weights(
-    log_ratio: jax.Array, advantages: jax.Array, correction: jax.Array | None, settings: PolicyLoss, places: Reads
+    log_ratio: jax.Array, advantages: jax.Array, correction: jax.Array | None, settings: PolicyLoss, groups: TokenGroups
 ) -> jax.Array:
     r"""VESPO's weight per completion, `[X]`: $e^\lambda w^k e^{-\lambda w}$, which is 1 at $w = 1$
     (arXiv:2602.10693). No gradient flows through it.
@@ -467,10 +467,10 @@ def gamma_weights(
         log_ratio: `[N]`; $w$ is the product of the token ratios.
         correction: the result of `sampler_ratio`, a further factor of $w$.
     """
-    log_w = places.total(jnp.clip(log_ratio, -MAX_LOG, MAX_LOG))
+    log_w = groups.total(jnp.clip(log_ratio, -MAX_LOG, MAX_LOG))
     if correction is not None:
         logs = jnp.clip(jnp.log(correction), MIN_LOG, MAX_LOG)
-        log_w += logs if settings.corrects_sequences else places.total(logs)
+        log_w += logs if settings.corrects_sequences else groups.total(logs)
     log_w = jnp.clip(log_w, MIN_LOG, MAX_LOG)
     k = jnp.where(advantages >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
     decay = jnp.where(advantages >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
@@ -583,10 +583,10 @@ def next_entropy_coef(
     return min(coef + delta, most) if entropy <= target else max(coef - delta, least)
 
 
-# Token places, and sums over completions and micro-batches
+# Groups of tokens, and sums over completions and micro-batches
 
 
-class Reads(NamedTuple):
+class TokenGroups(NamedTuple):
     """How N tokens are grouped into X completions and M micro-batches.
 
     text: int32 `[N]`, the completion of each token; X for padding.
@@ -643,10 +643,10 @@ class Reads(NamedTuple):
         return summed(values, self.micro_batch)
 
 
-def reads(
+def token_groups(
     logps: jax.Array, mask: jax.Array | None, text: jax.Array | None, micro_batch: jax.Array | None, completions: int
-) -> Reads:
-    """Build `Reads` for `logps`, `[N]` with `text`, or `[X, T]` without (one row per completion).
+) -> TokenGroups:
+    """Build `TokenGroups` for `logps`, `[N]` with `text`, or `[X, T]` without (one row per completion).
 
     Args:
         mask: in the shape of `logps`; None: every token of a completion is included.
@@ -656,4 +656,4 @@ def reads(
         text = jnp.repeat(jnp.arange(completions), logps.size // max(completions, 1))
     valid = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
     whole = jnp.ones((1, completions), bool)
-    return Reads(text, valid, whole if micro_batch is None else micro_batch)
+    return TokenGroups(text, valid, whole if micro_batch is None else micro_batch)

@@ -440,7 +440,7 @@ _NO_WINDOW = np.iinfo(np.int32).max
 _INPUT, _POLICIES = "layer_input", jax.checkpoint_policies
 _SAVE_PRODUCTS = _POLICIES.save_from_both_policies(
     _POLICIES.dots_with_no_batch_dims_saveable,
-    _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(SAVED), cudnn.keeps),
+    _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(SAVED), cudnn.save_policy),
 )
 # What is saved of a layer for the backward pass, by `remat`.
 _REMAT_POLICIES = {

@@ -404,7 +404,7 @@ class Recurrent(nnx.Module):
         if inputs.striped is not None:
             raise ValueError("A recurrent layer needs the whole text on one device: leave sequence at 1.")
         x_RTD, order = _hide_invisible(x_RTD, inputs.valid), inputs.order
-        x_RTD = x_RTD if order is None else order.ordered(x_RTD)
+        x_RTD = x_RTD if order is None else order.to_order(x_RTD)
         parts, window = self._convolved(x_RTD, inputs)
         given = self._scan_inputs(x_RTD, parts, inputs.lengths)
         if inputs.cache is None:
@@ -413,7 +413,7 @@ class Recurrent(nnx.Module):
             before = inputs.cache.state.reshape(len(x_RTD), *inputs.cache.state.shape[-4:])
             out, state = self._step(*(y[:, 0] for y in given), before)
         out = self._output(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
-        return out if order is None else order.restored(out), RecurrentState(window, state)
+        return out if order is None else order.from_order(out), RecurrentState(window, state)
 
     @abstractmethod
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:

@@ -39,12 +39,12 @@ class TextOrder(NamedTuple):
     order: jax.Array | None = None
     inverse: jax.Array | None = None
 
-    def ordered(self, x: jax.Array) -> jax.Array:
+    def to_order(self, x: jax.Array) -> jax.Array:
         """Reorder tokens `[R, T, ...]` of packed rows."""
         return x if self.order is None else _gathered(x, self.order)
 
-    def restored(self, x: jax.Array) -> jax.Array:
-        """The inverse of `ordered`."""
+    def from_order(self, x: jax.Array) -> jax.Array:
+        """The inverse of `to_order`."""
         return x if self.inverse is None else _gathered(x, self.inverse)
 
 

@@ -281,7 +281,7 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
         flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
-        flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
+        flash = flash and cudnn.supports_head_dim(arch.head_dim, args.compute_dtype)
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS

@@ -22,11 +22,11 @@ from trl_jax.losses.policy_gradient import (
     CLIPPED,
     PER_GENERATION,
     PolicyLoss,
-    Reads,
+    TokenGroups,
     grpo_loss,
     next_entropy_coef,
-    reads,
     rloo_loss,
+    token_groups,
     token_weights,
 )
 from trl_jax.losses.supervised import real_examples
@@ -255,7 +255,7 @@ class CompletionTokens(NamedTuple):
     ref_logps: jax.Array | None
     entropies: jax.Array
     advantages: jax.Array
-    places: Reads
+    places: TokenGroups
 
 
 @dataclass(frozen=True)
@@ -284,10 +284,10 @@ class OnlineTask(PolicyTask):
     def tokens(self, outputs: Sums, batch: Batch) -> CompletionTokens:
         """The unmasked tokens of this pass; arguments as in `loss`."""
         micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
-        places = reads(outputs["logps"], None, batch.text, micro_batch, len(batch.weight))
+        groups = token_groups(outputs["logps"], None, batch.text, micro_batch, len(batch.weight))
 
         def counted(values: jax.Array) -> jax.Array:
-            return jnp.where(places.mask, values, 0)
+            return jnp.where(groups.mask, values, 0)
 
         logps = counted(outputs["logps"])
         itself = jax.lax.stop_gradient(logps)
@@ -301,8 +301,8 @@ class OnlineTask(PolicyTask):
             itself if old_logps is None else counted(old_logps),
             ref_logps,
             jax.lax.stop_gradient(counted(outputs["entropy"])),
-            places.spread(batch.extras.example["advantage"]),
-            places,
+            groups.spread(batch.extras.example["advantage"]),
+            groups,
         )
 
 
@@ -421,10 +421,10 @@ class AsyncGrpoTask(GrpoTask):
             micro_batch=micro_batch,
             settings=self.objective,
         )
-        places = reads(itself, None, batch.text, micro_batch, len(batch.weight))
-        log_ratio = places.difference(itself, sampling)
+        groups = token_groups(itself, None, batch.text, micro_batch, len(batch.weight))
+        log_ratio = groups.difference(itself, sampling)
         ratio = jnp.exp(log_ratio)
-        return loss, sums | {"ratio": places.by_token(ratio), "kl": places.by_token(ratio - 1 - log_ratio)}
+        return loss, sums | {"ratio": groups.by_token(ratio), "kl": groups.by_token(ratio - 1 - log_ratio)}
 
 
 # ----------------------------------------------------------------------------------------------------

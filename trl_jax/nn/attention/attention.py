@@ -164,7 +164,7 @@ def attend(
         return _with_wide_values(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     plain = causal and softcap is None and sinks is None and inputs.window is None and inputs.striped is None
     plain = plain and inputs.ahead is None
-    if plain and v_RSKC.shape == k_RSKC.shape and cudnn.attends_packed(q_RTHC, packed):
+    if plain and v_RSKC.shape == k_RSKC.shape and cudnn.supports_packed(q_RTHC, packed):
         return cudnn.attend_cudnn_packed(q_RTHC, k_RSKC, v_RSKC, packed, scale=inputs.scale)
     return _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
 
@@ -314,7 +314,7 @@ def attend_padded(
     scale, striped = inputs.scale, inputs.striped
     plain = causal and bias is None and softcap is None and sinks is None and v_RSKC.shape == k_RSKC.shape
     plain = plain and inputs.valid is None and inputs.window is None and inputs.ahead is None
-    if plain and dropout is None and striped is None and cudnn.attends(q_RTHC):
+    if plain and dropout is None and striped is None and cudnn.supports(q_RTHC):
         return cudnn.attend_cudnn(q_RTHC, k_RSKC, v_RSKC, scale=scale, lengths=lengths)
     rows, length, heads, channels = q_RTHC.shape
     q_RTKGC = q_RTHC.reshape(rows, length, k_RSKC.shape[2], heads // k_RSKC.shape[2], channels)

@@ -22,20 +22,25 @@ _HEADS = PartitionSpec(None, None, TENSOR)  # of `[R, T, H, C]`
 _absent: float | None = None  # compute capability set by `compile_for`
 
 
-def attends(q_RTHC: jax.Array) -> bool:
+def supports(q_RTHC: jax.Array) -> bool:
     """Whether the GPU supports these queries on padded rows."""
     _, length, _, channels = q_RTHC.shape
-    return takes(channels, q_RTHC.dtype) and length % 2 == 0 and platform() == "gpu" and _capability() >= _AMPERE
+    return (
+        supports_head_dim(channels, q_RTHC.dtype)
+        and length % 2 == 0
+        and platform() == "gpu"
+        and _capability() >= _AMPERE
+    )
 
 
-def attends_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
+def supports_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
     """Whether the GPU supports these queries on packed rows: several texts per row, each contiguous and in order."""
     apart = packed.prompt is None and packed.context is None and packed.texts.places.shape[1] > 1
-    here = takes(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
+    here = supports_head_dim(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
     return apart and here and _packing() is not None
 
 
-def takes(channels: int, dtype: jnp.dtype | str) -> bool:
+def supports_head_dim(channels: int, dtype: jnp.dtype | str) -> bool:
     """Whether cuDNN supports heads with this many channels in this dtype."""
     return jnp.dtype(dtype) == jnp.bfloat16 and channels % 8 == 0 and channels <= 128
 
@@ -93,8 +98,8 @@ def attend_cudnn_packed(
     """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros between texts.
 
     The kernel neither reads nor writes the gaps between texts, nor their gradients, so inputs and results are masked
-    there. For the backward pass, checkpoint policies save either all results of the kernel (`keeps`) or, by name, its
-    output.
+    there. For the backward pass, checkpoint policies save either all results of the kernel (`save_policy`) or, by name,
+    its output.
     """
     call, length = _packing(), q_RTHC.shape[1]
     places = packed.texts.places
@@ -117,7 +122,7 @@ def attend_cudnn_packed(
     return out if _sums_are_small(sizes, q_RTHC) else checkpoint_name(out, SAVED)
 
 
-def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
+def save_policy(primitive: Any, *inputs: Any, **options: Any) -> bool:
     """Checkpoint policy: save what the kernel returns for packed rows, including the sums for its backward pass;
     otherwise the backward pass would run the kernel again. For padded rows, these results are larger than everything
     else in a layer and are not saved."""

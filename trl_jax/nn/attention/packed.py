@@ -13,7 +13,7 @@ from trl_jax.core.outputs import BLOCK, Packed
 from trl_jax.mesh.mesh import platform
 from trl_jax.nn.attention.inputs import AttentionInputs, Striped
 from trl_jax.nn.attention.ranges import SAVED, KeyRanges, by_text
-from trl_jax.nn.attention.splash import attend_splash, splashes
+from trl_jax.nn.attention.splash import attend_splash, supports_splash
 
 # Key ranges, and choice of kernel
 
@@ -110,7 +110,7 @@ def seen_both_ways(packed: Packed) -> Packed:
 def _run_kernel(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
     """Run the kernel for the platform; a range has at most `longest` keys."""
     qkv = q_RTHC.reshape(-1, *q_RTHC.shape[2:]), k_SKC, v_SKC
-    if platform() == "tpu" and splashes(k_SKC, ranges, longest):
+    if platform() == "tpu" and supports_splash(k_SKC, ranges, longest):
         out = attend_splash(*qkv, ranges, longest=longest, **scores)
     else:
         out = attend_blocks(*qkv, ranges, **scores)
