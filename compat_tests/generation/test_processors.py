@@ -11,7 +11,7 @@ import pytest
 
 from compat_tests.effort import usual
 from trl_jax.generation import sampling
-from trl_jax.generation.sampling import History, among_largest, leading, until
+from trl_jax.generation.sampling import History, among_largest, leading_mask, until_mask
 
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("transformers.generation.logits_process")
@@ -278,6 +278,6 @@ def test_prefixes_by_weight(large):
         last = np.take_along_axis(np.take_along_axis(order, places, axis=1), reached[:, None], axis=1)
         first = order <= last
         heavy = weights > 0
-        np.testing.assert_array_equal(jax.jit(leading)(order, weights, limit) & heavy, within & heavy)
+        np.testing.assert_array_equal(jax.jit(leading_mask)(order, weights, limit) & heavy, within & heavy)
         if limit > 0:
-            np.testing.assert_array_equal(jax.jit(until)(order, weights, limit) & heavy, first & heavy)
+            np.testing.assert_array_equal(jax.jit(until_mask)(order, weights, limit) & heavy, first & heavy)

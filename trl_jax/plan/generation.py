@@ -334,6 +334,21 @@ def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype:
 # Programs
 
 
+class CompiledPrograms(NamedTuple):
+    """Figures of the programs of a generation.
+
+    most: of the program that needs more memory, prefill or decoding with a full cache; None if nothing was compiled.
+    decode: of the latter; None if prefill does not fit.
+    cache: bytes of the full cache per device; None if prefill does not fit.
+    copied: bytes per device of the largest array that is copied when the cache grows to its full size.
+    """
+
+    most: Compiled | None
+    decode: Compiled | None
+    cache: int | None
+    copied: int
+
+
 class Programs:
     """The two programs of a generation. Trace and compile them within `trace.on_device`.
 
@@ -348,19 +363,18 @@ class Programs:
         self._size = size if weights.shards is None else size.per_shard(weights.shards.count)
         self._max_tokens = size.prompt_places + size.new_places
 
-    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None, int]:
-        """Figures of the program that needs more memory, prefill or decoding with a full cache; figures of the latter;
-        bytes of the full cache per device; and bytes of its largest array before it last grew. The second and third are
-        None if prefill already does not fit."""
+    def compiled(self, topology: Topology) -> CompiledPrograms:
+        """Compile prefill and, if it fits, decoding with a full cache."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
-            return first, None, None, 0
+            return CompiledPrograms(first, None, None, 0)
         cache = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
         full, half = self._grown(cache, self._size.new_places), self._grown(cache, self._size.new_places // 2)
         leaves = zip(jax.tree.leaves(full.cache.parts), jax.tree.leaves(half.cache.parts), strict=True)
         copied = max((on_device(old) for new, old in leaves if new.shape != old.shape), default=0)
         step = compiled_program(self.decode(full), topology)[0]
-        return max(first, step, key=lambda one: one.peak), step, on_device(full.cache.parts), copied
+        most = max(first, step, key=lambda one: one.peak)
+        return CompiledPrograms(most, step, on_device(full.cache.parts), copied)
 
     def prefill(self) -> jax.stages.Traced:
         """Trace the prefill."""

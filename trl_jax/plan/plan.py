@@ -24,7 +24,7 @@ from trl_jax.nn.attention.attention import QUERY_BLOCK
 from trl_jax.plan import generation, trace
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Bound, Compiled, bound, compiled, gpu_room, no_compiler, on_device
-from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights
+from trl_jax.plan.generation import CompiledPrograms, Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
 from trl_jax.training.devices import usable_memory
@@ -125,14 +125,14 @@ class Plan:
             phases.append(self._phase("generation", self.memory.parameters + self.memory.moments, own.most, own.beside))
         return phases
 
-    def _phase(self, name: str, arguments: int, compiled: Compiled | None, beside: int) -> Phase:
+    def _phase(self, name: str, arguments: int, compiled: Compiled | None, other_bytes: int) -> Phase:
         """A phase, including the reward model.
 
         Args:
             arguments: bytes of the arguments.
-            beside: bytes in memory that are not in the compiled program.
+            other_bytes: bytes in memory that are not in the compiled program.
         """
-        chip, peak = self.topology.chip, (arguments if compiled is None else compiled.peak + beside) + self.scorer
+        chip, peak = self.topology.chip, (arguments if compiled is None else compiled.peak + other_bytes) + self.scorer
         fits = None if chip is None else peak <= chip.memory
         if fits:
             fits = compiled and compiled.fits and (compiled.room is None or peak <= compiled.room)
@@ -208,8 +208,8 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
         teacher = None if run.teacher is None else outlined(run.teacher, planned, None, None)
         trainer = trace.trainer_of(kind, model, planned, run.rows, teacher)
-        written = generation.longest_steps(trainer)
-        survey = trace.batches(trainer, written)
+        online_steps = generation.longest_steps(trainer)
+        survey = trace.batches(trainer, online_steps)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
@@ -226,10 +226,10 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     sizes = [] if run.generation is None else [run.generation]
     if trainer.parts.setup.rollout is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
-    elif written is not None:
-        sizes += written.sizes(trainer.parts.setup)
+    elif online_steps is not None:
+        sizes += online_steps.sizes(trainer.parts.setup)
     if sizes:
-        models = [trainer.model] if written is None else written.models
+        models = [trainer.model] if online_steps is None else online_steps.models
         found = [_generation(trainer, one, arguments, sizes, topology, compiles, further["scorer"]) for one in models]
         further["generation"] = max(found, key=lambda plan: plan.beside + (plan.most.peak if plan.most else 0))
     return replace(planned_run, why=why, **further)
@@ -327,9 +327,11 @@ def _generation(
     with trace.on_device(trainer):
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
-        result, decode, cache, copied = programs.compiled(topology) if compiles else (None, None, None, 0)
-    beside = on_device((step.state, {path: leaf for path, leaf in placed.items() if path not in paths.values()}))
-    return Generation(size, at_once, cache, copied, result, decode, beside, bool(evaluates))
+        compiled = programs.compiled(topology) if compiles else CompiledPrograms(None, None, None, 0)
+    other_bytes = on_device((step.state, {path: leaf for path, leaf in placed.items() if path not in paths.values()}))
+    return Generation(
+        size, at_once, compiled.cache, compiled.copied, compiled.most, compiled.decode, other_bytes, bool(evaluates)
+    )
 
 
 def _limit(args: BaseConfig, topology: Topology, held: int) -> Limit:

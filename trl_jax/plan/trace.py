@@ -216,14 +216,16 @@ class Survey(NamedTuple):
     layout: str
 
 
-def batches(trainer: BaseTrainer, written: generation.LongestSteps | None = None) -> Survey:
+def batches(trainer: BaseTrainer, online_steps: generation.LongestSteps | None = None) -> Survey:
     """Survey the first steps of the first epoch.
 
     Args:
-        written: the steps of a trainer that samples completions just before each step.
+        online_steps: the steps of a trainer that samples completions just before each step.
     """
     lengths, places, tokens, largest = Counter(), [], [], None
-    steps, layout = _steps(trainer) if written is None else (islice(written, MAX_OF_PROMPTS), written.layout)
+    steps, layout = (
+        _steps(trainer) if online_steps is None else (islice(online_steps, MAX_OF_PROMPTS), online_steps.layout)
+    )
     for step in steps:
         lengths[step.arrays.tokens.shape[-1]] += 1
         places.append(step.num_places)
