@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.text import api_boundary
-from trl_jax.core.trainers import WHERE, fetching
+from trl_jax.core.trainers import WHERE, lazy_getattr
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import (
@@ -167,7 +167,7 @@ _WHERE = WHERE | {
 _MODULES = ("chat_template_utils", "data_utils", "rewards", "scripts", "trainer")  # submodules that `trl` exposes
 __all__ = sorted(_WHERE)
 
-_fetch = fetching(__name__, _WHERE)
+_fetch = lazy_getattr(__name__, _WHERE)
 
 
 @api_boundary

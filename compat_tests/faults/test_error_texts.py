@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_named(error, good, tmp_path, monkeypatch):
 
 def test_other_errors_stay_what_they_are(tmp_path):
     for error in (OSError(5, "I/O"), RuntimeError("INTERNAL"), KeyboardInterrupt(), ValueError()):
-        with pytest.raises(type(error)) as caught, text.naming(tmp_path):
+        with pytest.raises(type(error)) as caught, text.out_of_memory_names(tmp_path):
             raise error
         assert caught.value is error
 

@@ -18,7 +18,7 @@ from compat_tests.trainer.vision_models import (
     trainer,
     unpaired,
 )
-from trl_jax.core.outputs import KeptFeatures
+from trl_jax.core.outputs import PrecomputedFeatures
 from trl_jax.data.images import Features, ImagePatches, digest_of, join_images, spans_of
 from trl_jax.training import features, setup
 from trl_jax.training.features import FeatureStore
@@ -90,7 +90,7 @@ def image(number, count, separators=1, deep=2):
 def test_features_are_joined_with_separators():
     at = np.array([[-1, 0, 5, -2, 6, 8]], np.int32)
     joined = join_images([[image(1, 6), image(2, 3)]], at)
-    assert isinstance(joined, KeptFeatures) and joined.of_reference is None
+    assert isinstance(joined, PrecomputedFeatures) and joined.of_reference is None
     values, places = joined.values[0], joined.at[0]
     assert places[0] == -1 and values[places[1:], 0].tolist() == [1, 1, 100, 2, 2]
     assert joined.deep.shape == (1, 2, 16, 3) and joined.deep[0, :, places[[1, 5]], 0].T.tolist() == [[-1, -2]] * 2

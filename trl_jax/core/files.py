@@ -29,7 +29,7 @@ def loads(text: str | bytes) -> Any:
 
 def read(path: Path) -> Any:
     """Parse a UTF-8 JSON file. Errors as for `loads`, and a MemoryError that names the file."""
-    with text.naming(path):
+    with text.out_of_memory_names(path):
         return loads(path.read_text(encoding="utf-8"))
 
 

@@ -134,7 +134,7 @@ class Images(NamedTuple):
     table_weights: Any = None
 
 
-class KeptFeatures(NamedTuple):
+class PrecomputedFeatures(NamedTuple):
     """Precomputed features of a batch's images, in place of `Images`; S, F and `at` as there.
 
     values: `[S, F, D]` in any float dtype, in each shard followed by the separators.
@@ -145,7 +145,7 @@ class KeptFeatures(NamedTuple):
     values: Any
     deep: Any
     at: Any
-    of_reference: KeptFeatures | None = None
+    of_reference: PrecomputedFeatures | None = None
 
 
 # Virtual tokens
@@ -174,4 +174,4 @@ class VirtualTokens(NamedTuple):
         return np.concatenate([np.broadcast_to(self.ids, (len(rows), self.count)), rows], axis=1)
 
 
-NONE = VirtualTokens()
+NO_VIRTUAL_TOKENS = VirtualTokens()

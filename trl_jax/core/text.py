@@ -115,7 +115,7 @@ def _chained(error: BaseException) -> list[BaseException]:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def out_of_memory_names(path: Path) -> Iterator[None]:
     """Turn a failed allocation into a MemoryError that names the file or folder being read.
 
     Python raises MemoryError, mmap OSError, JAX RuntimeError; the safetensors extension panics with an exception that

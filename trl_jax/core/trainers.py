@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 # Lazy imports
 
 
-def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     """Make a `__getattr__` for `package` that imports names on first use.
 
     Args:

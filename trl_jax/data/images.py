@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_jax.core.outputs import BLOCK, Images, KeptFeatures
+from trl_jax.core.outputs import BLOCK, Images, PrecomputedFeatures
 
 
 class Features(NamedTuple):
@@ -85,7 +85,7 @@ def rounded_up(count: int, unit: int) -> int:
     return size
 
 
-def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Images | KeptFeatures:
+def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Images | PrecomputedFeatures:
     """Join the images of each shard of a batch: their precomputed features if they have any, else their patches.
 
     Args:
@@ -105,7 +105,7 @@ def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Ima
 
 def _joined_features(
     shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes, tower: int
-) -> KeptFeatures:
+) -> PrecomputedFeatures:
     """The precomputed features of each shard, for one tower."""
     example = next(image for images in shards for image in images)
     own, count = example.features[tower], len(example.groups)
@@ -120,7 +120,7 @@ def _joined_features(
         return _padded(deep, sizes.features, own.deep.swapaxes(0, 1)).swapaxes(0, 1)
 
     deep = None if own.deep is None else np.stack(list(map(deep_of_shard, shards)))
-    return KeptFeatures(np.stack(list(map(of_shard, shards))), deep, at)
+    return PrecomputedFeatures(np.stack(list(map(of_shard, shards))), deep, at)
 
 
 def _joined(images: Sequence[ImagePatches], sizes: Sizes, example: ImagePatches) -> dict[str, Any]:
@@ -241,17 +241,19 @@ class PassImages:
         """Write the feature indices `[n]` of tokens at `index`, an index into the tokens of all passes."""
         self._at[index] = _moved(features, first)
 
-    def joined(self) -> Images | KeptFeatures | None:
+    def joined(self) -> Images | PrecomputedFeatures | None:
         """The images of all passes, with a leading axis of passes; None if there are none."""
         if not any(self._images):
             return None
         return _by_image_leaf(lambda leaf: leaf[:, None], join_images(self._images, self._at))
 
 
-def _by_image_leaf(do: Callable[[np.ndarray], np.ndarray], images: Images | KeptFeatures) -> Images | KeptFeatures:
+def _by_image_leaf(
+    do: Callable[[np.ndarray], np.ndarray], images: Images | PrecomputedFeatures
+) -> Images | PrecomputedFeatures:
     """Apply `do` to all arrays except `at`, which has the axes of tokens."""
     fields = {name: leaf for name, leaf in images._asdict().items() if leaf is not None and name != "at"}
-    nested = (Images, KeptFeatures)
+    nested = (Images, PrecomputedFeatures)
     changed = {
         name: _by_image_leaf(do, leaf) if isinstance(leaf, nested) else do(leaf) for name, leaf in fields.items()
     }
@@ -331,7 +333,7 @@ class PromptImages(NamedTuple):
     offsets: int32 `[P]`, the position of the token after each prompt minus the prompt's length; None if `positions` is.
     """
 
-    images: Images | KeptFeatures | None
+    images: Images | PrecomputedFeatures | None
     positions: np.ndarray | None = None
     offsets: np.ndarray | None = None
 
@@ -356,7 +358,7 @@ def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> 
     images = passes.joined()
     if images is not None:
         images = _by_image_leaf(lambda leaf: leaf[:, 0], images)._replace(at=images.at.reshape(len(texts), tokens))
-        if isinstance(images, KeptFeatures):
+        if isinstance(images, PrecomputedFeatures):
             images = images._replace(of_reference=None)
     if positions is None:
         return PromptImages(images)

@@ -374,14 +374,14 @@ class TorchModel:
         pad = self.config.get_text_config().pad_token_id
         found = self._fitting((dtype, training, pad), rows, length)
         other = None if found else self._fitting((dtype, not training, pad), rows, length)
-        if other and self._trains_as_it_evaluates(rows, length):
+        if other and self._has_no_train_mode(rows, length):
             return other
         return found or self._exported((dtype, training, pad), rows, length)
 
     def _fitting(self, kind: tuple, rows: int, length: int) -> Program | None:
         return next((program for fits, program in self._programs.get(kind, []) if fits(rows, length)), None)
 
-    def _trains_as_it_evaluates(self, rows: int, length: int) -> bool:
+    def _has_no_train_mode(self, rows: int, length: int) -> bool:
         """Whether training and evaluation compute the same, for example without dropout."""
         first, second = (fake_pass(self._module, rows, length, training, self.head) for training in (False, True))
         return first is not None and second is not None and first.operations == second.operations

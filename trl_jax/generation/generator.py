@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.data.batch import padded_length
 from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images
 from trl_jax.generation.decode import (
@@ -586,7 +586,7 @@ class Request:
     width: int | None = None
     temperature: float = 1.0
     logps: bool = False
-    virtual: VirtualTokens = NONE
+    virtual: VirtualTokens = NO_VIRTUAL_TOKENS
     images: list[TextImages] | None = None
     stop: StopRule | None = None
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
@@ -80,7 +80,7 @@ class Backend(abc.ABC):
     takes_stripes: bool = False
     draws_experts: bool = False
     can_freeze: bool = True
-    virtual: VirtualTokens = NONE
+    virtual: VirtualTokens = NO_VIRTUAL_TOKENS
     heads: Mapping[str, int] | None
 
     @property

@@ -200,7 +200,7 @@ def load(
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype, config.family.in_float32), {}
     axes = {} if sharding_of is None else logical_axes(config.model)
-    with text.naming(config.path.parent):
+    with text.out_of_memory_names(config.path.parent):
         for entry in table.tensor_map:
             path, shape = entry.path, shapes[entry.path].shape
             if path in (formats or {}):

@@ -39,7 +39,7 @@ class PickledFiles:
         self.shards: dict[str, list[str]] = {}
         names = [PICKLED] if (folder / PICKLED).is_file() else indexed_shards(folder, PICKLED_INDEX)
         for name in names:
-            with text.naming(folder / name):
+            with text.out_of_memory_names(folder / name):
                 tensors = torch_bridge.unpickled(folder / name)
             if twice := tensors.keys() & self._tensors.keys():
                 raise ValueError(f"{folder / name} holds the tensor {min(twice)}, which is also in an earlier shard.")
@@ -112,12 +112,12 @@ class CheckpointFiles:
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, in the file's dtype."""
-        with text.naming(self._folder / self._shard_of[tensor]):
+        with text.out_of_memory_names(self._folder / self._shard_of[tensor]):
             return self._handles[self._shard_of[tensor]].get_tensor(tensor)
 
     def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
         """Part of a tensor; the rest is not read from disk."""
-        with text.naming(self._folder / self._shard_of[tensor]):
+        with text.out_of_memory_names(self._folder / self._shard_of[tensor]):
             return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
     def release(self, tensor: str, count: int) -> None:
@@ -157,14 +157,14 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
     if strange:
         raise ValueError(f"{path}: {brief(strange[0])} is not a floating-point tensor ({', '.join(DTYPES)}).")
-    with text.naming(path):
+    with text.out_of_memory_names(path):
         return {name: handle.get_tensor(name) for name in names}
 
 
 def _opened(path: Path) -> Any:
     """Open a file and check that its header has no name twice: safetensors would silently use the last such tensor."""
     try:
-        with text.naming(path):
+        with text.out_of_memory_names(path):
             handle = safe_open(path, framework="numpy")
             check_names(path)
     except (SafetensorError, ValueError) as error:

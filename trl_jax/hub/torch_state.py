@@ -74,7 +74,7 @@ def _read(path: Path) -> Any:
     import torch
 
     try:
-        with text.naming(path):
+        with text.out_of_memory_names(path):
             return torch.load(path, map_location="cpu", weights_only=True)  # does not run code from the file
     except MemoryError:
         raise

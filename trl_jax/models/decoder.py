@@ -306,7 +306,7 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.attention = None if kind.mixer is None else _mixer(arch, kind)
         self.mlp = _mlp(arch, kind) if kind.mlp else None
-        self.beside = ExpertsBeside(arch) if kind.experts and arch.experts.beside_mlp else None
+        self.beside = ParallelExperts(arch) if kind.experts and arch.experts.beside_mlp else None
         self.attention_scale, self.mlp_scale = (
             nnx.Param(jnp.ones(arch.hidden_size, jnp.float32), axes=("norm",)) if arch.layer_scale else None
             for _ in range(2)
@@ -415,7 +415,7 @@ def _times(x: jax.Array, scale: nnx.Param | None) -> jax.Array:
 # Experts in addition to an MLP
 
 
-class ExpertsBeside(nnx.Module):
+class ParallelExperts(nnx.Module):
     """Adds normed expert outputs to a normed MLP output; the experts read the residual stream."""
 
     def __init__(self, arch: Arch):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.outputs import Images, KeptFeatures, TokenOutputs
+from trl_jax.core.outputs import Images, PrecomputedFeatures, TokenOutputs
 from trl_jax.models.adapters import AdaptedGraph, VirtualGraph
 from trl_jax.models.arch import Arch, EncoderArch
 from trl_jax.models.decoder import Decoder, Features, apply
@@ -250,7 +250,9 @@ class CausalLm(Model):
         super().__init__(Decoder(arch), LmHead(arch))
         self.vision = None if arch.vision is None else Vision(arch.vision)
 
-    def __call__(self, *given: Any, images: Images | KeptFeatures | Features | None = None, **options: Any) -> Any:
+    def __call__(
+        self, *given: Any, images: Images | PrecomputedFeatures | Features | None = None, **options: Any
+    ) -> Any:
         """As `Model.__call__`.
 
         Args:
@@ -262,7 +264,7 @@ class CausalLm(Model):
 
     def features(
         self,
-        images: Images | KeptFeatures | Features,
+        images: Images | PrecomputedFeatures | Features,
         *,
         dtype: jnp.dtype = jnp.float32,
         remat: bool | str = False,
@@ -270,7 +272,7 @@ class CausalLm(Model):
     ) -> Features:
         """The features of images; options as in `Model.__call__`."""
         del options
-        if isinstance(images, KeptFeatures):
+        if isinstance(images, PrecomputedFeatures):
             values, deep = (None if one is None else one.astype(jnp.float32) for one in images[:2])
             return Features(values, images.at, None if deep is None else deep.swapaxes(0, 1))
         return images if isinstance(images, Features) else self.vision(images, dtype=dtype, remat=remat)

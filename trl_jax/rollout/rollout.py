@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
@@ -636,7 +636,7 @@ def step_examples(
     part: float,
     ranks: int,
     numbers: Mapping[str, float],
-    virtual: VirtualTokens = NONE,
+    virtual: VirtualTokens = NO_VIRTUAL_TOKENS,
 ) -> list[list[Example]]:
     """The examples of each micro-batch of a step.
 

@@ -12,7 +12,7 @@ import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.core.trainers import fetching
+from trl_jax.core.trainers import lazy_getattr
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_bridge import peft_available
@@ -24,7 +24,7 @@ _OLD = (
     "ConstantLengthDataset", "DataCollatorForCompletionOnlyLM", "RewardDataCollatorWithPadding",
     "SIMPLE_CHAT_TEMPLATE", "SIMPLE_QUERY_CHAT_TEMPLATE", "SIMPLE_SFT_CHAT_TEMPLATE",
 )  # fmt: skip
-__getattr__ = fetching(__name__, dict.fromkeys(_OLD, "trl_jax.legacy.collators"))
+__getattr__ = lazy_getattr(__name__, dict.fromkeys(_OLD, "trl_jax.legacy.collators"))
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:

@@ -736,7 +736,7 @@ class BrokenCheckpoint(ValueError):
 
 def digest(path: Path) -> str:
     """XXH3 of a file's bytes; raises MemoryError with the file's name if it cannot be mapped."""
-    with text.naming(path), path.open("rb") as file:
+    with text.out_of_memory_names(path), path.open("rb") as file:
         if not path.stat().st_size:  # mmap refuses empty files
             return xxhash.xxh3_128_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -394,7 +394,7 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
 class RowImages(NamedTuple):
     """The images of padded rows `[R, T]`.
 
-    images: `Images` or `KeptFeatures`, as one shard.
+    images: `Images` or `PrecomputedFeatures`, as one shard.
     positions: int32 `[R, T]`, or `[R, T, A]` where tokens have positions on A axes.
     """
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.outputs import Images, KeptFeatures
+from trl_jax.core.outputs import Images, PrecomputedFeatures
 from trl_jax.data.batch import Batch, LossBatch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.peft_backend import LoraBackend
@@ -152,9 +152,9 @@ class Forward:
         return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of)
 
 
-def _of_reference(images: Images | KeptFeatures) -> Images | KeptFeatures:
+def _of_reference(images: Images | PrecomputedFeatures) -> Images | PrecomputedFeatures:
     """The images in the form that the reference takes."""
-    if not isinstance(images, KeptFeatures) or images.of_reference is None:
+    if not isinstance(images, PrecomputedFeatures) or images.of_reference is None:
         return images
     return images.of_reference._replace(at=images.at)
 

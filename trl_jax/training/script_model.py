@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.outputs import Images, KeptFeatures, reads_of_rows
+from trl_jax.core.outputs import Images, PrecomputedFeatures, reads_of_rows
 from trl_jax.data.batch import IGNORED, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
@@ -142,7 +142,7 @@ class BoundModel:
             attention_mask = None if attention_mask is None else jnp.hstack([ones, attention_mask])
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         options = dict(self._options)
-        if self._images is not None and isinstance(self._images.images, KeptFeatures):
+        if self._images is not None and isinstance(self._images.images, PrecomputedFeatures):
             options["images"], places = self._images.images._replace(of_reference=None), self._images.positions
         elif pixel_values is not None:
             options["images"], places = self._with_images(tokens, pixel_values)

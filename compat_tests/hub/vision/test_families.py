@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from compat_tests.effort import usual
 from compat_tests.hub.vision.models import CASES, IMAGE
-from trl_jax.core.outputs import KeptFeatures, Packed
+from trl_jax.core.outputs import Packed, PrecomputedFeatures
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.modules import in_order, modules_of
@@ -215,7 +215,7 @@ def test_features_that_are_computed_before_give_the_same_logits(case):
         first += sum(len(image.groups) for image in own)
         every += [image._replace(features=(tower.features(image),)) for image in own]
     kept, module = join_images([every], at), merge(backend.graph, params)
-    assert isinstance(kept, KeptFeatures) and np.array_equal(kept.at, images.at)
+    assert isinstance(kept, PrecomputedFeatures) and np.array_equal(kept.at, images.at)
     computed, same = (
         module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, each)) for each in (images, kept)
     )
