@@ -49,4 +49,4 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
         logits, cache = step(cache, ids[np.arange(4), places], places)
         far = max(far, np.abs(logits - wanted[np.arange(4), places]).max())
     assert far < 1e-5 * max(1.0, wanted.std())
-    assert int(cache.places.written) == NEW
+    assert int(cache.fill.written) == NEW

@@ -218,7 +218,7 @@ def _advanced(
     if logits is None:
         trunk, headed = trunk_of(merge(graph, arrays)), model_with_cast_head(graph, arrays, head_dtype)
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
-        positions = _by_prompt(state.cache.places.next_positions, state)[:, None]
+        positions = _by_prompt(state.cache.fill.next_positions, state)[:, None]
         inputs = {"layers": layers, "cache": state.cache, "angles": trunk.angles(positions, longest)}
         hidden, new = with_keys(
             trunk, tokens, positions, None, longest, dtype=dtype, max_tokens=max_tokens, **inputs
@@ -336,7 +336,7 @@ def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
 
 def _reordered(state: Decoding, beam: jax.Array) -> Decoding:
     """Reorder the cache: row n of each completion gets the cache of its beam `beam[:, n]`, `[B, N]`."""
-    prompts = len(state.cache.places.prompt_lengths)
+    prompts = len(state.cache.fill.prompt_lengths)
     first = jnp.arange(len(beam))[:, None] * beam.shape[1]
     members = (first + beam).reshape(prompts, -1) % (len(state.tokens) // prompts)
 

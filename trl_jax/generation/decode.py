@@ -21,7 +21,7 @@ from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room, grown_ring
+from trl_jax.nn.cache import Cache, CacheFill, Kept, Room, grown_ring
 from trl_jax.nn.linear import Quantized
 
 # Prefill
@@ -73,7 +73,7 @@ def prefill(
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
         parts = by_layers(parts, trunk.arch) if by_layer else parts
-        return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
+        return logits, Cache(parts, CacheFill(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
 
     def specs(own: Shards) -> tuple:
         return (own.params, own.rows, own.rows, own.whole, own.rows), (own.rows, own.cache)
@@ -152,14 +152,14 @@ def recomputed(
     """
 
     def of_shard(arrays, state, texts, longest):
-        filled = state.cache.places
-        group = len(texts) // len(filled.prompt_lengths)
-        lengths = jnp.maximum(jnp.repeat(filled.prompt_lengths + filled.own, group), 1)
+        fill = state.cache.fill
+        group = len(texts) // len(fill.prompt_lengths)
+        lengths = jnp.maximum(jnp.repeat(fill.prompt_lengths + fill.own, group), 1)
         trunk = trunk_of(merge(graph, arrays))
         _, kept = _through(trunk, texts, lengths, longest, dtype, max_tokens)
         rooms = _rooms(trunk, group, state.capacity)
-        parts = [own.cache_of_texts(filled, room) for own, room in zip(kept, rooms, strict=True)]
-        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, filled))
+        parts = [own.cache_of_texts(fill, room) for own, room in zip(kept, rooms, strict=True)]
+        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, fill))
 
     def specs(own: Shards) -> tuple:
         return (own.params, Decoding.specs(own), own.rows, own.whole), Decoding.specs(own)
@@ -213,7 +213,7 @@ class Decoding(NamedTuple):
     @property
     def begun(self) -> jax.Array:
         """The step at which each completion started, int32 `[B]`."""
-        begun_P = self.cache.places.begun
+        begun_P = self.cache.fill.begun
         return jnp.repeat(begun_P, len(self.alive) // len(begun_P))
 
     @property
@@ -319,7 +319,7 @@ def _selected_rows(
         rows = (prompts[:, None] * _group(state) + members).reshape(-1)
         logps = None if state.logps is None else state.logps[rows]
         own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
-        return state._replace(cache=state.cache._replace(places=state.cache.places.selected(prompts)), **own)
+        return state._replace(cache=state.cache._replace(fill=state.cache.fill.selected(prompts)), **own)
 
     def specs(own: Shards) -> tuple:
         return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
@@ -328,9 +328,9 @@ def _selected_rows(
 
 
 @partial(jax.jit, static_argnames=("count",))
-def with_prompt_places(state: Decoding, *, count: int) -> Decoding:
+def with_prompt_capacity(state: Decoding, *, count: int) -> Decoding:
     """Change the capacity for prompt tokens to `count`."""
-    return state._replace(cache=state.cache.with_prompt_places(count))
+    return state._replace(cache=state.cache.with_prompt_capacity(count))
 
 
 @partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
@@ -365,7 +365,7 @@ def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
 
 def _group(state: Decoding) -> int:
     """Completions per prompt."""
-    return len(state.tokens) // len(state.cache.places.prompt_lengths)
+    return len(state.tokens) // len(state.cache.fill.prompt_lengths)
 
 
 def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops: Stops) -> Decoding:
@@ -589,7 +589,7 @@ class Shards:
     def cache(self) -> Cache:
         """Specs of a cache."""
         parts = self.rows if self.by_layer else PartitionSpec(None, self.axes)
-        return Cache(parts, CachePlaces(self.rows, self.rows, self.whole, self.rows))
+        return Cache(parts, CacheFill(self.rows, self.rows, self.whole, self.rows))
 
     @property
     def params(self) -> dict[str, PartitionSpec]:

@@ -36,7 +36,7 @@ from trl_jax.generation.decode import (
     selected,
     shard_mapped,
     trunk_of,
-    with_prompt_places,
+    with_prompt_capacity,
     with_token,
 )
 from trl_jax.generation.noise import Noise, NoiseSource, QueueSource, sample
@@ -47,7 +47,7 @@ from trl_jax.models.model import merge
 from trl_jax.nn.cache import Kept, LayerCache, LayersCache
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
-FIRST_PLACES = 32  # initial capacity in tokens; doubled whenever it is full
+FIRST_CAPACITY = 32  # initial capacity in tokens; doubled whenever it is full
 SHARE = 3 / 4  # fraction of the free memory that the cache may use; the rest is for prefill and for growing the cache
 _COPIES = 1 / 16  # if a group is split over slots: largest ratio of copied prompts to completions in the cache
 _PARTS = 8  # waiting prompts are admitted together, at least 1/8 of the slots at a time
@@ -100,7 +100,7 @@ def generate_queue(
 
 def cache_capacity(tokens: int) -> int:
     """Cache capacity for this many tokens, rounded up to a power of two to limit the number of compilations."""
-    return max(FIRST_PLACES, power_of_two(tokens))
+    return max(FIRST_CAPACITY, power_of_two(tokens))
 
 
 class _Generation:
@@ -122,7 +122,7 @@ class _Generation:
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
         self._request = request = request.in_parts(parts)
         self._slots = Slots(request, -(-slots * parts // self._shards) * self._shards, done, self._shards)
-        self._prompt_places = padded_length(self._longest(self._slots.members), "auto")
+        self._prompt_capacity = padded_length(self._longest(self._slots.members), "auto")
         self._stops = request.stops()
         self._inputs = request.drawing()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
@@ -131,9 +131,9 @@ class _Generation:
         self._switched = self._switch_length is not None and self._slots.longest(0) > self._switch_length
 
     def run(self, progress: Progress | None) -> None:
-        slots, capacity = self._slots, cache_capacity(min(self._request.max_new_tokens, FIRST_PLACES))
+        slots, capacity = self._slots, cache_capacity(min(self._request.max_new_tokens, FIRST_CAPACITY))
         noise = self._noise(0, slots.members.reshape(-1) >= 0)
-        state, status = self._first(slots.members, slots.longest(0), self._prompt_places, capacity, noise)
+        state, status = self._first(slots.members, slots.longest(0), self._prompt_capacity, capacity, noise)
         self._used += 1
         while True:
             alive = self._alive(state, status)
@@ -147,7 +147,7 @@ class _Generation:
         slots.give(state, np.ones(slots.members.shape, bool))
 
     def _first(
-        self, members: np.ndarray, longest: int, prompt_places: int, capacity: int, noise: Noise | None
+        self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int, noise: Noise | None
     ) -> tuple[Decoding, Status]:
         """Prefill the prompts of `members` `[P', G]` and sample the first token of each completion.
 
@@ -155,12 +155,12 @@ class _Generation:
             longest: tokens of the longest text in the batch.
         """
         request, weights, prompts = self._request, self._weights, self._slots.prompts(members)
-        tokens = np.full((len(prompts), prompt_places), request.pad, np.int32)
+        tokens = np.full((len(prompts), prompt_capacity), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         logits, cache = prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
-            np.int32(longest), self._seen(members, prompt_places), group=request.group, capacity=capacity,
+            np.int32(longest), self._seen(members, prompt_capacity), group=request.group, capacity=capacity,
             max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
             by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
@@ -170,12 +170,14 @@ class _Generation:
         )
         return first_tokens(logits, state, self._stops, noise, drawing, shards=weights.shards)
 
-    def _seen(self, members: np.ndarray, prompt_places: int) -> PromptImages:
+    def _seen(self, members: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these members' prompts."""
         texts = self._request.images
         if texts is None:
             return TEXT_ALONE
-        return prompt_images([texts[row // self._request.group] for row in members[:, 0]], prompt_places, self._shards)
+        return prompt_images(
+            [texts[row // self._request.group] for row in members[:, 0]], prompt_capacity, self._shards
+        )
 
     def _longest(self, members: np.ndarray) -> int:
         """Tokens of the longest of these prompts."""
@@ -218,8 +220,8 @@ class _Generation:
             return state, self._steps
         if self._switched != (longest > self._switch_length):
             self._switched = not self._switched
-            weights, prompt_places = self._weights, self._prompt_places
-            texts = np.zeros((len(state.tokens), prompt_places + state.capacity), np.int32)
+            weights, prompt_capacity = self._weights, self._prompt_capacity
+            texts = np.zeros((len(state.tokens), prompt_capacity + state.capacity), np.int32)
             prompts, completions = self._slots.prompts(self._slots.rows[:, None]), fetched(state.in_order())
             for row, prompt, own in zip(texts, prompts, completions, strict=True):
                 row[: len(prompt)] = prompt
@@ -264,9 +266,9 @@ class _Generation:
         longest = self._slots.longest(int(state.count) - 1)
         first, _ = self._first(fresh, longest, power_of_two(max(32, self._longest(fresh))), 1, noise)
         longest = self._longest(self._slots.members)
-        if not self._prompt_places // 2 < longest <= self._prompt_places:
-            self._prompt_places = power_of_two(max(32, longest))
-            state = with_prompt_places(state, count=self._prompt_places)
+        if not self._prompt_capacity // 2 < longest <= self._prompt_capacity:
+            self._prompt_capacity = power_of_two(max(32, longest))
+            state = with_prompt_capacity(state, count=self._prompt_capacity)
         return refilled(state, at, first, shards=self._weights.shards)
 
     def _compacted(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
@@ -528,7 +530,7 @@ def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
 
 def cache_bytes(weights: Weights, prompts: int, group: int, lengths: Lengths) -> int:
     """Bytes of the full cache of this many prompts with `group` completions each, on one device."""
-    first = min(lengths.new, FIRST_PLACES)
+    first = min(lengths.new, FIRST_CAPACITY)
     cache = full_cache(weights, (prompts, lengths.prompt), group, (first, lengths.new), lengths.max_tokens)
     tensor = 1 if weights.shards is None else weights.shards.mesh.shape.get(TENSOR, 1)
     return sum(_bytes(part, tensor) for part in cache.parts)
@@ -837,5 +839,5 @@ class _Steps:
 
 def _positions(state: Decoding) -> jax.Array:
     """Positions of the next tokens, int32 `[B, 1]`."""
-    positions_P = state.cache.places.next_positions
+    positions_P = state.cache.fill.next_positions
     return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

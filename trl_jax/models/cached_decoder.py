@@ -48,7 +48,7 @@ def with_keys(
         angles: `decoder.angles` for these positions; None computes it here.
         features: as in `Decoder.__call__`. Only without a cache: generated tokens are never images.
     """
-    shared = AttentionInputs(decoder.arch.head_dim**-0.5, places=None if cache is None else cache.places)
+    shared = AttentionInputs(decoder.arch.head_dim**-0.5, fill=None if cache is None else cache.fill)
     shared = shared._replace(**(angles or {}))
     if cache is None:
         shared = shared._replace(lengths=reads % tokens.shape[1] + 1, ahead=decoder.image_ahead(features, None))

@@ -30,7 +30,7 @@ from trl_jax.generation.decode import (
     shard_for_generation,
 )
 from trl_jax.generation.generator import (
-    FIRST_PLACES,
+    FIRST_CAPACITY,
     STEPS,
     Drawing,
     Lengths,
@@ -382,7 +382,7 @@ class Programs:
         tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
         return prefill.trace(
             weights.graph, weights.arrays, tokens, _ints(size.prompts), _ints(),
-            group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_PLACES),
+            group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_CAPACITY),
             max_tokens=self._max_tokens, dtype=weights.dtype,
             head_dtype=weights.head_dtype, by_layer=by_layer, shards=weights.shards,
         )  # fmt: skip
@@ -400,8 +400,8 @@ class Programs:
 
     def _grown(self, cache: Cache, capacity: int) -> Decoding:
         """The decoding state with a cache of this capacity, sharded like `cache`, the output of prefill."""
-        size, most = self._size, max(capacity, min(self._size.new_places, FIRST_PLACES))
-        alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
+        size, most = self._size, max(capacity, min(self._size.new_places, FIRST_CAPACITY))
+        alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_CAPACITY)
         begin = partial(initial_state, alive=alive, capacity=capacity, logps=False)
         state = grown_shapes(jax.eval_shape(begin, cache), capacity=most)
         return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))

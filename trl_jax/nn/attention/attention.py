@@ -218,17 +218,17 @@ def attend_cached(
 ) -> jax.Array:
     """Attention of one query per row over the cache `inputs.cache` and its own key and value: `[R, 1, H, C]`.
 
-    Reads scale, window, cache and places of `inputs`; `sinks` as in `attend_padded`. The softmax spans three parts, the
+    Reads scale, window, cache and fill of `inputs`; `sinks` as in `attend_padded`. The softmax spans three parts, the
     shared prompt, the completion and the token itself, combined by their maximum and sum (Milakov and Gimelshein 2018,
     arXiv:1805.02867).
     """
-    cache, lengths_P, own_P = inputs.cache, inputs.places.prompt_lengths, inputs.places.own
+    cache, lengths_P, own_P = inputs.cache, inputs.fill.prompt_lengths, inputs.fill.own
     prompts, heads, places, channels = cache.prompt_k.shape
     group, capacity = cache.v.shape[1], cache.v.shape[3]
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
     own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
     position_P = lengths_P + own_P
-    back_T, at_PS = inputs.places.tokens_back(capacity), of_prompts(lengths_P, places)
+    back_T, at_PS = inputs.fill.tokens_back(capacity), of_prompts(lengths_P, places)
     seen_PS = at_PS < lengths_P[:, None]
     seen_PT = back_T <= own_P[:, None]
     if inputs.window is not None:

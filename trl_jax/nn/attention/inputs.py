@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, as_summed, psum
-from trl_jax.nn.cache import CachePlaces, KeysValues, LayersCache
+from trl_jax.nn.cache import CacheFill, KeysValues, LayersCache
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
 # Inputs
@@ -59,7 +59,7 @@ class AttentionInputs(NamedTuple):
     reused: keys and values of an earlier layer, for a layer that computes none; else None.
     cache: the cache of this layer, or of the layer whose keys and values it reuses; each row then has one token. None
         if all tokens are computed here.
-    places: how much of the cache is filled.
+    fill: how much of the cache is filled.
     virtual: int32 `[R, T]`, the index of each virtual token, negative for other tokens, if layers have keys and values
         for virtual tokens; else None.
     """
@@ -81,7 +81,7 @@ class AttentionInputs(NamedTuple):
     distances: jax.Array | None = None
     reused: KeysValues | None = None
     cache: LayersCache | None = None
-    places: CachePlaces | None = None
+    fill: CacheFill | None = None
     virtual: jax.Array | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:
