@@ -18,7 +18,7 @@ from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub.push import Run, write_card
 from trl_jax.rollout.completions_log import CompletionsLog
-from trl_jax.tasks.task import report
+from trl_jax.tasks.eval_report import report
 from trl_jax.training.checkpoint import BrokenCheckpoint, files_below, read_manifest, sweep
 from trl_jax.training.metrics import save_metrics
 from trl_jax.training.push import sweep_stages

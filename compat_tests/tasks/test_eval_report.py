@@ -9,7 +9,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.tasks.task import calibration_error, histogram, report
+from trl_jax.tasks.eval_report import calibration_error, histogram, report
 
 
 def test_an_evaluation_reports_its_subsets_and_draws_its_margins(checkpoint, tmp_path):
