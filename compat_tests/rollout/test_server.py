@@ -18,16 +18,9 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.rollout.stub_server import StubServer
-from trl_jax.rollout.server import (
-    Limits,
-    Requirements,
-    ServerError,
-    VllmServers,
-    is_local,
-    sampling_parameters,
-    server_urls,
-)
-from trl_jax.training.server import WeightFolders
+from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, ServerError, is_local, server_urls
+from trl_jax.rollout.vllm import Vllm
+from trl_jax.training.server import WeightFolders, connect
 
 CONFIG = {
     "max_steps": 2, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,
@@ -438,7 +431,7 @@ def test_arguments_that_servers_do_not_take(serve, make):
 def test_prompts_with_images(serve, folder):
     """Two images of three tokens, and a prompt without any."""
     stub, needs = serve(), Requirements(str(folder), 100, 16, True, image_token=5)
-    servers, sampling = VllmServers([stub.url], needs, Limits(30.0)), {"max_tokens": 4, "stop_token_ids": [0]}
+    servers, sampling = connect([stub.url], needs, Limits(30.0)), {"max_tokens": 4, "stop_token_ids": [0]}
     sampling |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     stub.image_tokens, stub.replay = 3, lambda ids, n: [[len(ids), number] for number in range(n)]
     prompts, images = [[1, 5, 5, 5, 2, 5, 5, 5], [1, 2]], [["data:a", "data:b"], []]
@@ -458,14 +451,18 @@ def test_prompts_with_images(serve, folder):
 
 
 def test_parameters_of_requests():
-    given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1}
-    found = sampling_parameters(**given, ends=[2, 3], regex="a+", others={"min_tokens": 2, "top_p": 0.5})
+    given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1,
+             "ends": [2, 3], "never": None}  # fmt: skip
+    engine = Vllm([], Requirements("model", 100, 16, True), Limits(1.0))
+    found = engine.parameters(SamplingOptions(**given, regex="a+", others={"min_tokens": 2, "top_p": 0.5}))
     assert found == {
         "max_tokens": 5, "temperature": 0.7, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1,
         "stop_token_ids": [2, 3], "min_tokens": 2, "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
-    found = sampling_parameters(**given, ends=[2], regex=None, others={"stop_strings": ["END"]})
+    given |= {"never": 7, "regex": None}
+    found = engine.parameters(SamplingOptions(**given, others={"stop_strings": ["END"], "logit_bias": {"1": 2.0}}))
     assert (found["stop"], found["include_stop_str_in_output"], "stop_strings" in found) == (["END"], True, False)
+    assert found["logit_bias"] == {"1": 2.0, "7": -100.0} and "structured_outputs" not in found
     assert server_urls(None, "::1", 8000) == ["http://[::1]:8000"]
     assert server_urls("http://a:1/, https://b", "", 0) == ["http://a:1", "https://b"]
     here = ["http://localhost:1", "http://0.0.0.0:1", "http://127.0.0.2", "http://[::1]:1"]

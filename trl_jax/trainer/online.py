@@ -41,7 +41,7 @@ from trl_jax.rollout.rewards import (
     reward_functions,
 )
 from trl_jax.rollout.rollout import EntropyBonus, Rewards
-from trl_jax.rollout.server import Limits, Requirements, VllmServers, is_local, sampling_parameters, server_urls
+from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, is_local, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle
 from trl_jax.tasks.task import Task
@@ -61,7 +61,7 @@ from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
-from trl_jax.training.server import ServerParts, adapter_rank, by_first, default_root
+from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root
 from trl_jax.training.state import Hooks
 
 # Tools and environments, and how the tokenizer tells tool calls from text.
@@ -374,17 +374,15 @@ class RolloutTrainer(BaseTrainer):
             "sampling_logps" in run.task.logps, None if run.encoder is None else run.encoder.image_token_id,
             adapter_rank(model) if run.encoder is None else None,
         )  # fmt: skip
-        servers = VllmServers(urls, needs, self._limits())
-        by_first(servers.check)
-        servers.takes_adapters = by_first(lambda: servers.takes_adapters)
-        sampling = sampling_parameters(
+        servers = by_first(lambda: connect(urls, needs, self._limits()))
+        options = SamplingOptions(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
             ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            never=needs.image_token,  # in a completion it would stand for an image that is not there
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
-        if run.encoder is not None:  # an image token in a completion would stand for an image that is not there
-            sampling["logit_bias"] = {**sampling.get("logit_bias", {}), str(run.encoder.image_token_id): -100.0}
+        sampling = servers.engine.parameters(options)
         ahead = self._generates_ahead(sees=run.encoder is not None)
         if ahead and self._rollout_func() is not None:
             raise ValueError(

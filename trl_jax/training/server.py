@@ -25,7 +25,7 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, of_each_process, several
-from trl_jax.rollout.server import Progress, Sampled, ServerError, StaleWeights, VllmServers
+from trl_jax.rollout.server import Limits, Progress, Requirements, Sampled, ServerError, Servers, StaleWeights
 from trl_jax.training.state import Setup
 
 _KEPT = 2  # the version in use and the one before, which a server may still be reading
@@ -34,6 +34,22 @@ _NAME = "trl_jax-weights-"
 _SCORED = 32  # tokens of the text by which loaded weights are proved
 _CLOSE = 0.1  # nats per token, which 16-bit computation stays far below
 _ATTEMPTS = 3  # of a generation during which servers are started again
+
+
+def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers:
+    """Wait until every server answers, and check that it can be used.
+
+    Raises:
+        ServerError: a server does not answer within the timeout, or it serves something else than the run needs, with
+            the command that starts it right.
+    """
+    from trl_jax.rollout.vllm import Vllm
+
+    engine = Vllm(urls, needs, limits)
+    engine.transport.each("GET", "/health")
+    replies = engine.transport.each("GET", "/v1/models")
+    engine.ready([next(card for card in reply["data"] if card.get("parent") is None) for reply in replies])
+    return Servers(engine)
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class ServerParts:
     sync_steps: how many steps train between two updates of the servers' weights.
     """
 
-    servers: VllmServers
+    servers: Servers
     sampling: Mapping[str, Any]
     root: Path
     ahead: bool = False
@@ -92,7 +108,7 @@ class ServerPolicy:
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
         wait(self._asked)  # they are of the weights that the servers have
-        if self._servers.takes_adapters:
+        if self._servers.engine.takes_adapters:
             self._load_adapter()
         else:
             folder, version = self._folders.write()
@@ -175,13 +191,14 @@ class ServerPolicy:
         with setup.on_device():
             logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
             own = np.asarray(fetched(logps))[np.arange(length - 1), ids[1:]]
-        for url, found in zip(self._servers.urls, by_first(lambda: self._servers.score(ids)), strict=True):
+        engine = self._servers.engine
+        for url, found in zip(self._servers.urls, by_first(lambda: engine.score(ids)), strict=True):
             apart = float(np.mean(np.abs(found - own)))
             if not apart <= _CLOSE:
                 raise ServerError(
-                    f"The vLLM server at {url} loaded the weights, but its log-probabilities of a text are "
-                    f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
-                    f"that is trained, unquantized: {self._servers.command(url)}"
+                    f"The {engine.transport.name} server at {url} loaded the weights, but its log-probabilities of a "
+                    f"text are {apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with "
+                    f"the model that is trained, unquantized: {engine.command(url)}"
                 )
 
 
