@@ -1,8 +1,8 @@
 """Completions by serving engines over HTTP: `use_vllm=True, vllm_mode="server"`.
 
-`Servers` get the policy's weights and complete prompts. What an engine does in its own way is an `Engine`: vllm.py.
-`Transport` sends requests to all servers, sends them again while a server cannot be reached, and watches the servers
-meanwhile.
+`Servers` get the policy's weights and complete prompts. What an engine does in its own way is an `Engine`: vllm.py and
+sglang.py. `Transport` sends requests to all servers, sends them again while a server cannot be reached, and watches the
+servers meanwhile.
 
 Prompts go out as token ids; token ids and their log-probabilities come back. Each prompt is one request for all of its
 completions and has its own seed, so that completions do not depend on how prompts are divided over several servers.
@@ -334,10 +334,14 @@ class Transport:
         limits: after which a server that does not answer ends the run.
         name: the engine's, in errors.
         command: the one that starts the server at a URL, in errors.
+        alive: the path that a server answers at any time.
     """
 
-    def __init__(self, urls: Sequence[str], limits: Limits, name: str, command: Callable[[str], str]):
+    def __init__(
+        self, urls: Sequence[str], limits: Limits, name: str, command: Callable[[str], str], alive: str = "/health"
+    ):
         self.urls, self.limits, self.name, self.command = list(urls), limits, name, command
+        self._alive = alive
         self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
 
     def each(
@@ -448,7 +452,7 @@ class Transport:
             await asyncio.sleep(every)
             for url in self.urls:
                 try:
-                    await client.get(url + "/health", timeout=every)
+                    await client.get(url + self._alive, timeout=every)
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
                     if time.monotonic() - seen[url] > timeout:

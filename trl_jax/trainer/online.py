@@ -304,7 +304,7 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def _uses_server(self) -> bool:
-        """Whether completions come from vLLM servers."""
+        """Whether completions come from servers."""
         return uses_server(vars(self.args))
 
     def _limits(self) -> Limits:
@@ -346,7 +346,7 @@ class RolloutTrainer(BaseTrainer):
         return None
 
     def _server(self, run: setup.Setup) -> ServerParts:
-        """The vLLM servers of the arguments, which answer and fit the run.
+        """The servers of the arguments, which answer and fit the run.
 
         Raises:
             ValueError: something of the run does not go with servers yet.
@@ -359,13 +359,13 @@ class RolloutTrainer(BaseTrainer):
         }
         for what in (what for what, there in found.items() if there):
             raise ValueError(
-                f"vLLM servers together with {what} are not in this release of trl_jax. Train without {what}, or with "
-                "GRPOTrainer and use_vllm=False."
+                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Train without {what}, or "
+                "with GRPOTrainer and use_vllm=False."
             )
         urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
             raise ValueError(
-                f"The vLLM server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
+                f"The server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
                 "machines have under the same path. The weights are handed over in it."
             )
         root = default_root(args.output_dir) if args.vllm_weights_dir is None else Path(args.vllm_weights_dir)
@@ -451,7 +451,7 @@ class RolloutTrainer(BaseTrainer):
             )
         if several() and not self._uses_server:
             raise RuntimeError(
-                "_generate_single_turn on several processes needs a vLLM server. Set use_vllm=True and "
+                "_generate_single_turn on several processes needs a server. Set use_vllm=True and "
                 "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():

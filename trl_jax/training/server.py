@@ -1,4 +1,4 @@
-"""Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts.
+"""Online training with vLLM or SGLang servers: they get the policy's weights after each step, and complete the prompts.
 
 With several training processes, only the first one talks to the servers. It shares the replies with the others.
 """
@@ -25,7 +25,17 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, of_each_process, several
-from trl_jax.rollout.server import Limits, Progress, Requirements, Sampled, ServerError, Servers, StaleWeights
+from trl_jax.rollout.server import (
+    Engine,
+    Limits,
+    Progress,
+    Requirements,
+    Sampled,
+    ServerError,
+    Servers,
+    StaleWeights,
+    Transport,
+)  # fmt: skip
 from trl_jax.training.state import Setup
 
 _KEPT = 2  # the version in use and the one before, which a server may still be reading
@@ -34,6 +44,7 @@ _NAME = "trl_jax-weights-"
 _SCORED = 32  # tokens of the text by which loaded weights are proved
 _CLOSE = 0.1  # nats per token, which 16-bit computation stays far below
 _ATTEMPTS = 3  # of a generation during which servers are started again
+_OWNERS = ("vllm", "sglang")  # of models, as /v1/models names them
 
 
 def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers:
@@ -43,13 +54,38 @@ def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers
         ServerError: a server does not answer within the timeout, or it serves something else than the run needs, with
             the command that starts it right.
     """
-    from trl_jax.rollout.vllm import Vllm
 
-    engine = Vllm(urls, needs, limits)
-    engine.transport.each("GET", "/health")
-    replies = engine.transport.each("GET", "/v1/models")
-    engine.ready([next(card for card in reply["data"] if card.get("parent") is None) for reply in replies])
+    def command(url: str) -> str:
+        vllm, sglang = (_engine(owner)(urls, needs, limits).command(url) for owner in _OWNERS)
+        return f"{vllm} (or, for SGLang: {sglang})"
+
+    unknown = Transport(urls, limits, "vLLM or SGLang", command)
+    unknown.each("GET", "/health")
+    models = [reply["data"] for reply in unknown.each("GET", "/v1/models")]
+    cards = [next(card for card in own if card.get("parent") is None) for own in models]
+    owners = [card["owned_by"] for card in cards]
+    for url, owner in zip(urls, owners, strict=True):
+        if owner not in _OWNERS:
+            raise unknown.unusable(url, f"serves a model of {owner!r} (owned_by in /v1/models)")
+        if owner != owners[0]:
+            raise ServerError(
+                f"The server at {urls[0]} is of {owners[0]}, and the one at {url} of {owner}, which give different "
+                "completions for the same seed. Give the URLs of servers of one engine in vllm_server_base_url."
+            )
+    engine = _engine(owners[0])(urls, needs, limits)
+    engine.ready(cards)
     return Servers(engine)
+
+
+def _engine(owner: str) -> type[Engine]:
+    """The engine whose servers name `owner` as the owner of their models."""
+    if owner == "vllm":
+        from trl_jax.rollout.vllm import Vllm
+
+        return Vllm
+    from trl_jax.rollout.sglang import Sglang
+
+    return Sglang
 
 
 @dataclass(frozen=True)
@@ -77,7 +113,7 @@ class Completions(NamedTuple):
 
 
 class ServerPolicy:
-    """The policy on vLLM servers.
+    """The policy on servers.
 
     Args:
         stream: gives each prompt of a generation its seed.
@@ -270,7 +306,7 @@ class WeightFolders:
             self.close()
             raise OSError(
                 error.errno,
-                f"The weights for the vLLM server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
+                f"The weights for the server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
                 "folder with space for two copies of the model",
                 str(place),
             ) from error
