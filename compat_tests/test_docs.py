@@ -24,7 +24,9 @@ import trl_jax
 from compat_tests import pages
 from compat_tests.pages import FOLDER, PAGES, README, ROOT
 from trl_jax.cli import main
-from trl_jax.rollout.server import Requirements, VllmServers
+from trl_jax.rollout.server import Limits, Requirements
+from trl_jax.rollout.sglang import Sglang
+from trl_jax.rollout.vllm import Vllm
 
 EVERY = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 A_READER_HAS = ("pairs", "rows", "held_out", "trainer")  # names that a page may use without defining them
@@ -132,9 +134,12 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
     match words:
         case ["vllm", "serve", model, "--port", port, *_]:
             needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True, adapter_rank=16)
-            servers = VllmServers([], needs, 1.0)
-            servers.takes_adapters = "--enable-lora" in words
-            assert words == without_variables(shlex.split(servers.command(f"http://host:{port}")))
+            engine = Vllm([], needs, Limits(1.0))
+            engine.takes_adapters = "--enable-lora" in words
+            assert words == without_variables(shlex.split(engine.command(f"http://host:{port}")))
+        case ["sglang", "serve", "--model-path", model, "--port", port]:
+            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True)
+            assert words == shlex.split(Sglang([], needs, Limits(1.0)).command(f"http://localhost:{port}"))
         case ["pip", "install", what]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
             assert extra and (extra[1] is None or extra[1] in EXTRAS), f"there is no {what}"

@@ -25,8 +25,9 @@ from trl_jax.data.batch import Batch, Extras
 from trl_jax.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.completions_log import group_reward_metrics
-from trl_jax.rollout.server import Limits, Requirements, ServerError, VllmServers
+from trl_jax.rollout.server import Limits, Requirements, ServerError
 from trl_jax.tasks.policy import AsyncGrpoTask
+from trl_jax.training.server import connect
 
 OWN = {"batch_layout", "remat_policy", "mesh_shape", "coordinator_address", "num_processes", "process_id",
        "initialization_timeout", "max_minutes", "save_minutes", "log_json", "pad_to_multiple_of", "vllm_weights_dir",
@@ -266,11 +267,11 @@ def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folde
     given = {"group": 1, "seeds": [1]}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 2,
                 "stop_token_ids": [0]}  # fmt: skip
+    limits = Limits(0.3, request=0.2), Limits(30.0, load=0.2)
+    impatient, servers = (connect([stub.url], needs, own) for own in limits)
     stub.before = lambda path: time.sleep(1.0)
-    servers = VllmServers([stub.url], needs, Limits(0.3, request=0.2))
     with pytest.raises(ServerError, match=r"did not answer for 0\.3 s .*no completions within request_timeout=0\.2 s"):
-        servers.begin([[1]], sampling, **given).result()
-    servers = VllmServers([stub.url], needs, Limits(30.0, load=0.2))
+        impatient.begin([[1]], sampling, **given).result()
     with pytest.raises(ServerError, match=r"did not load the weights in .* within 0\.2 s \(weight_sync_timeout\)"):
         servers.load(str(folder), "1")
 
@@ -280,5 +281,5 @@ def test_a_server_may_start_later_than_a_generation_may_be_silent(folder):
     needs = Requirements(str(folder), vocab_size=16, max_tokens=8, processed_logps=True)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"did not answer for 0\.8 s \(vllm_server_timeout;"):
-        VllmServers(["http://127.0.0.1:9"], needs, Limits(0.8, alive=0.1)).check()
+        connect(["http://127.0.0.1:9"], needs, Limits(0.8, alive=0.1))
     assert time.monotonic() - began > 0.8

@@ -29,7 +29,7 @@ GENERATION_KEYS = frozenset(
     stop_strings num_beams length_penalty early_stopping
     """.split()
 )
-# With vllm_mode="server", parameters of vLLM's /v1/completions.
+# With vllm_mode="server", parameters of vLLM's /v1/completions, whatever the engine.
 SERVER_KEYS = frozenset(
     """
     temperature top_p top_k min_p repetition_penalty frequency_penalty presence_penalty max_tokens min_tokens stop
@@ -70,7 +70,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def uses_server(values: Mapping[str, Any]) -> bool:
-    """Whether completions come from vLLM servers. OnlineConfig, for user-defined trainers, has no such arguments."""
+    """Whether completions come from servers. OnlineConfig, for user-defined trainers, has no such arguments."""
     return bool(values.get("use_vllm")) and values.get("vllm_mode") == "server"
 
 
@@ -233,12 +233,13 @@ class OnlineArguments(LanguageModelArguments):
     )
     use_vllm: bool = arg(
         False,
-        help="With vllm_mode='server', completions come from vLLM servers; otherwise from trl_jax's own generator.",
+        help="With vllm_mode='server', completions come from vLLM or SGLang servers; otherwise from trl_jax's own "
+        "generator.",
         note=_own_generator,
     )
     vllm_mode: str = arg(
         "colocate",
-        help="'server': completions come from the vLLM servers of vllm_server_base_url, or of vllm_server_host and "
+        help="'server': completions come from the servers of vllm_server_base_url, or of vllm_server_host and "
         "vllm_server_port. 'colocate': from trl_jax's own generator.",
         rule=rules.one_of("server", "colocate"),
     )
@@ -249,18 +250,18 @@ class OnlineArguments(LanguageModelArguments):
     )
     vllm_server_base_url: str | None = arg(
         None,
-        help="URL of the vLLM server, or of several, separated by commas, which share the prompts. If unset, "
+        help="URL of the vLLM or SGLang server, or of several, separated by commas, which share the prompts. If unset, "
         "vllm_server_host and vllm_server_port.",
         rule=rules.text(optional=True),
     )
-    vllm_server_host: str = arg("0.0.0.0", help="Host of the vLLM server.", rule=rules.text())
-    vllm_server_port: int = arg(8000, help="Port of the vLLM server.", rule=rules.whole(1, most=65535))
+    vllm_server_host: str = arg("0.0.0.0", help="Host of the server.", rule=rules.text())
+    vllm_server_port: int = arg(8000, help="Port of the server.", rule=rules.whole(1, most=65535))
     vllm_server_timeout: float = arg(
-        240.0, help="Seconds after which a vLLM server that does not answer ends the run.", rule=above(0, math.inf)
+        240.0, help="Seconds after which a server that does not answer ends the run.", rule=above(0, math.inf)
     )
     vllm_weights_dir: str | None = arg(
         None,
-        help="Folder in which weights are handed to vLLM servers, which must see it under the same path. If unset, "
+        help="Folder in which weights are handed to the servers, which must see it under the same path. If unset, "
         "/dev/shm, for servers on this machine.",
         rule=rules.path,
         kw_only=True,

@@ -111,13 +111,13 @@ class AsyncGRPOConfig(BaseConfig):
     vllm_server_timeout: float = online("vllm_server_timeout")
     request_timeout: int = arg(
         600,
-        help="Seconds that a vLLM server may take to complete a prompt. Then the request is sent again, until "
+        help="Seconds that a server may take to complete a prompt. Then the request is sent again, until "
         "vllm_server_timeout has passed, too.",
         rule=above(0, math.inf),
     )
     weight_sync_timeout: int = arg(
         1800,
-        help="Seconds that a vLLM server may take to load weights, after which the run ends.",
+        help="Seconds that a server may take to load weights, after which the run ends.",
         rule=above(0, math.inf),
     )
 
@@ -132,7 +132,7 @@ class AsyncGRPOConfig(BaseConfig):
 
     max_inflight_tasks: int = arg(
         -1,
-        help="Maximum number of completions that the vLLM servers are asked for at once. -1 asks for all completions "
+        help="Maximum number of completions that the servers are asked for at once. -1 asks for all completions "
         "of a generation.",
         rule=_in_flight,
     )
@@ -153,7 +153,7 @@ class AsyncGRPOConfig(BaseConfig):
     )
     heartbeat_stale_after_s: float = arg(
         300.0,
-        help="Seconds without an answer to /health, while a vLLM server generates, after which the run ends.",
+        help="Seconds without an answer to /health, while a server generates, after which the run ends.",
         rule=above(0, math.inf),
     )
 

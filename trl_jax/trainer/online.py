@@ -41,7 +41,7 @@ from trl_jax.rollout.rewards import (
     reward_functions,
 )
 from trl_jax.rollout.rollout import Rewards
-from trl_jax.rollout.server import Limits, Requirements, VllmServers, is_local, sampling_parameters, server_urls
+from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, is_local, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle, EntropyBonus
 from trl_jax.tasks.task import Task
@@ -61,7 +61,7 @@ from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
-from trl_jax.training.server import ServerParts, adapter_rank, by_first, default_root
+from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root
 from trl_jax.training.state import Hooks
 
 # Tools and environments, and how tool calls are parsed from completions.
@@ -304,7 +304,7 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def _uses_server(self) -> bool:
-        """Whether completions come from vLLM servers."""
+        """Whether completions come from servers."""
         return uses_server(vars(self.args))
 
     def _limits(self) -> Limits:
@@ -345,7 +345,7 @@ class RolloutTrainer(BaseTrainer):
         return None
 
     def _server(self, run: setup.Setup) -> ServerParts:
-        """The vLLM servers, checked to be reachable and compatible with the run.
+        """The servers, checked to be reachable and compatible with the run.
 
         Raises:
             ValueError: the run uses a feature that is not supported with servers.
@@ -358,13 +358,13 @@ class RolloutTrainer(BaseTrainer):
         }
         for what in (what for what, there in found.items() if there):
             raise ValueError(
-                f"vLLM servers together with {what} are not in this release of trl_jax. Train without {what}, or with "
-                "GRPOTrainer and use_vllm=False."
+                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Train without {what}, or "
+                "with GRPOTrainer and use_vllm=False."
             )
         urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
             raise ValueError(
-                f"The vLLM server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
+                f"The server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
                 "machines have under the same path. The weights are handed over in it."
             )
         root = default_root(args.output_dir) if args.vllm_weights_dir is None else Path(args.vllm_weights_dir)
@@ -373,17 +373,15 @@ class RolloutTrainer(BaseTrainer):
             "sampling_logps" in run.task.logps, None if run.encoder is None else run.encoder.image_token_id,
             adapter_rank(model) if run.encoder is None else None,
         )  # fmt: skip
-        servers = VllmServers(urls, needs, self._limits())
-        by_first(servers.check)
-        servers.takes_adapters = by_first(lambda: servers.takes_adapters)
-        sampling = sampling_parameters(
+        servers = by_first(lambda: connect(urls, needs, self._limits()))
+        options = SamplingOptions(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
             ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            never=needs.image_token,  # in a completion it would stand for an image that is not there
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
-        if run.encoder is not None:  # never sample the image token: no image belongs to it
-            sampling["logit_bias"] = {**sampling.get("logit_bias", {}), str(run.encoder.image_token_id): -100.0}
+        sampling = servers.engine.parameters(options)
         ahead = self._generates_ahead()
         if ahead and self._rollout_func() is not None:
             raise ValueError(
@@ -448,7 +446,7 @@ class RolloutTrainer(BaseTrainer):
             )
         if several() and not self._uses_server:
             raise RuntimeError(
-                "_generate_single_turn on several processes needs a vLLM server. Set use_vllm=True and "
+                "_generate_single_turn on several processes needs a server. Set use_vllm=True and "
                 "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():

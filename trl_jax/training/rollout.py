@@ -822,7 +822,7 @@ class RolloutParts:
     shuffle: whether to shuffle the prompts in each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
     rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
-    server: the vLLM servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
+    server: the servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
     own: user-defined methods that completions go through; None without any.
     """
 

@@ -1,4 +1,4 @@
-"""Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts.
+"""Online training with vLLM or SGLang servers: they get the policy's weights after each step, and complete the prompts.
 
 With several training processes, only the first one talks to the servers. It shares the replies with the others.
 """
@@ -25,7 +25,17 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, of_each_process, several
-from trl_jax.rollout.server import Progress, Sampled, ServerError, StaleWeights, VllmServers
+from trl_jax.rollout.server import (
+    Engine,
+    Limits,
+    Progress,
+    Requirements,
+    Sampled,
+    ServerError,
+    Servers,
+    StaleWeights,
+    Transport,
+)  # fmt: skip
 from trl_jax.training.state import Setup
 
 _KEPT = 2  # the current version and the previous one, which a server may still be reading
@@ -34,6 +44,48 @@ _NAME = "trl_jax-weights-"
 _SCORED = 32  # tokens of the text that verifies the loaded weights
 _CLOSE = 0.1  # nats per token; 16-bit computation stays far below
 _ATTEMPTS = 3  # at a generation during which servers are restarted
+_OWNERS = ("vllm", "sglang")  # of models, as /v1/models names them
+
+
+def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers:
+    """Wait until every server answers, and check that it can be used.
+
+    Raises:
+        ServerError: a server does not answer within the timeout, or it serves something else than the run needs, with
+            the command that starts it right.
+    """
+
+    def command(url: str) -> str:
+        vllm, sglang = (_engine(owner)(urls, needs, limits).command(url) for owner in _OWNERS)
+        return f"{vllm} (or, for SGLang: {sglang})"
+
+    unknown = Transport(urls, limits, "vLLM or SGLang", command)
+    unknown.each("GET", "/health")
+    models = [reply["data"] for reply in unknown.each("GET", "/v1/models")]
+    cards = [next(card for card in own if card.get("parent") is None) for own in models]
+    owners = [card["owned_by"] for card in cards]
+    for url, owner in zip(urls, owners, strict=True):
+        if owner not in _OWNERS:
+            raise unknown.unusable(url, f"serves a model of {owner!r} (owned_by in /v1/models)")
+        if owner != owners[0]:
+            raise ServerError(
+                f"The server at {urls[0]} is of {owners[0]}, and the one at {url} of {owner}, which give different "
+                "completions for the same seed. Give the URLs of servers of one engine in vllm_server_base_url."
+            )
+    engine = _engine(owners[0])(urls, needs, limits)
+    engine.ready(cards)
+    return Servers(engine)
+
+
+def _engine(owner: str) -> type[Engine]:
+    """The engine whose servers name `owner` as the owner of their models."""
+    if owner == "vllm":
+        from trl_jax.rollout.vllm import Vllm
+
+        return Vllm
+    from trl_jax.rollout.sglang import Sglang
+
+    return Sglang
 
 
 @dataclass(frozen=True)
@@ -46,7 +98,7 @@ class ServerParts:
     sync_steps: number of steps between two updates of the servers' weights.
     """
 
-    servers: VllmServers
+    servers: Servers
     sampling: Mapping[str, Any]
     root: Path
     ahead: bool = False
@@ -62,7 +114,7 @@ class Completions(NamedTuple):
 
 
 class ServerPolicy:
-    """The policy on vLLM servers.
+    """The policy on servers.
 
     Args:
         stream: the source of each prompt's seed.
@@ -93,7 +145,7 @@ class ServerPolicy:
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
         wait(self._asked)  # running generations need the weights that the servers have now
-        if self._servers.takes_adapters:
+        if self._servers.engine.takes_adapters:
             self._load_adapter()
         else:
             folder, version = self._folders.write()
@@ -176,13 +228,14 @@ class ServerPolicy:
         with setup.on_device():
             logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
             own = np.asarray(fetched(logps))[np.arange(length - 1), ids[1:]]
-        for url, found in zip(self._servers.urls, by_first(lambda: self._servers.score(ids)), strict=True):
+        engine = self._servers.engine
+        for url, found in zip(self._servers.urls, by_first(lambda: engine.score(ids)), strict=True):
             apart = float(np.mean(np.abs(found - own)))
             if not apart <= _CLOSE:
                 raise ServerError(
-                    f"The vLLM server at {url} loaded the weights, but its log-probabilities of a text are "
-                    f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
-                    f"that is trained, unquantized: {self._servers.command(url)}"
+                    f"The {engine.transport.name} server at {url} loaded the weights, but its log-probabilities of a "
+                    f"text are {apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with "
+                    f"the model that is trained, unquantized: {engine.command(url)}"
                 )
 
 
@@ -254,7 +307,7 @@ class WeightFolders:
             self.close()
             raise OSError(
                 error.errno,
-                f"The weights for the vLLM server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
+                f"The weights for the server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
                 "folder with space for two copies of the model",
                 str(place),
             ) from error
